@@ -3,9 +3,10 @@
 B images; a view is a stack of crops of one size, crop-major: crop c of image b lies at row c * B + b.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from encoders.images import Mask
@@ -15,7 +16,8 @@ from encoders.images import Mask
 class Photometric:
     """Drawn photometric changes for the N crops of one view; `data.augment.photometric` applies them on any device.
 
-    All tensors are (N,) float32 unless said otherwise, and a value that changes nothing is part of the range.
+    All tensors are (N,) float32 unless said otherwise, and a value that changes nothing is part of the range. They stay
+    on the CPU: which crops need which operation is decided there, so that no device is ever waited for.
     """
 
     brightness: Tensor
@@ -35,11 +37,12 @@ class Photometric:
     solarize: Tensor
     """bool: invert values of one half and above"""
 
-    def to(self, device: Any, non_blocking: bool = False) -> "Photometric":
-        return Photometric(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
+    def __getstate__(self) -> dict[str, Any]:
+        # As arrays these travel from a worker by value; as tensors each would cost shared memory and an open file.
+        return {name: value.numpy(force=True) for name, value in vars(self).items()}
 
-    def pin_memory(self) -> "Photometric":
-        return Photometric(*(getattr(self, f.name).pin_memory() for f in fields(self)))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: torch.from_numpy(value) for name, value in state.items()})
 
 
 @dataclass
@@ -55,8 +58,10 @@ class Batch:
     labels: Tensor | None = None
     """(B,) int64, or None when the shards carry none or none were asked for"""
     photometric: list[Photometric | None] = field(default_factory=list)
-    """one a view; None: nothing to do but normalise"""
+    """one a view, always on the CPU; None: nothing to do but normalise"""
     masks: Mask | None = None
+    skipped: list[str] = field(default_factory=list)
+    """`shard.tar/key: reason` of each corrupt image that was met on the way, and replaced or left out"""
 
     @property
     def images(self) -> int:
@@ -68,7 +73,6 @@ class Batch:
             self,
             views=[view.to(device, non_blocking=non_blocking) for view in self.views],
             labels=None if self.labels is None else self.labels.to(device, non_blocking=non_blocking),
-            photometric=[p and p.to(device, non_blocking) for p in self.photometric],
             masks=self.masks and self.masks.to(device, non_blocking),
         )
 
@@ -77,6 +81,5 @@ class Batch:
             self,
             views=[view.pin_memory() for view in self.views],
             labels=None if self.labels is None else self.labels.pin_memory(),
-            photometric=[p and p.pin_memory() for p in self.photometric],
             masks=self.masks and self.masks.pin_memory(),
         )

@@ -1,6 +1,7 @@
 """The interface of all encoders."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ class Encoder(nn.Module):
     """width D of `pooled` and `tokens`"""
     stride: int
     """pixels of a side of one token"""
+    settings: dict[str, Any]
+    """variant and constructor arguments, of an encoder made by `encoders.build`: what builds it again"""
     can_drop: bool = False
     """whether hidden tokens can be left out of the computation (`drop=True`)"""
     takes_packed: bool = False

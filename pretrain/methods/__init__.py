@@ -1,0 +1,5 @@
+"""Methods by the name of `--method`."""
+
+from pretrain.methods.dino import DINO
+
+METHODS = {"dino": DINO}

@@ -1,0 +1,384 @@
+"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377) DeiT (2012.12877), registers (2309.16588).
+
+B images, C channels, H x W pixels; h x w grid, N = h * w patches (or the visible ones of an image); D width, d width of
+one head; S special tokens in front of the patches: class, distillation, registers. Parameters have published names.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal, cast, get_args
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from encoders.base import Encoder, Features
+from encoders.images import Mask, patch_grids
+from encoders.layers import (
+    MLP,
+    DropPath,
+    Init,
+    Interpolation,
+    LayerScale,
+    attention,
+    init_linear,
+    resize_table,
+    sincos_table,
+)
+
+Pool = Literal["class", "mean"]
+Positions = Literal["learned", "sincos"]
+PositionInit = Literal["normal", "sincos"]
+
+VARIANTS = {
+    "vit_micro": {"dim": 96, "depth": 4, "heads": 3, "patch_size": 4, "image_size": 16},
+    "vit_tiny": {"dim": 192, "depth": 12, "heads": 3},
+    "vit_small": {"dim": 384, "depth": 12, "heads": 6},
+    "vit_base": {"dim": 768, "depth": 12, "heads": 12},
+    "vit_large": {"dim": 1024, "depth": 24, "heads": 16},
+    "vit_huge": {"dim": 1280, "depth": 32, "heads": 16, "patch_size": 14},
+}
+
+
+class PatchEmbed(nn.Module):
+    """A linear map of each patch, pixels beyond the last whole patch left out: (B, C, H, W) -> (B, N, D)."""
+
+    def __init__(self, channels: int, dim: int, patch_size: int, init: Init):
+        super().__init__()
+        self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
+        if init == "xavier":  # else a convolution's own initial values, as in DINO
+            nn.init.xavier_uniform_(self.proj.weight.detach().flatten(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Self-attention: (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, dim: int, heads: int, *, qkv_bias: bool, qk_norm: bool, qk_scale: float | None, norm_eps: float):
+        super().__init__()
+        self.heads = heads
+        self.scale = (dim // heads) ** -0.5 if qk_scale is None else qk_scale
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(dim, dim)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values: (B, N, D) -> three of (B, heads, N, d)."""
+        q, k, v = rearrange(self.qkv(x), "b n (three heads d) -> three b heads n d", three=3, heads=self.heads)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self._split(x)
+        return self.proj(rearrange(attention(q, k, v, scale=self.scale), "b heads n d -> b n (heads d)"))
+
+    def weights(self, x: Tensor) -> Tensor:
+        """What each token takes from each: (B, N, D) -> (B, heads, N, N), rows sum to 1."""
+        q, k, _ = self._split(x)
+        return (self.scale * q @ k.mT).softmax(-1)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each a residual branch with its norm in front: (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        mlp_ratio: float,
+        qkv_bias: bool,
+        norm_eps: float,
+        qk_norm: bool,
+        qk_scale: float | None,
+        layer_scale: float | None,
+        drop_path: float,
+    ):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = Attention(dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, norm_eps=norm_eps)
+        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = MLP(dim, int(dim * mlp_ratio))
+        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+
+
+class ViT(Encoder):
+    """Vision transformer for images of any size: its table of positions is resized to their grid.
+
+    Sides that the patch does not divide lose their last pixels, right and below. With `pool="mean"` the one norm at the
+    end is `fc_norm`, as in MAE's fine-tuning, and there is no `norm`: `Features.pooled` is the norm of the mean of the
+    patches, and `Features.tokens` the norm of each patch. `pos_embed` has rows for the class and the distillation token
+    in front of the patches, none for registers.
+
+    A part that a training does not use is left without gradient: ask for `mask_token` only to hide tokens in place, and
+    for `classes` only to train through `logits`.
+
+    Args:
+        dim: width of a token.
+        depth: number of blocks.
+        heads: attention heads of a block.
+        mlp_ratio: hidden width of the MLP over `dim`.
+        patch_size: side of a patch in pixels.
+        image_size: pixels, one side or (rows, columns), for which the table of positions is made.
+        channels: channels of an image.
+        class_token: have a class token.
+        registers: number of register tokens.
+        distillation_token: have a distillation token beside the class token (DeiT).
+        mask_token: have a learned token to put in place of hidden ones.
+        pool: what stands for the image, the class token or the mean of the patches.
+        qkv_bias: have a bias in the queries, keys and values.
+        norm_eps: epsilon of all layer norms.
+        qk_norm: normalise queries and keys in each head.
+        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) when None.
+        layer_scale: initial value of the factors on the residual branches, None for no such factors.
+        drop_path: share of residual branches left out in training at the last block, rising linearly from 0.
+        positions: a learned table, or the fixed sine-cosine table of MAE.
+        interpolation: how the table is resized to another grid, by the rule of DINO or of MAE.
+        init: initial weights, truncated normal of 0.02 (DINO) or Xavier uniform (MAE).
+        position_init: start of a learned table, normal of 0.02 or the sine-cosine table.
+        representation_size: width of a tanh layer before the class head, None for no such layer.
+        classes: outputs of the class head (and of the distillation head), 0 for none.
+        checkpoint_activations: recompute each block in the backward pass, which saves memory.
+    """
+
+    can_drop = True
+
+    def __init__(
+        self,
+        *,
+        dim: int = 384,
+        depth: int = 12,
+        heads: int = 6,
+        mlp_ratio: float = 4.0,
+        patch_size: int = 16,
+        image_size: int | tuple[int, int] = 224,
+        channels: int = 3,
+        class_token: bool = True,
+        registers: int = 0,
+        distillation_token: bool = False,
+        mask_token: bool = False,
+        pool: Pool = "class",
+        qkv_bias: bool = True,
+        norm_eps: float = 1e-6,
+        qk_norm: bool = False,
+        qk_scale: float | None = None,
+        layer_scale: float | None = None,
+        drop_path: float = 0.0,
+        positions: Positions = "learned",
+        interpolation: Interpolation = "dino",
+        init: Init = "trunc_normal",
+        position_init: PositionInit = "normal",
+        representation_size: int | None = None,
+        classes: int = 0,
+        checkpoint_activations: bool = False,
+    ):
+        super().__init__()
+        _check_choices(
+            pool=(pool, Pool),
+            positions=(positions, Positions),
+            interpolation=(interpolation, Interpolation),
+            init=(init, Init),
+            position_init=(position_init, PositionInit),
+        )
+        _check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
+        if dim % heads:
+            raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads")
+        if not class_token and (pool == "class" or distillation_token):
+            raise ValueError('without a class token, pool must be "mean" and distillation_token off')
+        self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
+        self.interpolation: Interpolation = interpolation
+        self.checkpoint_activations = checkpoint_activations
+
+        self.patch_embed = PatchEmbed(channels, dim, patch_size, init)
+        self.cls_token = _tokens(1, 1, dim) if class_token else None
+        self.dist_token = _tokens(1, 1, dim) if distillation_token else None
+        self.reg_token = _tokens(1, registers, dim) if registers else None
+        self.mask_token = _tokens(1, dim) if mask_token else None
+        self.placed = class_token + distillation_token
+        self.special = self.placed + registers
+        self.grid = _table_grid(image_size, patch_size)
+        self.pos_embed = _position_table(self.placed, self.grid, dim, positions, position_init)
+        block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
+        block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale)
+        self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
+        self.norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "class" else nn.Identity()
+        self.fc_norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
+        self._add_heads(representation_size, classes)
+        self.apply(lambda layer: init_linear(layer, init))
+
+    def _add_heads(self, representation_size: int | None, classes: int):
+        if representation_size is not None and (not classes or self.dist_token is not None):
+            raise ValueError("representation_size needs classes, and no distillation token")
+        width = representation_size or self.dim
+        self.pre_logits = nn.Sequential()
+        if representation_size is not None:
+            self.pre_logits = nn.Sequential(OrderedDict(fc=nn.Linear(self.dim, width), act=nn.Tanh()))
+        self.head = nn.Linear(width, classes) if classes else None
+        self.head_dist = nn.Linear(width, classes) if classes and self.dist_token is not None else None
+
+    def forward(self, images: Tensor, mask: Mask | None = None, *, drop: bool = False) -> Features:
+        """Encode `images` (B, C, H, W), normalised floats.
+
+        With `mask`, hidden tokens are replaced by the mask token, which gets their positions. With `drop` they are left
+        out: `tokens` (V, D) belong to `mask.visible`, and every image must have the same number of visible tokens.
+
+        Raises:
+            ValueError: the images or the mask do not fit the encoder.
+        """
+        return self._features(self._run(self.blocks, self._embed(images, mask, drop)), images)
+
+    def intermediate(self, images: Tensor, blocks: int = 1) -> list[Features]:
+        if not 1 <= blocks <= len(self.blocks):
+            raise ValueError(f"{blocks} blocks asked of an encoder that has {len(self.blocks)}")
+        x = self._run(self.blocks[:-blocks], self._embed(images))
+        features = []
+        for block in self.blocks[-blocks:]:
+            x = self._run([block], x)
+            features.append(self._features(x, images))
+        return features
+
+    def last_attention(self, images: Tensor) -> Tensor:
+        """Attention of the last block between all tokens: (B, C, H, W) -> (B, heads, S + N, S + N), rows sum to 1."""
+        last = cast(Block, self.blocks[-1])
+        return last.attn.weights(last.norm1(self._run(self.blocks[:-1], self._embed(images))))
+
+    def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Class scores: (B, C, H, W) -> (B, classes).
+
+        With a distillation token: in training the scores of both heads, class and distillation; otherwise their mean.
+
+        Raises:
+            ValueError: the encoder was built without classes.
+        """
+        if self.head is None:
+            raise ValueError("this encoder has no class head: build it with classes=N")
+        x = self._run(self.blocks, self._embed(images))
+        scores = self.head(self.pre_logits(self._features(x, images).pooled))
+        if self.head_dist is None:
+            return scores
+        distilled = self.head_dist(self.fc_norm(self.norm(x[:, 1])))
+        return (scores, distilled) if self.training else (scores + distilled) / 2
+
+    def _embed(self, images: Tensor, mask: Mask | None = None, drop: bool = False) -> Tensor:
+        """What the first block gets: (B, C, H, W) -> (B, S + N, D)."""
+        self._check_images(images)
+        positions = self._positions(images.shape[-2], images.shape[-1])  # (1, placed + N, D)
+        x = self.patch_embed(images)  # (B, N, D)
+        if mask is not None:
+            self._check_mask(mask, drop, patch_grids(images, self.stride))
+        elif drop:
+            raise ValueError("drop=True leaves out what a mask hides, and there is no mask")
+        if mask is not None and not drop:
+            if self.mask_token is None:
+                raise ValueError(
+                    "hiding in place needs a mask token: build the encoder with mask_token=True, or drop=True"
+                )
+            x = torch.where(mask.hidden.view(len(x), -1, 1), self.mask_token, x)
+        x = x + positions[:, self.placed :]
+        if mask is not None and drop:
+            visible = int(mask.lengths[0])
+            x = x.flatten(0, 1).index_select(0, mask.visible).unflatten(0, (len(x), visible))  # (B, V / B, D)
+        special: list[Tensor] = [
+            token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None
+        ]
+        if not special:
+            return x
+        front = torch.cat(special, 1)  # (1, S, D)
+        front = torch.cat([front[:, : self.placed] + positions[:, : self.placed], front[:, self.placed :]], 1)
+        return torch.cat([front.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
+
+    def _positions(self, height: int, width: int) -> Tensor:
+        """Rows of the table for the special tokens and for the grid of an image: (1, placed + N, D)."""
+        grid = (height // self.stride, width // self.stride)
+        fits = grid == self.grid
+        if self.interpolation == "dino" and self.grid[0] == self.grid[1]:
+            fits = fits and height == width  # the published code resizes for every image that is not square
+        if fits:
+            return self.pos_embed
+        placed, patches = self.pos_embed.split([self.placed, self.grid[0] * self.grid[1]], dim=1)
+        return torch.cat([placed, resize_table(patches, self.grid, grid, self.interpolation)], 1)
+
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+        """(B, S + N, D) -> (B, S + N, D)."""
+        for block in blocks:
+            recompute = self.checkpoint_activations and self.training
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return x
+
+    def _features(self, x: Tensor, images: Tensor) -> Features:
+        """From the last block's output (B, S + N, D)."""
+        x = self.norm(x)
+        patches = x[:, self.special :]
+        pooled = x[:, 0] if self.pool == "class" else patches.mean(1)
+        tokens = patches.flatten(0, 1)  # (B * N, D)
+        return Features(self.fc_norm(pooled), self.fc_norm(tokens), patch_grids(images, self.stride))
+
+    def _check_images(self, images: Tensor):
+        if images.ndim != 4 or images.shape[1] != self.channels or not images.is_floating_point():
+            raise ValueError(
+                f"images must be floats (B, {self.channels}, H, W), not {images.dtype} of {tuple(images.shape)}"
+            )
+        height, width = images.shape[-2:]
+        if min(height, width) < self.stride:
+            raise ValueError(
+                f"images of {height} x {width} pixels are smaller than a patch of {self.stride} pixels a side"
+            )
+
+    def _check_mask(self, mask: Mask, drop: bool, grids: Tensor):
+        if len(mask.lengths) != len(grids) or len(mask.hidden) != int(grids.prod(1).sum()):
+            raise ValueError(
+                f"a mask of {len(mask.hidden)} tokens for {len(mask.lengths)} images does not fit {len(grids)} images "
+                f"of {int(grids[0, 0])} x {int(grids[0, 1])} tokens; make it on patch_grids(images, {self.stride})"
+            )
+        fewest, most = int(mask.lengths.min()), int(mask.lengths.max())
+        if drop and not 0 < fewest == most:
+            raise ValueError(
+                f"with drop=True each image must keep the same number of tokens, at least one, not {fewest} to {most}"
+            )
+
+
+def _tokens(*shape: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
+
+
+def _table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
+    """Rows and columns of the position table."""
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if min(height, width) < patch_size:
+        raise ValueError(
+            f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
+        )
+    return height // patch_size, width // patch_size
+
+
+def _position_table(
+    placed: int, grid: tuple[int, int], dim: int, positions: Positions, position_init: PositionInit
+) -> nn.Parameter:
+    """(1, placed + N, D). A sine-cosine table has zeros for the class token, as in MAE."""
+    if positions == "sincos" or position_init == "sincos":
+        table = torch.cat([torch.zeros(placed, dim), sincos_table(*grid, dim)])[None]
+    else:
+        table = nn.init.trunc_normal_(torch.empty(1, placed + grid[0] * grid[1], dim), std=0.02)
+    return nn.Parameter(table, requires_grad=positions == "learned")
+
+
+def _check_choices(**choices: tuple[str, object]):
+    for name, (value, known) in choices.items():
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
+
+
+def _check_counts(**counts: int):
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")

@@ -1,0 +1,80 @@
+"""Features of all images of some shards as one .npz file, for use elsewhere.
+
+    python evaluation/embed.py --checkpoint OUTPUT --data SHARDS --output FILE.npz
+
+`numpy.load(FILE)` then has `features` (N, D) float32, `keys` (N,) the names `shard.tar/key` of the samples and, when
+all samples have one, `labels` (N,) int64.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from data.settings import Settings, parse
+from data.shards import open_shards
+from evaluation.features import extract, load_encoder
+from evaluation.processes import EvaluationError, accelerator, messages
+from evaluation.results import part_of
+
+
+class EmbedSettings(Settings):
+    """Write an encoder's features of all images to a file."""
+
+    checkpoint: str
+    """run folder, checkpoint in it, or exported encoder; `pixels` for the pixels themselves"""
+    data: str | list[str]
+    """SHARDS"""
+    output: str
+    """file to write, .npz"""
+    image_size: int | None = Field(None, ge=1)
+    """side of the images in pixels; without it, what the encoder was built for"""
+    resize: int | None = Field(None, ge=1)
+    """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
+    batch_size: int = Field(256, ge=1)
+    """images of one forward pass"""
+    workers: int = Field(4, ge=0)
+    """loader processes"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """arithmetic of the encoder"""
+
+
+def run(settings: EmbedSettings) -> None:
+    """The command."""
+    output = Path(settings.output)
+    if output.suffix != ".npz":
+        raise EvaluationError(f"--output {output} must end in .npz")
+    accelerate = accelerator()
+    if accelerate.num_processes > 1:
+        raise EvaluationError(
+            "embed.py writes one file in one process: start it with python, not with several processes"
+        )
+    encoder, _ = load_encoder(settings.checkpoint, settings.image_size)
+    shards = open_shards(settings.data)
+    labelled = bool((shards.labelled == shards.counts).all())
+    keys: list[str] = []
+    features, labels = extract(
+        encoder.to(accelerate.device),
+        settings.data,
+        accelerator=accelerate,
+        keys=keys,
+        labels=labelled,
+        **settings.model_dump(include={"image_size", "resize", "batch_size", "workers", "precision"}),
+    )
+    arrays = {"features": features.numpy(), "keys": np.array(keys)}
+    if labelled:
+        arrays["labels"] = labels.numpy()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = part_of(output)
+    with part.open("wb") as file:
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+    part.replace(output)
+    print(
+        f"{len(features):,} x {features.shape[1]} features, {'with' if labelled else 'no'} labels, written to {output}"
+    )
+
+
+if __name__ == "__main__":
+    with messages():
+        run(parse(EmbedSettings))

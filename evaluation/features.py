@@ -1,0 +1,196 @@
+"""Features of labelled shards: which encoder, which pixels it sees, and the pass over them.
+
+B images of S x S pixels, N images of this process's part of the shards, D features of an image.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.progress import track
+from safetensors import SafetensorError
+from torch import Tensor
+
+import encoders
+from data.augment import finish
+from data.crops import CenterCrop
+from data.loader import Transform, evaluation_batches
+from data.shards import Shards
+from encoders.base import Encoder, Features
+from encoders.images import patch_grids
+from evaluation.processes import EvaluationError
+
+WEIGHTS = "encoder.safetensors"
+PIXELS = "pixels"
+
+
+class Pixels(Encoder):
+    """No encoder at all: the normalised pixels themselves are the features, for checking an evaluation."""
+
+    stride = 1
+
+    def __init__(self, image_size: int) -> None:
+        super().__init__()
+        self.dim, self.settings = 3 * image_size**2, {"image_size": image_size}
+
+    def forward(self, images: Tensor, mask: object = None, *, drop: bool = False) -> Features:
+        """(B, 3, S, S) -> pooled (B, 3 * S * S)."""
+        if mask is not None or drop:
+            raise ValueError("pixels take no mask")
+        return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), patch_grids(images, 1))
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """The `encoder.safetensors` of a run folder (of its newest checkpoint when the run is not finished) or of a
+    checkpoint, or an exported file itself.
+
+    Raises:
+        EvaluationError: none of them; says what was looked for.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise EvaluationError(
+                f"{path} is not an exported encoder (.safetensors); `python -m encoders.weights` makes one"
+            )
+        return path
+    wanted = [path / WEIGHTS, path / "checkpoints" / "latest" / WEIGHTS]
+    for candidate in wanted:
+        if candidate.is_file():
+            return candidate
+    looked = " and ".join(str(candidate) for candidate in (path, *wanted))
+    raise EvaluationError(f"no encoder at {path}: looked for {looked}")
+
+
+def load_encoder(checkpoint: str, image_size: int | None) -> tuple[Encoder, Path | None]:
+    """The encoder of `--checkpoint`, in eval mode, and its file; the word `pixels` is an encoder without one.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    if checkpoint == PIXELS:
+        if image_size is None:
+            raise EvaluationError("pixels have no size of their own: give --image_size (32 for CIFAR-10)")
+        return Pixels(image_size).eval(), None
+    file = resolve_checkpoint(checkpoint)
+    try:
+        return encoders.load(file), file
+    except (ValueError, OSError, SafetensorError) as error:
+        raise EvaluationError(f"cannot load {file}: {error}") from error
+
+
+def input_size(encoder: Encoder, image_size: int | None) -> int:
+    """Side of the images in pixels: as asked, else as the encoder was built for.
+
+    Raises:
+        EvaluationError: the encoder was built for images that are not square.
+    """
+    size = image_size or encoder.settings["image_size"]
+    if not isinstance(size, int):
+        sides = list(size)
+        if len(set(sides)) != 1:
+            raise EvaluationError(
+                f"the encoder was built for images of {sides} pixels: give the side with --image_size"
+            )
+        size = int(sides[0])
+    return size
+
+
+def resize_size(size: int, resize: int | None) -> int:
+    """Short side before the centre crop in pixels: as asked, else 256 for 224 (DINO) and in that ratio from 128 pixels
+    on; smaller images are seen whole.
+
+    Raises:
+        EvaluationError: the crop would not fit.
+    """
+    resize = resize or (round(size * 256 / 224) if size >= 128 else size)
+    if resize < size:
+        raise EvaluationError(f"a crop of {size} pixels does not fit in images resized to {resize}: raise --resize")
+    return resize
+
+
+def pooled(encoder: Encoder, images: Tensor) -> Tensor:
+    """One vector an image: (B, 3, S, S) -> (B, D)."""
+    return encoder(images).pooled
+
+
+@torch.inference_mode()
+def extract(
+    encoder: Encoder,
+    shards: Shards,
+    *,
+    accelerator: Accelerator,
+    image_size: int | None = None,
+    resize: int | None = None,
+    batch_size: int = 256,
+    workers: int = 0,
+    precision: str = "fp32",
+    take: Callable[[Encoder, Tensor], Tensor] = pooled,
+    transform: Transform | None = None,
+    labels: bool = True,
+    progress: bool = True,
+    keys: list[str] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Features and labels of this process's part of `shards`, on the CPU: (N, D) float32 and (N,) int64.
+
+    Parts of the processes are neighbours in order of rank. Images are resized, cropped in the middle and normalised as
+    in pretraining. The encoder is taken as it is: on its device and in its mode.
+
+    Args:
+        batch_size: images of one forward pass.
+        precision: `fp32`, or `bf16` for autocast.
+        take: what of the encoder is a feature.
+        transform: what cuts out the pixels, in place of the centre crop.
+        labels: whether the shards must have labels; without, all are -1.
+        keys: gets the names of the samples appended.
+
+    Raises:
+        ShardError: no labels, or shards that cannot be read.
+        EvaluationError: the encoder does not take images of this size.
+    """
+    size = input_size(encoder, image_size)
+    batches = evaluation_batches(
+        shards,
+        transform or CenterCrop(size, resize=resize_size(size, resize)),
+        batch_size=batch_size,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        workers=workers,
+        labels=labels,
+    )
+    device = accelerator.device
+    found, found_labels = [], []
+    shown = progress and accelerator.is_main_process
+    for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=not shown):
+        images = finish(batch.to(device, non_blocking=True)).views[0]  # (B, 3, S, S)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            try:
+                features = take(encoder, images)
+            except (ValueError, NotImplementedError) as error:
+                raise EvaluationError(
+                    f"{type(encoder).__name__} on images of {size} x {size} pixels: {error}"
+                ) from error
+        found.append(features.float().cpu())
+        found_labels.append(batch.labels if batch.labels is not None else torch.full((len(images),), -1))
+        if keys is not None:
+            keys += batch.keys
+    if not batches.total:
+        raise EvaluationError(f"no images in {shards}")
+    if not found:  # more processes than images
+        one = take(encoder, torch.zeros(1, 3, size, size, device=device))
+        return one[:0].float().cpu(), torch.zeros(0, dtype=torch.int64)
+    return torch.cat(found), torch.cat(found_labels)  # (N, D), (N,)
+
+
+def check_labels(train: Tensor, val: Tensor) -> None:
+    """Labels of all images of both sets.
+
+    Raises:
+        EvaluationError: a class is scored that is not trained on.
+    """
+    missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
+    if missing:
+        raise EvaluationError(
+            f"{len(missing)} classes of --val are not in --train, for example {missing[0]}: is it the same data set?"
+        )

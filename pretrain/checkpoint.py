@@ -1,0 +1,252 @@
+"""Checkpoints: written beside the old ones and renamed, so that a reader never meets half of one.
+
+OUTPUT/checkpoints/
+  step-00001000/
+    __0_0.distcp ...     method and optimizer, by torch.distributed.checkpoint
+    .metadata
+    random-00000.pt      random states of each process
+    trainer.json         step, images, settings, versions, loss scale
+    encoder.safetensors  the trained encoder, for evaluation     encoder.json
+  latest -> step-00001000
+"""
+
+import errno
+import importlib.metadata
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import encoders
+from pretrain.methods.base import Method
+
+log = logging.getLogger(__name__)
+STEP = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or does not fit. The message is meant for the user."""
+
+
+@dataclass
+class Position:
+    """How far a run is."""
+
+    step: int = 0
+    """optimizer steps done, skipped ones included"""
+    images: int = 0
+    """images seen over all processes"""
+
+
+def whole(folder: Path) -> list[Path]:
+    """The whole checkpoints in OUTPUT/checkpoints, oldest first."""
+    found = [p for p in folder.glob("step-*") if STEP.fullmatch(p.name) and (p / "trainer.json").exists()]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def save(
+    folder: Path,
+    accelerator: Accelerator,
+    wrapped: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    settings: dict[str, Any],
+) -> Path:
+    """Write a checkpoint into OUTPUT/checkpoints; called on all processes together. A step that has one keeps it.
+
+    Raises:
+        CheckpointError: it could not be written; earlier ones are whole, and `latest` points at the newest of them.
+    """
+    final = folder / f"step-{position.step:08d}"
+    part = folder / f".{final.name}.part"
+    if final.exists():
+        return final
+    method: Method = accelerator.unwrap_model(wrapped)  # pyright: ignore[reportAssignmentType]
+    model_state, optimizer_state = get_state_dict(wrapped, optimizer)
+    needed = sum(t.numel() * t.element_size() for t in _tensors([model_state, optimizer_state]))
+    problem = ""
+    if accelerator.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            problem = f"the disk of {folder} has {free / 1e9:.2f} GB free"
+    accelerator.wait_for_everyone()
+    try:
+        if not problem:
+            dcp.save(
+                {"method": model_state, "optimizer": optimizer_state},
+                checkpoint_id=part,
+                no_dist=not dist.is_initialized(),
+            )
+            torch.save(_random_states(), part / f"random-{accelerator.process_index:05d}.pt")
+            if accelerator.is_main_process:
+                encoders.save(method.trained_encoder(), part / "encoder.safetensors")
+                (part / "trainer.json").write_text(json.dumps(_trainer(accelerator, position, settings), indent=1))
+    except Exception as error:  # torch wraps what the disk says in errors of its own
+        problem = problem or f"{type(error).__name__}: {_first_line(error)}"
+    if _any(accelerator, bool(problem)):
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+        latest = [p.name for p in whole(folder)][-1:]
+        raise CheckpointError(
+            f"could not save {final}: {problem or 'another process failed'}. A checkpoint of this run needs "
+            f"{needed / 1e9:.2f} GB; free that much and continue with --resume from "
+            + (f"{latest[0]}, which is whole." if latest else "the beginning.")
+        )
+    if accelerator.is_main_process:
+        _sync(part)
+        os.rename(part, final)
+        _link(folder / "latest", final.name)
+        _sync(folder, files=False)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def retain(folder: Path, keep: int, keep_every: int | None) -> None:
+    """Remove what a kill left half written, and old checkpoints.
+
+    Those stay that are among the `keep` newest or at a multiple of `keep_every` steps.
+    """
+    for part in folder.glob(".step-*.part"):
+        shutil.rmtree(part, ignore_errors=True)
+    for old in whole(folder)[:-keep]:
+        if not (keep_every and int(old.name[5:]) % keep_every == 0):
+            # renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name
+            gone = folder / f".{old.name}.part"
+            os.rename(old, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def restore(
+    path: Path, accelerator: Accelerator, wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Position:
+    """Load a checkpoint into the method and the optimizer, and set the random states; on all processes together.
+
+    Raises:
+        CheckpointError: it belongs to another method or encoder.
+    """
+    trainer = json.loads((path / "trainer.json").read_text())
+    model_state, optimizer_state = get_state_dict(wrapped, optimizer)
+    try:
+        state = {"method": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except Exception as error:
+        raise CheckpointError(f"{path} does not fit this run or is damaged: {_first_line(error)}") from error
+    set_state_dict(wrapped, optimizer, model_state_dict=state["method"], optim_state_dict=state["optimizer"])
+    if accelerator.scaler is not None and trainer["loss_scale"]:
+        accelerator.scaler.load_state_dict(trainer["loss_scale"])
+    states = path / f"random-{accelerator.process_index:05d}.pt"
+    if trainer["processes"] == accelerator.num_processes and states.exists():
+        _set_random_states(torch.load(states, weights_only=True))
+    else:
+        log.info("%s was written by %d processes: random states start anew", path.name, trainer["processes"])
+    return Position(trainer["step"], trainer["images"])
+
+
+def check_fits(path: Path, settings: dict[str, Any]) -> None:
+    """Refuse to resume with another method or encoder.
+
+    Raises:
+        CheckpointError: names every setting that differs.
+    """
+    saved = json.loads((path / "trainer.json").read_text())["settings"]
+    differ = []
+    for section in ("method", "encoder"):
+        old, new = saved[section], settings[section]
+        if not isinstance(new, dict):
+            old, new = {"name": old}, {"name": new}
+        differ += [
+            f"{section}.{k} is {old.get(k)} there and {new.get(k)} here" for k in old | new if old.get(k) != new.get(k)
+        ]
+    if differ:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
+            "(leave these flags out) or start anew in another --output."
+        )
+
+
+def _trainer(accelerator: Accelerator, position: Position, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": position.step,
+        "images": position.images,
+        "processes": accelerator.num_processes,
+        "loss_scale": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        "settings": settings,
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "torchvision", "accelerate", "numpy")
+        },
+    }
+
+
+def _random_states() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _any(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether `flag` holds on any process."""
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum").item())  # pyright: ignore
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong first; a full disk is said in plain words."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return os.strerror(cause.errno)
+        cause = cause.__cause__ or cause.__context__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _link(link: Path, target: str) -> None:
+    """Point `link` at `target` in one move: it is never missing."""
+    new = link.with_name(".latest.part")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    os.replace(new, link)
+
+
+def _sync(folder: Path, *, files: bool = True) -> None:
+    """Have the disk hold a folder's files and names before anything points at them."""
+    for path in ([p for p in folder.iterdir() if p.is_file()] if files else []) + [folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,98 @@
+"""Signs that a run learns nothing: the rank of its features, and an alarm with a hint."""
+
+import logging
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from data.settings import Section
+
+log = logging.getLogger(__name__)
+
+
+class HealthConfig(Section):
+    """When the collapse alarm rings, and what it does then."""
+
+    on_collapse: Literal["warn", "stop"] = "warn"
+    """what the alarm does"""
+    patience: int = Field(5, ge=1)
+    """records in a row that must look collapsed"""
+    grace: float = Field(0.1, ge=0, le=1)
+    """share of the run at the start during which the alarm is off"""
+    min_rank: float = Field(0.1, ge=0, le=1)
+    """alarm when the features' effective rank falls below this share of the largest seen"""
+
+
+class CollapseError(RuntimeError):
+    """The run looks collapsed and `health.on_collapse` is `stop`."""
+
+
+@torch.no_grad()
+def effective_rank(features: Tensor) -> float:
+    """Exponential of the entropy of the singular values (RankMe, 2210.02885) of centred features (N, D).
+
+    Between 0 (all rows alike) and min(N, D).
+    """
+    centred = (features - features.mean(0)).double()
+    values = torch.linalg.svdvals(centred)
+    if values.sum() < 1e-8 * max(features.double().norm().item(), 1e-30):
+        return 0.0
+    share = values / values.sum()
+    return math.exp(-torch.special.xlogy(share, share).sum().item())
+
+
+class CollapseAlarm:
+    """Looks at the records of a run; rings once for each kind of collapse."""
+
+    def __init__(self, config: HealthConfig, steps: int) -> None:
+        self.config, self.steps = config, steps
+        self.in_a_row: dict[str, int] = {}
+        self.largest_rank = 0.0
+        self.rung: set[str] = set()
+
+    def signs(self, record: dict[str, float], max_entropy: float | None) -> dict[str, str]:
+        """What looks collapsed in `record`, and what to do about it. `max_entropy`: ln K of the method, in nats."""
+        found = {}
+        entropy, loss, rank = record.get("teacher_entropy"), record.get("loss"), record.get("feature_rank")
+        if max_entropy and entropy is not None and loss is not None:
+            if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
+                found["uniform"] = (
+                    f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
+                    "teacher says the same of every image. Try dino.batch_norm, encoder.init xavier, fewer "
+                    "dino.prototypes, a lower dino.teacher_temperature_start, or larger crops."
+                )
+            elif entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
+                found["one prototype"] = (
+                    f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: one prototype takes every image. "
+                    "Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower optim.lr."
+                )
+        if rank is not None:
+            self.largest_rank = max(self.largest_rank, rank)
+            if rank < self.config.min_rank * self.largest_rank:
+                found["rank"] = (
+                    f"the features' effective rank fell from {self.largest_rank:.1f} to {rank:.1f}. "
+                    "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
+                )
+        return found
+
+    def look(self, record: dict[str, float], max_entropy: float | None) -> list[str]:
+        """Kinds of collapse that ring now.
+
+        Raises:
+            CollapseError: `health.on_collapse` is `stop`.
+        """
+        signs = self.signs(record, max_entropy)
+        self.in_a_row = {kind: self.in_a_row.get(kind, 0) + 1 for kind in signs}
+        if record["step"] < self.config.grace * self.steps:
+            return []
+        ringing = [k for k in signs if self.in_a_row[k] >= self.config.patience and k not in self.rung]
+        self.rung.update(ringing)
+        for kind in ringing:
+            message = f"collapse ({kind}) at step {record['step']:.0f}: {signs[kind]}"
+            if self.config.on_collapse == "stop":
+                raise CollapseError(message)
+            log.warning(message)
+        return ringing

@@ -1,0 +1,237 @@
+"""The training loop."""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from data.augment import finish
+from data.batch import Batch
+from pretrain import checkpoint, pictures
+from pretrain.checkpoint import Position
+from pretrain.config import RunConfig
+from pretrain.health import CollapseAlarm
+from pretrain.methods.base import Method
+from pretrain.optim import apply_schedules, clip_gradients
+from pretrain.record import Progress, Recorder
+from pretrain.scoring import Scorer
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row gave no finite loss or gradient."""
+
+
+@dataclass
+class Run:
+    """Everything that a training step touches."""
+
+    config: RunConfig
+    output: Path
+    accelerator: Accelerator
+    wrapped: torch.nn.Module
+    """the method as the engine wraps it"""
+    optimizer: torch.optim.Optimizer
+    recorder: Recorder | None
+    """None beside the main process"""
+    scorer: Scorer | None
+    settings: dict[str, Any]
+    """the resolved settings, for checkpoints"""
+    position: Position = field(default_factory=Position)
+
+    @property
+    def method(self) -> Method:
+        return self.accelerator.unwrap_model(self.wrapped)  # pyright: ignore[reportReturnType]
+
+    @property
+    def steps(self) -> int:
+        assert self.config.steps is not None
+        return self.config.steps
+
+
+@dataclass
+class Step:
+    """What one optimizer step gave."""
+
+    loss: float
+    """mean over all images of the step"""
+    grad_norm: float
+    """global norm before clipping"""
+    finite: bool
+    """whether the optimizer and the teacher moved"""
+    metrics: dict[str, Tensor]
+
+
+def training_step(run: Run, batches: list[Batch]) -> Step:
+    """One optimizer step over this process's `batches`, one for each accumulated forward pass."""
+    accelerator, method, step = run.accelerator, run.method, run.position.step
+    apply_schedules(run.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
+    losses, metrics, norm = [], [], torch.zeros((), device=accelerator.device)
+    for batch in batches:
+        with accelerator.accumulate(run.wrapped):
+            loss, numbers = run.wrapped(batch, step)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.unscale_gradients()
+                norm = clip_gradients(method.trained_parts(), run.config.optim.clip, run.config.optim.clip_by)
+        losses.append(loss.detach())
+        metrics.append(numbers)
+    mean = torch.stack(losses).mean()
+    finite = (mean.isfinite() & norm.isfinite()).to(mean.dtype)
+    # all processes must agree, and this is the one place in a step that waits for the device
+    total, agreed, norm_value = accelerator.reduce(torch.stack([mean, finite, norm]), "mean").tolist()  # pyright: ignore
+    if agreed == 1.0:
+        run.optimizer.step()
+        method.after_step(step)
+    elif accelerator.scaler is not None:
+        accelerator.scaler.update()  # lowers the scale of float16
+    run.optimizer.zero_grad()
+    run.position.step += 1
+    run.position.images += run.config.batch_size
+    means = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
+    return Step(total, norm_value, agreed == 1.0, means)
+
+
+def train(run: Run, batches: Iterator[Batch]) -> None:
+    """Train from `run.position` to the last step, recording, evaluating and saving on the way.
+
+    `batches` start at `run.position` and give `config.accumulate` batches a step.
+
+    Raises:
+        NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
+    """
+    config, accelerator = run.config, run.accelerator
+    alarm = CollapseAlarm(config.health, run.steps)
+    progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
+    skipped_in_a_row = skipped = corrupt = 0
+    window = Window()
+    if run.position.step == 0:
+        _record_and_score(run, {}, None)
+    with progress:
+        while run.position.step < run.steps:
+            started = time.perf_counter()
+            micro_batches = list(itertools.islice(batches, config.accumulate))
+            waited = time.perf_counter() - started
+            micro_batches = [finish(b.to(accelerator.device, non_blocking=True)) for b in micro_batches]
+            corrupt += sum(len(b.skipped) for b in micro_batches)
+            result = training_step(run, micro_batches)
+            window.add(config.batch_size, waited)
+            skipped_in_a_row = 0 if result.finite else skipped_in_a_row + 1
+            skipped += not result.finite
+            if not result.finite:
+                _report_skipped(run, result, micro_batches, skipped_in_a_row)
+            step = run.position.step
+            progress.update(step, result.loss, window.images_per_second, window.data_wait)
+            if step % config.record_every == 0 or step == run.steps or _due(config.evaluate_every, step):
+                record = _record(run, result, window) | {"skipped_steps": skipped, "corrupt_images": corrupt}
+                alarm.look(record, method_bound(run.method))
+                _record_and_score(run, record, micro_batches[0])
+                progress.line(record)
+                window = Window()
+            if step % config.checkpoint_every == 0 or step == run.steps:
+                save(run)
+
+
+def save(run: Run) -> None:
+    """A checkpoint of this moment, and the removal of those that need not stay."""
+    folder = run.output / "checkpoints"
+    checkpoint.save(folder, run.accelerator, run.wrapped, run.optimizer, run.position, run.settings)
+    if run.accelerator.is_main_process:
+        checkpoint.retain(folder, run.config.checkpoint.keep, run.config.checkpoint.keep_every)
+
+
+def method_bound(method: Method) -> float | None:
+    """ln K of a method with prototypes, for the alarm."""
+    bound = getattr(method, "collapse_bound", None)
+    return bound() if bound else None
+
+
+class Window:
+    """Time and images since the last record."""
+
+    def __init__(self) -> None:
+        self.started, self.images, self.waited = time.perf_counter(), 0, 0.0
+
+    def add(self, images: int, waited: float) -> None:
+        self.images += images
+        self.waited += waited
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / max(time.perf_counter() - self.started, 1e-9)
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time spent waiting for the loader, 0 to 1."""
+        return self.waited / max(time.perf_counter() - self.started, 1e-9)
+
+
+def _due(every: int | None, step: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
+    """The record of this step, but for evaluations. Means over processes; called on all of them together."""
+    names = sorted(result.metrics)
+    means = run.accelerator.reduce(torch.stack([result.metrics[name].float() for name in names]), "mean")
+    moving = [group["lr"] for group in run.optimizer.param_groups if not group["frozen_steps"]]
+    decays = [group["weight_decay"] for group in run.optimizer.param_groups if group["decays"]]
+    record = {
+        "step": run.position.step,
+        "images": run.position.images,
+        "loss": result.loss,
+        "lr": max(moving),
+        "weight_decay": max(decays),
+        "grad_norm": result.grad_norm,
+        "images_per_second": window.images_per_second,
+        "data_wait": window.data_wait,
+    }
+    if torch.cuda.is_available():
+        record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return record | dict(zip(names, means.tolist(), strict=True)) | run.method.health()  # pyright: ignore
+
+
+def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:
+    """Write a line; at the start, at the end and every `evaluate_every` steps with k-NN and pictures."""
+    step = run.position.step
+    if step in (0, run.steps) or _due(run.config.evaluate_every, step):
+        shown: dict[str, np.ndarray | None] = {}
+        if run.scorer is not None:
+            record |= run.scorer.score(run.method.trained_encoder())
+            if run.recorder:
+                log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
+        if run.recorder and run.config.evaluation.pictures:
+            if batch is not None:
+                shown["crops"] = pictures.crops(batch, run.config.evaluation.pictures)
+            if run.scorer is not None:
+                encoder, images = run.method.trained_encoder(), run.scorer.held_out
+                shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
+            run.recorder.pictures({k: v for k, v in shown.items() if v is not None}, step)
+    if run.recorder and record:
+        run.recorder.scalars({"step": step, "images": run.position.images} | record)
+
+
+def _report_skipped(run: Run, result: Step, batches: list[Batch], in_a_row: int) -> None:
+    """Name the samples of a skipped step, and stop after too many in a row."""
+    step = run.position.step
+    reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
+    keys = run.accelerator.gather_for_metrics([key for b in batches for key in b.keys], use_gather_object=True)
+    if run.recorder:
+        run.recorder.skipped(step, reason, list(keys))
+        log.warning("step %d skipped: %s; its samples are in skipped.jsonl", step, reason)
+    limit = run.config.optim.nonfinite_limit
+    if in_a_row >= limit:
+        raise NonFiniteError(
+            f"{limit} steps in a row up to step {step} gave no finite loss or gradient ({reason}). Their samples are "
+            f"in {run.output / 'skipped.jsonl'}; the last checkpoint is from before. Try a lower optim.lr, a longer "
+            "optim.warmup_steps, a smaller optim.clip, or --precision fp32."
+        )

@@ -1,0 +1,285 @@
+"""DINO (2104.14294): a student matches the centred, sharpened output of its own moving average, across crops.
+
+B images a process, G global and L local crops, S = G + L; D width of the encoder; K prototypes.
+"""
+
+import copy
+import itertools
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from data.batch import Batch
+from data.crops import MultiCrop, MultiCropConfig
+from encoders.base import Encoder
+from pretrain import ema
+from pretrain.collectives import all_reduce_max, all_reduce_sum, world_size
+from pretrain.health import effective_rank
+from pretrain.methods.base import Method
+from pretrain.optim import OptimConfig
+from pretrain.schedules import cosine, linear
+
+
+class DINOConfig(MultiCropConfig):
+    """DINO. What is not set follows from the size of the data, the batch and the length of the run."""
+
+    prototypes: int | None = Field(None, ge=2)
+    """outputs K of the head"""
+    hidden_dim: int = Field(2048, ge=1)
+    """width of the head's hidden layers"""
+    bottleneck_dim: int = Field(256, ge=1)
+    """width before the prototypes"""
+    head_layers: int = Field(3, ge=1)
+    """linear layers of the head before the prototypes"""
+    batch_norm: bool = False
+    """batch norm in the head, over the batches of all processes"""
+    norm_last_layer: bool = True
+    """keep the length of every prototype at 1"""
+    freeze_steps: int | None = Field(None, ge=0)
+    """steps at the start during which the prototypes stand still"""
+    student_temperature: float = Field(0.1, gt=0)
+    """temperature of the student"""
+    teacher_temperature: float | None = Field(None, gt=0)
+    """temperature of the teacher after its warm-up"""
+    teacher_temperature_start: float = Field(0.04, gt=0)
+    """temperature of the teacher at the start"""
+    teacher_temperature_steps: int | None = Field(None, ge=0)
+    """steps of the temperature's linear warm-up"""
+    momentum: float | None = Field(None, ge=0, le=1)
+    """momentum of the teacher at the start; it rises to 1 by a cosine"""
+    centering: Literal["mean", "sinkhorn"] = "mean"
+    """how the teacher's output is balanced: by a running mean (DINO) or by Sinkhorn-Knopp (SwAV, 2006.09882)"""
+    center_momentum: float = Field(0.9, ge=0, le=1)
+    """momentum of the running mean"""
+
+
+def resolve(
+    config: DINOConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
+) -> tuple[DINOConfig, OptimConfig]:
+    """Fill what the user left open, from images in the data set, images per step, and steps.
+
+    At ImageNet's size this is the published recipe. Below, the number of prototypes falls with the number of images,
+    and the teacher's horizon, warm-ups and freezing with the length of the run: with the published constants a small
+    data set does not move at all.
+    """
+    epoch = max(images // batch_size, 1)
+    large = images >= 100_000
+    long = large and steps >= 200 * epoch
+    optim_defaults = {
+        "lr": 5e-4,
+        "min_lr": 1e-6,
+        "warmup_steps": min(10 * epoch, steps // 10),
+        "weight_decay": 0.04,
+        "weight_decay_end": 0.4 if large else 0.04,
+        "betas": (0.9, 0.999),
+    }
+    defaults = {
+        "prototypes": 2 ** round(math.log2(min(max(images / 8, 256), 65536))),
+        "freeze_steps": min(epoch, steps // 20),
+        "teacher_temperature": 0.07 if long else 0.04,
+        "teacher_temperature_steps": min(30 * epoch, steps // 3),
+        "momentum": round(1 - 1 / min(max(steps / 6, 10), 250), 6),
+    }
+    return _fill(config, defaults), _fill(optim, optim_defaults)
+
+
+def _fill(config: Any, defaults: dict[str, Any]) -> Any:
+    return config.model_copy(update={name: value for name, value in defaults.items() if getattr(config, name) is None})
+
+
+class Prototypes(nn.Module):
+    """Cosine to K learned directions times their lengths: a weight-normed linear layer without bias.
+
+    The parameters have the names `weight_g` (K, 1) and `weight_v` (K, D) of DINO's checkpoints.
+    """
+
+    def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
+        super().__init__()
+        self.weight_v = nn.Parameter(nn.Linear(dim, prototypes, bias=False).weight.detach().clone())
+        self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=not fixed_length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight_g * F.normalize(self.weight_v, dim=1))
+
+
+class BatchNorm(nn.Module):
+    """Batch norm over the rows of all processes, by batch statistics only: a head is never used outside training.
+
+    Unlike torch's SyncBatchNorm it runs on the CPU too, so that two processes equal one everywhere.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x32 = x.float()
+            sums = torch.cat([x32.sum(0), x32.square().sum(0)])  # (2 D,)
+            mean, square = (all_reduce_sum(sums) / (len(x) * world_size())).chunk(2)
+            scale = self.weight * torch.rsqrt((square - mean.square()).clamp(min=0) + self.eps)
+            return ((x32 - mean) * scale + self.bias).to(x.dtype)
+
+
+class Head(nn.Module):
+    """Projection (N, D) -> (N, K): an MLP with GELU, L2 normalisation, prototypes."""
+
+    def __init__(self, dim: int, config: DINOConfig) -> None:
+        super().__init__()
+        assert config.prototypes is not None
+        widths = [dim] + [config.hidden_dim] * (config.head_layers - 1) + [config.bottleneck_dim]
+        layers: list[nn.Module] = []
+        for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
+            layers.append(nn.Linear(width_in, width_out))
+            nn.init.trunc_normal_(layers[-1].weight, std=0.02)
+            nn.init.zeros_(layers[-1].bias)
+            if i < config.head_layers - 1:
+                layers += [BatchNorm(width_out)] * config.batch_norm + [nn.GELU()]
+        self.mlp = nn.Sequential(*layers)
+        self.last_layer = Prototypes(config.bottleneck_dim, config.prototypes, fixed_length=config.norm_last_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # float16 has no number as small as the usual 1e-12
+        return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
+
+
+def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Cross-entropy of every student crop against every other global crop of the teacher.
+
+        loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
+
+    Args:
+        student: (S, B, K) log-probabilities, global crops first.
+        teacher: (G, B, K) probabilities.
+    """
+    crops, images, _ = student.shape
+    pairs = torch.einsum("gbk,sbk->gs", teacher, student)  # (G, S)
+    skipped = pairs.diagonal().sum()
+    return (skipped - pairs.sum()) / (images * (len(teacher) * crops - len(teacher)))
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
+    """Assignments (N, K) of the rows of all processes, each row a distribution, all prototypes used alike (2006.09882).
+
+    Args:
+        logits: (N, K) float32; every process has the same N.
+    """
+    scaled = logits / temperature
+    peak = all_reduce_max(scaled.max())  # exp would overflow without it
+    assignment = (scaled - peak).exp()  # (N, K)
+    rows = len(logits) * world_size()
+    for _ in range(iterations):
+        assignment = assignment / all_reduce_sum(assignment.sum(0)).clamp(min=1e-30) / logits.shape[1]
+        assignment = assignment / assignment.sum(1, keepdim=True).clamp(min=1e-30) / rows
+    return assignment * rows
+
+
+class DINO(Method):
+    """Student and teacher, each an encoder and a head, and the centre."""
+
+    Config = DINOConfig
+    resolve = staticmethod(resolve)
+
+    def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
+        """`config` is resolved; `steps` is the length of the run."""
+        super().__init__()
+        self.config: Any = config  # resolved: no value is None any more
+        self.steps = steps
+        self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, config)})
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(self.config.prototypes))
+        self._sums: tuple[int, Tensor, int] | None = None  # step, sum of teacher logits (K,), their number
+        self._last: tuple[Tensor, Tensor] | None = None  # teacher's pooled features and targets, for health()
+        self.train()
+
+    @staticmethod
+    def transform(config: DINOConfig) -> MultiCrop:
+        """What happens to a sample in the loader."""
+        return MultiCrop(config)
+
+    @staticmethod
+    def encoder_defaults(config: DINOConfig) -> dict[str, Any]:
+        """Encoder settings that hold unless the user gives others."""
+        return {"image_size": config.global_size, "drop_path": 0.1}
+
+    def train(self, mode: bool = True) -> "DINO":
+        super().train(mode)
+        self.teacher.eval()  # no drop path in the teacher
+        return self
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of B images with `batch.views` (G * B, C, H, W) and (L * B, C, h, w)."""
+        target, spread = self._targets(batch.views[0], batch.crops[0], step)  # (G, B, K)
+        pooled = torch.cat([self.student["encoder"](view).pooled for view in batch.views])  # (S * B, D)
+        logits = self.student["head"](pooled)  # (S * B, K)
+        with torch.autocast(logits.device.type, enabled=False):
+            log_probabilities = F.log_softmax(logits.float() / self.config.student_temperature, dim=-1)
+            loss = dino_loss(log_probabilities.unflatten(0, (sum(batch.crops), -1)), target)
+        entropy = -torch.special.xlogy(target, target).sum(-1).mean()
+        metrics = {"teacher_entropy": entropy, "teacher_student_kl": loss.detach() - entropy, "teacher_spread": spread}
+        return loss, metrics
+
+    @torch.no_grad()
+    def _targets(self, images: Tensor, crops: int, step: int) -> tuple[Tensor, Tensor]:
+        """The teacher's distributions (G, B, K) for `images` (G * B, C, H, W), and the spread of its logits ()."""
+        pooled = self.teacher["encoder"](images).pooled  # (G * B, D)
+        logits = self.teacher["head"](pooled).float()  # (G * B, K)
+        temperature = self.temperature(step)
+        with torch.autocast(logits.device.type, enabled=False):
+            if self.config.centering == "sinkhorn":
+                target = sinkhorn(logits, temperature)
+            else:
+                target = F.softmax((logits - self.center) / temperature, dim=-1)
+        # sums of an older step belong to a step that was skipped
+        pending = self._sums if self._sums and self._sums[0] == step else (step, torch.zeros_like(self.center), 0)
+        self._sums = (step, pending[1] + logits.sum(0), pending[2] + len(logits))
+        self._last = (pooled.float(), target)
+        spread = (logits - self.center).std(0).mean() / temperature
+        return target.unflatten(0, (crops, -1)), spread
+
+    def temperature(self, step: int) -> float:
+        c = self.config
+        return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """The teacher follows the student, the centre the mean of this step's teacher logits of all processes."""
+        assert self._sums is not None
+        ema.update(
+            self.teacher.parameters(), self.student.parameters(), cosine(step, self.steps, self.config.momentum, 1.0)
+        )
+        mean = all_reduce_sum(self._sums[1]) / (self._sums[2] * world_size())
+        self.center.lerp_(mean, 1 - self.config.center_momentum)
+        self._sums = None
+
+    def trained_encoder(self) -> Encoder:
+        return self.teacher["encoder"]  # pyright: ignore[reportReturnType]
+
+    def trained_parts(self) -> list[nn.Module]:
+        return list(self.student.values())
+
+    def frozen(self) -> dict[str, int]:
+        return {"student.head.last_layer.": self.config.freeze_steps or 0}
+
+    @torch.no_grad()
+    def health(self) -> dict[str, float]:
+        assert self._last is not None
+        pooled, target = self._last
+        used = all_reduce_sum(torch.bincount(target.argmax(-1), minlength=self.config.prototypes).float())
+        return {
+            "prototypes_used": int((used > 0).sum()),
+            "center_norm": self.center.norm().item(),
+            "feature_rank": effective_rank(pooled),
+        }
+
+    def collapse_bound(self) -> float:
+        """Entropy of a teacher that says nothing, in nats."""
+        return math.log(self.config.prototypes)

@@ -1,0 +1,54 @@
+"""k-NN inside pretraining: how good the encoder's features are right now."""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from data.augment import finish
+from data.crops import CenterCrop
+from data.loader import evaluation_batches
+from encoders.base import Encoder
+from evaluation.features import extract
+from evaluation.knn import knn_accuracy
+from pretrain.config import EvaluationConfig
+
+
+class Scorer:
+    """Scores an encoder on labelled shards. Called on all processes together."""
+
+    def __init__(
+        self, config: EvaluationConfig, bank: str | list[str], image_size: int, accelerator: Accelerator
+    ) -> None:
+        """`bank`: labelled SHARDS of the neighbours; `image_size`: side in pixels of the encoded images."""
+        assert config.val is not None
+        self.config, self.bank, self.val = config, bank, config.val
+        self.image_size, self.accelerator = image_size, accelerator
+        self.held_out = self._first_images(config.pictures)
+
+    def _first_images(self, count: int) -> Tensor:
+        """(count, 3, H, W) normalised: the first held-out images, for pictures."""
+        transform = CenterCrop(self.image_size)
+        batches = evaluation_batches(self.val, transform, batch_size=max(count, 1), workers=0, labels=False)
+        return finish(next(iter(batches)).to(self.accelerator.device)).views[0][:count]
+
+    def score(self, encoder: Encoder) -> dict[str, float]:
+        """`knn_top1`, 0 to 1. Leaves the encoder in the mode it was in and draws no random numbers."""
+        training = encoder.training
+        encoder.eval()
+        with torch.random.fork_rng(devices=[]):
+            parts = [
+                extract(
+                    encoder,
+                    shards,
+                    accelerator=self.accelerator,
+                    image_size=self.image_size,
+                    batch_size=self.config.batch_size,
+                    workers=0,
+                    progress=False,
+                )
+                for shards in (self.bank, self.val)
+            ]
+        encoder.train(training)
+        (train, train_labels), (val, val_labels) = parts
+        accuracy = knn_accuracy(train, train_labels, val, val_labels, k=(self.config.k,), accelerator=self.accelerator)
+        return {"knn_top1": accuracy[self.config.k][0]}

@@ -1,0 +1,225 @@
+"""Every kind of image against Pillow, and everything that is not a good image."""
+
+import struct
+import tarfile
+import zlib
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+import data.decode
+from data.decode import ImageError, decode
+
+SAMPLE = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
+RNG = np.random.default_rng(0)
+COLORS = Image.fromarray(RNG.integers(0, 256, (5, 7, 4), dtype=np.uint8)).resize((35, 25), Image.Resampling.BICUBIC)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:PIL"),
+]
+
+
+def saved(image: Image.Image, kind: str, **options) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(
+    values: np.ndarray, color: int, depth: int = 16, chunks: bytes = b"", size: tuple[int, int] | None = None
+) -> bytes:
+    """A PNG written by hand: Pillow cannot write 16-bit colours, nor lie about the size (width, height)."""
+    width, height = size or (values.shape[1], values.shape[0])
+    rows = b"".join(b"\0" + row.tobytes() for row in values.astype(">u2" if depth == 16 else ">u1"))
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunks + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def pillow(encoded: bytes) -> torch.Tensor:
+    """Oracle: upright RGB over white."""
+    image = ImageOps.exif_transpose(Image.open(BytesIO(encoded)))
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def equal(encoded: bytes) -> bool:
+    pixels = decode(encoded)
+    return pixels.dtype == torch.uint8 and torch.equal(pixels, pillow(encoded))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_turns_pictures_upright(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    encoded = saved(COLORS.convert("RGB"), kind, exif=exif)
+    assert decode(encoded).shape == ((3, 35, 25) if orientation > 4 else (3, 25, 35))
+    assert equal(encoded)
+
+
+def test_turns_pictures_whose_orientation_stands_in_xmp_alone():
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    encoded = saved(COLORS.convert("RGB"), "JPEG", xmp=xmp)
+    assert decode(encoded).shape == (3, 35, 25)
+    assert equal(encoded)
+
+
+def test_damaged_exif_leaves_the_picture_as_it_is():
+    encoded = saved(COLORS.convert("RGB"), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert torch.equal(decode(encoded), decode(saved(COLORS.convert("RGB"), "JPEG")))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}, {"keep_rgb": True}]
+)
+def test_jpeg_of_one_and_three_components(options):
+    assert equal(saved(COLORS.convert("RGB"), "JPEG", **options))
+    options.pop("keep_rgb", None)
+    assert equal(saved(COLORS.convert("L"), "JPEG", **options))
+
+
+def test_cmyk_jpegs_have_the_colours_of_the_picture():
+    rgb = Image.new("RGB", (16, 16), (200, 60, 20))
+    cmyk = saved(rgb.convert("CMYK"), "JPEG", quality=100)
+    assert equal(cmyk)
+    # The same values marked as YCCK (Adobe transform 2): other colours, which Pillow and libjpeg agree on.
+    adobe = cmyk.index(b"Adobe")
+    ycck = cmyk[: adobe + 11] + b"\x02" + cmyk[adobe + 12 :]
+    assert equal(ycck)
+    assert not torch.equal(decode(ycck), decode(cmyk))
+    assert (decode(cmyk).float().mean((1, 2)) - torch.tensor([200.0, 60, 20])).abs().max() < 3
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_modes_of_png_and_webp(kind, mode):
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    if mode == "P" and kind == "PNG":
+        options["transparency"] = bytes(RNG.integers(0, 256, 200, dtype=np.uint8))
+    encoded = saved((COLORS if "A" in mode else COLORS.convert("RGB")).convert(mode), kind, **options)
+    assert equal(encoded)
+
+
+def test_transparent_pixels_are_white_whatever_colour_they_hide():
+    values = np.array([[[10, 20, 30, 0], [10, 20, 30, 255], [0, 0, 0, 51]]], dtype=np.uint8)
+    assert decode(saved(Image.fromarray(values), "PNG")).permute(1, 2, 0).tolist() == [
+        [[255, 255, 255], [10, 20, 30], [204, 204, 204]]
+    ]
+    keyed = saved(Image.fromarray(values[..., :3].copy()), "PNG", transparency=(10, 20, 30))
+    assert decode(keyed).permute(1, 2, 0).tolist() == [[[255, 255, 255], [255, 255, 255], [0, 0, 0]]]
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped():
+    values = RNG.integers(0, 65536, (9, 11, 4))
+    exact = torch.from_numpy(values / 257).permute(2, 0, 1)
+    gray = decode(png(values[..., 0], color=0))
+    assert torch.equal(gray, exact[:1].round().to(torch.uint8).expand(3, -1, -1))
+    assert (decode(png(values[..., :3], color=2)) - exact[:3]).abs().max() <= 1
+    opaque = values[..., [0, 1, 2, 3]].copy()
+    opaque[..., 3] = 65535
+    assert (decode(png(opaque, color=6)) - exact[:3]).abs().max() <= 1
+    assert (decode(png(opaque[..., [0, 3]], color=4)) - exact[:1]).abs().max() <= 1
+    keyed = decode(png(np.array([[1000, 1001]]), color=0, chunks=chunk(b"tRNS", struct.pack(">H", 1000))))
+    assert keyed[0].tolist() == [[255, 4]]
+
+
+def test_a_file_is_read_whatever_its_name_says_and_junk_around_segments_does_not_matter():
+    jpeg = saved(COLORS.convert("RGB"), "JPEG")
+    filled = jpeg[:2] + b"\xff\xff" + jpeg[2:] + b"after the end"
+    assert torch.equal(decode(filled), decode(jpeg))
+
+
+def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
+    encoded = saved(COLORS.convert("RGB"), "JPEG")
+    expected = decode(encoded)
+    monkeypatch.setattr(data.decode, "_decode_jpeg", None)
+    assert torch.equal(decode(encoded), expected)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (b"", "empty"),
+        (b"\0" * 1000, "not a JPEG"),
+        (b"<html>404 not found</html>", "not a JPEG"),
+        (b"\xff\xd8\xff", "JPEG|damaged"),
+        (saved(COLORS.convert("RGB"), "GIF"), "not a JPEG"),
+        (saved(COLORS.convert("RGB"), "JPEG")[:-2], "truncated"),
+        (saved(COLORS.convert("RGB"), "JPEG", progressive=True)[:400], "truncated|damaged"),
+        (saved(COLORS.convert("CMYK"), "JPEG")[:-200], "truncated"),
+        (saved(COLORS, "PNG")[:-100], "truncated|damaged"),
+        (saved(COLORS, "PNG").replace(b"IDAT", b"IDAX"), "header is damaged"),
+        (saved(COLORS, "WEBP", lossless=True)[:-100], "damaged"),
+    ],
+)
+def test_what_is_no_good_image_says_why(encoded, reason):
+    with pytest.raises(ImageError, match=reason):
+        decode(encoded)
+
+
+def bombs() -> list[bytes]:
+    """30,000 x 30,000 pixels in a few bytes."""
+    jpegs = []
+    for mode in ("RGB", "CMYK"):
+        jpeg = bytearray(saved(COLORS.convert(mode), "JPEG"))
+        frame = jpeg.index(b"\xff\xc0")
+        jpeg[frame + 5 : frame + 9] = struct.pack(">HH", 30_000, 30_000)
+        jpegs.append(bytes(jpeg))
+    webp = bytes.fromhex(
+        "524946461a000000574542505650384c0e0000002ffebfff0f071011fd0f4444ff03"
+    )  # 16,383 x 16,383, WebP's largest
+    return [*jpegs, png(np.zeros((1, 1)), color=0, depth=8, size=(30_000, 30_000)), webp]
+
+
+@pytest.mark.parametrize("bomb", bombs(), ids=["jpeg", "cmyk", "png", "webp"])
+def test_bombs_are_refused_by_their_header(bomb):
+    with pytest.raises(ImageError, match="pixels"):
+        decode(bomb)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_limit_of_pixels_is_the_callers(kind):
+    encoded = saved(COLORS.convert("RGB"), kind)
+    assert decode(encoded, max_pixels=25 * 35).shape == (3, 25, 35)
+    with pytest.raises(ImageError, match="35 x 25 pixels are more than the limit of 874"):
+        decode(encoded, max_pixels=25 * 35 - 1)
+
+
+def test_random_damage_ends_in_pixels_or_an_image_error(capfd):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    good = [saved(COLORS.convert("RGB"), kind, exif=exif) for kind in ("JPEG", "PNG", "WEBP")]
+    good += [saved(COLORS.convert("RGB"), "JPEG"), saved(COLORS.convert("P"), "PNG")]
+    outcomes = {True: 0, False: 0}
+    for trial in range(1500):
+        encoded = bytearray(good[trial % len(good)])
+        for place in RNG.integers(0, len(encoded), 3):
+            encoded[place] = RNG.integers(0, 256)
+        try:
+            pixels = decode(bytes(encoded), max_pixels=100_000)
+        except ImageError as error:
+            outcomes[False] += bool(str(error))
+        else:
+            outcomes[True] += pixels.dtype == torch.uint8 and pixels.shape[0] == 3
+    assert sum(outcomes.values()) == 1500
+    assert min(outcomes.values()) > 100
+
+
+@pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no ImageNet sample in {SAMPLE}")
+def test_imagenet_jpegs_have_pillows_pixels():
+    with tarfile.open(sorted(SAMPLE.glob("*.tar"))[0]) as shard:
+        files = [shard.extractfile(member).read() for member in shard if member.name.endswith(".jpg")]
+    assert len(files) > 100
+    assert all(equal(encoded) for encoded in files[::3])

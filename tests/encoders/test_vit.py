@@ -1,0 +1,439 @@
+"""ViT against timm, transformers and formulas written out."""
+
+import inspect
+import math
+
+import pytest
+import timm
+import torch
+
+from encoders import build, load_weights
+from encoders.images import Mask, patch_grids
+from encoders.vit import VARIANTS, ViT
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
+TIMM = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights far from any initial value, so that every part of the model shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) else 0.3, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                weight += 1
+    return model.eval()
+
+
+def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small(**settings) -> ViT:
+    return scramble(ViT(**SMALL | settings))
+
+
+def mask_of(images: torch.Tensor, stride: int, hidden_each: int, seed: int = 2) -> Mask:
+    """The same number of hidden tokens in each image, at different places."""
+    grids = patch_grids(images, stride)
+    noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
+    return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
+
+
+def first_input(encoder: ViT, *inputs, **options) -> torch.Tensor:
+    """What the first block gets."""
+    seen = []
+    handle = encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    encoder(*inputs, **options)
+    handle.remove()
+    return seen[0]
+
+
+def same(left, right) -> bool:
+    return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "parameters"),
+    [
+        ("vit_tiny", {}, 5_524_416),
+        ("vit_small", {}, 21_665_664),
+        ("vit_small", {"patch_size": 8}, 21_670_272),
+        ("vit_base", {}, 85_798_656),
+        ("vit_base", {"positions": "sincos", "init": "xavier"}, 85_798_656),
+        ("vit_large", {}, 303_301_632),
+        ("vit_huge", {}, 630_764_800),
+    ],
+)
+def test_variants_have_their_published_number_of_parameters(variant, settings, parameters):
+    with torch.device("meta"):
+        encoder = ViT(**VARIANTS[variant] | settings)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == parameters
+
+
+@torch.no_grad()
+def test_small_equals_timm_at_224_and_at_96():
+    oracle = scramble(timm.create_model("vit_small_patch16_224", num_classes=0))
+    encoder = build("vit_small").eval()
+    load_weights(encoder, oracle.state_dict())
+    images = images_of(2, 3, 224, 224)
+    expected = oracle.forward_features(images)
+    features = encoder(images)
+    torch.testing.assert_close(features.pooled, expected[:, 0], **CLOSE)
+    torch.testing.assert_close(features.tokens, expected[:, 1:].flatten(0, 1), **CLOSE)
+    assert features.grids.tolist() == [[14, 14]] * 2
+
+    # At 96 timm gets a table resized by torch at the scale of DINO's code, outside of ours.
+    state = oracle.state_dict()
+    maps = state["pos_embed"][:, 1:].reshape(1, 14, 14, 384).permute(0, 3, 1, 2)
+    maps = torch.nn.functional.interpolate(maps, scale_factor=(6.1 / 14, 6.1 / 14), mode="bicubic")
+    state["pos_embed"] = torch.cat([state["pos_embed"][:, :1], maps.flatten(2).transpose(1, 2)], 1)
+    oracle = timm.create_model("vit_small_patch16_224", num_classes=0, img_size=96).eval()
+    oracle.load_state_dict(state)
+    images = images_of(3, 3, 96, 96)
+    expected = oracle.forward_features(images)
+    torch.testing.assert_close(encoder(images).pooled, expected[:, 0], **CLOSE)
+    torch.testing.assert_close(encoder(images).tokens, expected[:, 1:].flatten(0, 1), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "settings"),
+    [
+        ("vit_small_patch14_reg4_dinov2", {}, {"registers": 4}),
+        ("vit_small_patch14_reg4_dinov2", {"no_embed_class": False}, {"registers": 4}),
+        ("vit_small_patch14_dinov2", {"init_values": 0, "qk_norm": True}, {"qk_norm": True}),
+        ("vit_small_patch14_dinov2", {"init_values": 0, "qkv_bias": False}, {"qkv_bias": False}),
+        ("vit_small_patch14_dinov2", {"global_pool": "avg", "mlp_ratio": 2}, {"pool": "mean", "mlp_ratio": 2.0}),
+        (
+            "vit_small_patch14_reg4_dinov2",
+            {"global_pool": "avg", "class_token": False, "in_chans": 5},
+            {"pool": "mean", "class_token": False, "registers": 4, "channels": 5},
+        ),
+    ],
+)
+@torch.no_grad()
+def test_settings_equal_timm(model, options, settings):
+    oracle = scramble(timm.create_model(model, num_classes=7, **TIMM | options))
+    settings = {"layer_scale": 1.0 if options.get("init_values", 1) else None} | settings
+    encoder = build("vit_small", dim=48, depth=3, heads=3, patch_size=14, image_size=56, classes=7, **settings).eval()
+    load_weights(encoder, oracle.state_dict())
+    images = images_of(2, settings.get("channels", 3), 56, 56)
+    tokens = oracle.forward_features(images)
+    features = encoder(images)
+    torch.testing.assert_close(features.pooled, oracle.forward_head(tokens, pre_logits=True), **CLOSE)
+    expected = oracle.fc_norm(tokens[:, oracle.num_prefix_tokens :])
+    torch.testing.assert_close(features.tokens, expected.flatten(0, 1), **CLOSE)
+    torch.testing.assert_close(encoder.logits(images), oracle(images), **CLOSE)
+
+
+@torch.no_grad()
+def test_distilled_equals_timm():
+    oracle = scramble(timm.create_model("deit_tiny_distilled_patch16_224", num_classes=9, depth=3, img_size=64))
+    encoder = build("vit_tiny", depth=3, image_size=64, distillation_token=True, classes=9)
+    load_weights(encoder, oracle.state_dict())
+    images = images_of(2, 3, 64, 64)
+    torch.testing.assert_close(encoder.eval().logits(images), oracle(images), **CLOSE)
+    features, expected = encoder(images), oracle.forward_features(images)
+    torch.testing.assert_close(features.pooled, expected[:, 0], **CLOSE)
+    torch.testing.assert_close(features.tokens, expected[:, 2:].flatten(0, 1), **CLOSE)
+    oracle.set_distilled_training(True)
+    for ours, theirs in zip(encoder.train().logits(images), oracle.train()(images), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@torch.no_grad()
+def test_representation_layer_and_scale_are_the_formula():
+    images, encoder = images_of(2, 3, 32, 32), small(representation_size=20, classes=5, qk_scale=0.5)
+    fc, head = encoder.pre_logits.fc, encoder.head
+    expected = torch.tanh(encoder(images).pooled @ fc.weight.T + fc.bias) @ head.weight.T + head.bias
+    torch.testing.assert_close(encoder.logits(images), expected)
+    plain = small()
+    plain.load_state_dict(encoder.state_dict(), strict=False)
+    for block in plain.blocks:  # a factor on the logits may as well be in the queries; heads are 16 wide
+        block.attn.qkv.weight[:48] *= 0.5 * math.sqrt(16)
+        block.attn.qkv.bias[:48] *= 0.5 * math.sqrt(16)
+    torch.testing.assert_close(encoder(images).tokens, plain(images).tokens, **CLOSE)
+
+
+@torch.no_grad()
+def test_dropping_equals_the_mae_of_transformers():
+    mae = pytest.importorskip("transformers.models.vit_mae", reason="transformers is not installed")
+    config = mae.ViTMAEConfig(
+        hidden_size=48, num_hidden_layers=3, num_attention_heads=3, intermediate_size=192,
+        layer_norm_eps=1e-6, image_size=32, patch_size=8, mask_ratio=0.75,
+    )  # fmt: skip
+    oracle = scramble(mae.ViTMAEModel(config))
+    encoder = ViT(**SMALL, positions="sincos", init="xavier", interpolation="mae")
+    names = {
+        "embeddings.patch_embeddings.projection": "patch_embed.proj",
+        "embeddings.position_embeddings": "pos_embed",
+        "embeddings.cls_token": "cls_token",
+        "layernorm_before": "norm1",
+        "layernorm_after": "norm2",
+        "attention.o_proj": "attn.proj",
+        "attention.q_proj": "attn.qkv",
+        "layers.": "blocks.",
+        "layernorm.": "norm.",
+    }
+    state = {}
+    theirs = oracle.state_dict()
+    for name, tensor in theirs.items():
+        if "k_proj" in name or "v_proj" in name:
+            continue
+        if "q_proj" in name:
+            tensor = torch.cat([theirs[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+        for old, new in names.items():
+            name = name.replace(old, new)
+        state[name] = tensor
+    encoder.load_state_dict(state)
+    images = images_of(2, 3, 32, 32)
+    mask = mask_of(images, 8, 12)
+    noise = torch.arange(16.0) + 100 * mask.hidden.view(2, 16)  # visible ones first, in their order
+    result = oracle.eval()(images, noise=noise)
+    assert torch.equal(result.mask.bool().flatten(), mask.hidden)
+    features = encoder.eval()(images, mask, drop=True)
+    torch.testing.assert_close(features.pooled, result.last_hidden_state[:, 0], **CLOSE)
+    torch.testing.assert_close(features.tokens, result.last_hidden_state[:, 1:].flatten(0, 1), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "resized"),
+    [
+        ("dino", (32, 32), False),
+        ("dino", (39, 39), False),
+        ("dino", (39, 32), True),  # the grid of the table, but the image is not square
+        ("dino", (16, 64), True),  # as many patches as the table
+        ("mae", (39, 32), False),
+        ("mae", (16, 64), True),
+        ("mae", (50, 27), True),
+    ],
+)
+@torch.no_grad()
+def test_positions_are_resized_when_the_published_code_does(rule, size, resized):
+    encoder, images = small(interpolation=rule, registers=2), images_of(2, 3, *size)
+    grid = (size[0] // 8, size[1] // 8)
+    table = encoder.pos_embed[:, 1:]
+    if resized:
+        maps = table.reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
+        how = {"scale_factor": tuple((n + 0.1) / 4 for n in grid)} if rule == "dino" else {"size": grid}
+        table = torch.nn.functional.interpolate(maps, mode="bicubic", **how).flatten(2).transpose(1, 2)
+    cropped = images[..., : grid[0] * 8, : grid[1] * 8]  # what the patch does not divide is left out
+    patches = torch.nn.functional.unfold(cropped, 8, stride=8).transpose(1, 2)
+    weight, bias = encoder.patch_embed.proj.weight.flatten(1), encoder.patch_embed.proj.bias
+    x = first_input(encoder, images)
+    torch.testing.assert_close(x[:, 3:], patches @ weight.T + bias + table, **CLOSE)
+    assert torch.equal(x[:, :1], (encoder.cls_token + encoder.pos_embed[:, :1]).expand(2, 1, 48))
+    assert torch.equal(x[:, 1:3], encoder.reg_token.expand(2, 2, 48))
+    assert encoder(images).grids.tolist() == [list(grid)] * 2
+
+
+def test_a_table_that_is_not_square_serves_its_own_images_unchanged():
+    encoder = small(image_size=(16, 64))
+    x = first_input(encoder, images_of(1, 3, 16, 64))
+    assert torch.equal(x[:, 1:], encoder.patch_embed(images_of(1, 3, 16, 64)) + encoder.pos_embed[:, 1:])
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("pool", ["class", "mean"])
+@torch.no_grad()
+def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(drop, pool):
+    encoder, images = small(mask_token=True, pool=pool, registers=1), images_of(2, 3, 24, 40)
+    mask = mask_of(images, 8, 9)
+    pixels = mask.hidden.view(2, 1, 3, 5).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    features = encoder(images, mask, drop=drop)
+    assert features.tokens.shape == (len(mask.visible) if drop else 30, 48)
+    assert same(encoder(images.where(~pixels, 7.0), mask, drop=drop), features)
+    assert not same(encoder(images.where(pixels, 7.0), mask, drop=drop), features)
+    other = encoder(torch.cat([images[:1], images_of(1, 3, 24, 40, seed=9)]), mask, drop=drop)
+    half = len(features.tokens) // 2
+    assert torch.equal(other.pooled[0], features.pooled[0])
+    assert torch.equal(other.tokens[:half], features.tokens[:half])
+    assert not torch.equal(other.tokens[half:], features.tokens[half:])
+
+
+@torch.no_grad()
+def test_hidden_tokens_become_the_mask_token_at_their_positions():
+    encoder, images = small(mask_token=True), images_of(2, 3, 32, 32)
+    mask = mask_of(images, 8, 5)
+    plain, x = (
+        first_input(encoder, images)[:, 1:].flatten(0, 1),
+        first_input(encoder, images, mask)[:, 1:].flatten(0, 1),
+    )
+    positions = encoder.pos_embed[0, 1:].repeat(2, 1)
+    assert torch.equal(x[mask.hidden], encoder.mask_token + positions[mask.hidden])
+    assert torch.equal(x[mask.visible], plain[mask.visible])
+
+
+@pytest.mark.parametrize("pool", ["class", "mean"])
+@torch.no_grad()
+def test_dropping_is_running_the_visible_tokens_alone(pool):
+    encoder, images = small(pool=pool, registers=2), images_of(3, 3, 24, 40)
+    mask = mask_of(images, 8, 10)
+    everything = first_input(encoder, images)
+    features = encoder(images, mask, drop=True)
+    norm = encoder.norm if pool == "class" else encoder.fc_norm
+    for image in range(3):
+        kept = [place for place in range(15) if not mask.hidden[15 * image + place]]
+        x = torch.stack([everything[image, place] for place in [0, 1, 2] + [3 + place for place in kept]])[None]
+        for block in encoder.blocks:
+            x = block(x)
+        pooled = x[0, 0] if pool == "class" else x[0, 3:].mean(0)
+        torch.testing.assert_close(features.pooled[image], norm(pooled), **CLOSE)
+        torch.testing.assert_close(features.tokens[5 * image : 5 * image + 5], norm(x[0, 3:]), **CLOSE)
+
+
+@torch.no_grad()
+def test_tokens_lie_in_the_order_of_patches():
+    encoder, images = small(), images_of(2, 3, 24, 40)
+    for block in encoder.blocks:  # without attention a token knows its own patch only
+        block.attn.proj.weight.zero_()
+    mask = mask_of(images, 8, 4)
+    plain, dropped = encoder(images).tokens, encoder(images, mask, drop=True).tokens
+    for image, row, column in [(0, 0, 3), (0, 2, 1), (1, 1, 4)]:
+        place = image * 15 + row * 5 + column
+        changed = images.clone()
+        changed[image, :, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += 1
+        moved = (encoder(changed).tokens != plain).any(1)
+        assert moved.nonzero().flatten().tolist() == [place]
+        moved = (encoder(changed, mask, drop=True).tokens != dropped).any(1)
+        assert mask.visible[moved].tolist() == [place] * (not mask.hidden[place])
+
+
+@torch.no_grad()
+def test_intermediate_features_are_those_of_a_shallower_encoder():
+    images = images_of(2, 3, 40, 24)
+    for pool in ("class", "mean"):
+        encoder = small(pool=pool)
+        features = encoder.intermediate(images, 3)
+        assert same(features[2], encoder(images))
+        shallow = ViT(**SMALL | {"depth": 1}, pool=pool).eval()
+        shallow.load_state_dict({k: v for k, v in encoder.state_dict().items() if k in shallow.state_dict()})
+        assert same(features[0], shallow(images))
+    with pytest.raises(ValueError, match="4 blocks asked of an encoder that has 3"):
+        encoder.intermediate(images, 4)
+
+
+@torch.no_grad()
+def test_last_attention_is_the_softmax_of_queries_and_keys():
+    encoder, images = small(registers=2), images_of(2, 3, 24, 40)
+    x = first_input(encoder, images)
+    for block in encoder.blocks[:-1]:
+        x = block(x)
+    block = encoder.blocks[-1]
+    qkv = block.norm1(x) @ block.attn.qkv.weight.T + block.attn.qkv.bias
+    found = encoder.last_attention(images)
+    assert found.shape == (2, 3, 18, 18)
+    for head in range(3):
+        q, k = (qkv[..., start + 16 * head : start + 16 * head + 16] for start in (0, 48))
+        logits = q.double() @ k.double().transpose(1, 2) / 4
+        expected = logits.exp() / logits.exp().sum(2, keepdim=True)
+        torch.testing.assert_close(found[:, head].double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "use"),
+    [
+        ({"drop_path": 0.2, "layer_scale": 0.1, "registers": 2, "qk_norm": True}, "pooled"),
+        ({"pool": "mean", "distillation_token": True}, "pooled"),
+        ({"positions": "sincos"}, "drop"),
+        ({"pool": "mean"}, "drop"),
+        ({"mask_token": True}, "in place"),
+        ({"distillation_token": True, "classes": 4}, "logits"),
+        ({"representation_size": 10, "classes": 4, "checkpoint_activations": True}, "logits"),
+    ],
+)
+def test_gradients_reach_all_trainable_parameters(settings, use):
+    torch.manual_seed(0)
+    encoder, images = small(**settings).train(), images_of(4, 3, 32, 32)
+    if use == "pooled":
+        output = encoder(images).pooled
+    elif use == "logits":
+        output = encoder.logits(images)
+        output = torch.cat(output) if isinstance(output, tuple) else output
+    else:
+        output = encoder(images, mask_of(images, 8, 10), drop=use == "drop").tokens
+    output.square().mul(torch.arange(output.shape[-1])).sum().backward()
+    idle = [n for n, p in encoder.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert not idle
+    assert encoder.pos_embed.requires_grad == (settings.get("positions") != "sincos")
+
+
+def test_recomputed_activations_and_compiled_blocks_change_nothing():
+    def gradients(encoder):
+        torch.manual_seed(3)
+        encoder.train().zero_grad()
+        encoder(images_of(4, 3, 32, 32)).tokens.square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in encoder.parameters()])
+
+    encoder = small(drop_path=0.5, qk_norm=True)
+    assert [block.drop_path.rate for block in encoder.blocks] == [0.0, 0.25, 0.5]
+    expected = gradients(encoder)
+    encoder.checkpoint_activations = True
+    assert torch.equal(gradients(encoder), expected)
+    encoder = small(qk_norm=True)
+    expected = gradients(encoder)
+    for block in encoder.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(encoder), expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
+    encoder.checkpoint_activations = True
+    torch.testing.assert_close(gradients(encoder), expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
+
+
+def test_initial_values_are_those_of_dino_and_of_mae():
+    torch.manual_seed(0)
+    dino, mae = ViT(**VARIANTS["vit_tiny"]), ViT(**VARIANTS["vit_tiny"], init="xavier", position_init="sincos")
+    for weight in (dino.pos_embed, dino.cls_token, dino.blocks[0].attn.qkv.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert mae.patch_embed.proj.weight.std().item() == pytest.approx(math.sqrt(2 / (192 + 768)), rel=0.02)
+    assert mae.pos_embed.requires_grad
+    assert not mae.pos_embed[:, 0].any()
+    assert mae.pos_embed[:, 1:].square().mean().item() == pytest.approx(0.5, abs=1e-3)
+    assert not dino.blocks[0].mlp.fc1.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pool": "max"}, "pool must be one of class, mean, not 'max'"),
+        ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
+        ({"class_token": False}, "without a class token"),
+        ({"representation_size": 8}, "needs classes"),
+        ({"image_size": (32, 7)}, "32 x 7 pixels is smaller than a patch of 8"),
+        ({"drop_path": 1.5}, "drop_path"),
+        ({"depth": 0}, "depth must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ViT(**SMALL | settings)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    encoder, images = small(), images_of(2, 3, 32, 32)
+    with pytest.raises(ValueError, match="smaller than a patch of 8"):
+        encoder(images[..., :7])
+    with pytest.raises(ValueError, match=r"floats \(B, 3, H, W\), not torch.uint8"):
+        encoder(images.byte())
+    with pytest.raises(ValueError, match=r"not torch.float32 of \(2, 2, 32, 32\)"):
+        encoder(images[:, :2])
+    with pytest.raises(ValueError, match="16 tokens for 1 images does not fit 2 images of 4 x 4"):
+        encoder(images, mask_of(images[:1], 8, 4), drop=True)
+    with pytest.raises(ValueError, match="mask_token=True"):
+        encoder(images, mask_of(images, 8, 4))
+    with pytest.raises(ValueError, match="there is no mask"):
+        encoder(images, drop=True)
+    hidden = torch.zeros(32, dtype=torch.bool)
+    hidden[:2] = True
+    with pytest.raises(ValueError, match="same number of tokens, at least one, not 14 to 16"):
+        encoder(images, Mask.from_hidden(hidden, patch_grids(images, 8)), drop=True)
+    with pytest.raises(ValueError, match="classes=N"):
+        encoder.logits(images)
+
+
+def test_every_setting_is_documented_in_one_line():
+    described = inspect.getdoc(ViT).partition("Args:\n")[2].splitlines()
+    lines = {line.split(":")[0].strip() for line in described if line.endswith(".")}
+    assert len(lines) == len(described)
+    assert lines == set(inspect.signature(ViT).parameters)

@@ -1,0 +1,72 @@
+"""Runs of the real command, small enough for a test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# the embedded digits, an encoder of two narrow blocks, seconds for a dozen steps
+TINY = [
+    "--method", "dino", "--steps", "12", "--batch_size", "16", "--record_every", "1", "--checkpoint_every", "4",
+    "--workers", "1", "--encoder.depth", "2", "--encoder.dim", "24", "--encoder.heads", "2", "--dino.hidden_dim", "32",
+    "--dino.bottleneck_dim", "16", "--dino.prototypes", "64", "--evaluation.pictures", "2",
+]  # fmt: skip
+
+
+class Launched:
+    """A running `accelerate launch pretrain/run.py` in a process group of its own."""
+
+    def __init__(self, arguments: list[str], processes: int, log: Path, environment: dict[str, str]) -> None:
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+        launcher += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+        launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*launcher, str(ROOT / "pretrain" / "run.py"), *arguments],
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
+            )  # fmt: skip
+
+    def wait(self, timeout: float = 240) -> str:
+        """What it printed, once it ended."""
+        self.process.wait(timeout)
+        return self.log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher, the trainer and its loader's workers at once."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    def wait_for(self, condition: Callable[[], object], timeout: float = 120) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start a run: `launch(["--output", ...], processes=2)`. Whatever still runs at the end of the test is killed."""
+    started: list[Launched] = []
+
+    def start(arguments: list[str], processes: int = 1, **environment: str) -> Launched:
+        started.append(Launched(arguments, processes, tmp_path / f"log-{len(started)}.txt", environment))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill()
+
+
+def records(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,223 @@
+"""DINO against its formulas written out in float64, and over two processes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+import encoders
+from data.batch import Batch
+from pretrain.methods.dino import DINO, BatchNorm, DINOConfig, Head, dino_loss, resolve, sinkhorn
+from pretrain.optim import OptimConfig, parameter_groups
+
+
+def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:
+    torch.manual_seed(0)
+    given = {"prototypes": 32, "hidden_dim": 24, "bottleneck_dim": 12, "global_size": 16, "local_size": 8, "local_crops": 3}
+    config, _ = resolve(DINOConfig(**(given | settings)), OptimConfig(), 1000, images, steps)
+    method = DINO(encoders.build("vit_micro", depth=2, dim=24, heads=2), config, steps)
+    generator = torch.Generator().manual_seed(1)
+    views = [torch.randn(n * images, 3, s, s, generator=generator) for n, s in ((2, 16), (config.local_crops, 8))]
+    return method, Batch(views, (2, config.local_crops))
+
+
+def naive_head(head: Head, x: np.ndarray) -> np.ndarray:
+    weights = {name: p.detach().double().numpy() for name, p in head.named_parameters()}
+    erf = np.vectorize(math.erf)
+    for layer in (0, 2, 4):
+        x = x @ weights[f"mlp.{layer}.weight"].T + weights[f"mlp.{layer}.bias"]
+        if layer < 4:
+            x = x * 0.5 * (1 + erf(x / math.sqrt(2)))
+    x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    v = weights["last_layer.weight_v"]
+    return x @ (weights["last_layer.weight_g"] * v / np.linalg.norm(v, axis=1, keepdims=True)).T
+
+
+def naive_loss(student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, temperatures) -> torch.Tensor:
+    """DINO's double loop over crops; logits (crops, B, K)."""
+    total, terms = torch.zeros((), dtype=torch.float64), 0
+    for g in range(len(teacher)):
+        target = torch.softmax((teacher[g] - center) / temperatures[1], dim=-1)
+        for s in range(len(student)):
+            if s == g:
+                continue
+            total = total - (target * torch.log_softmax(student[s] / temperatures[0], dim=-1)).sum(-1).mean()
+            terms += 1
+    return total / terms
+
+
+def test_head_equals_formula() -> None:
+    method, _ = make()
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(
+        method.student["head"](x).detach().double().numpy(), naive_head(method.student["head"], x.double().numpy()),
+        rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
+
+
+def test_loss_and_gradient_equal_naive_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(5, 3, 16, generator=generator, requires_grad=True)
+    teacher, center = torch.randn(2, 3, 16, generator=generator), torch.randn(16, generator=generator)
+    loss = dino_loss(F.log_softmax(student / 0.1, dim=-1), F.softmax((teacher - center) / 0.04, dim=-1))
+    (gradient,) = torch.autograd.grad(loss, student)
+    student64 = student.detach().double().requires_grad_()
+    naive = naive_loss(student64, teacher.double(), center.double(), (0.1, 0.04))
+    (gradient64,) = torch.autograd.grad(naive, student64)
+    torch.testing.assert_close(loss.double(), naive, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.double(), gradient64, rtol=1e-5, atol=1e-8)
+
+
+def test_method_loss_and_gradients_equal_naive_float64() -> None:
+    """The whole forward pass, crops in their order, with a centre that is not zero."""
+    method, batch = make()
+    method.center.normal_()
+    loss, metrics = method(batch, 3)
+    loss.backward()
+    twin, _ = make()
+    twin.load_state_dict(method.state_dict())
+    twin.double()
+    views = [v.double() for v in batch.views]
+    logits = [torch.cat([twin.student["head"](twin.student["encoder"](c).pooled) for c in v.chunk(n)])
+              for v, n in zip(views, batch.crops, strict=True)]  # fmt: skip
+    student = torch.cat([v.unflatten(0, (n, -1)) for v, n in zip(logits, batch.crops, strict=True)])
+    with torch.no_grad():
+        teacher = twin.teacher["head"](twin.teacher["encoder"](views[0]).pooled).unflatten(0, (2, -1))
+    naive = naive_loss(student, teacher, twin.center, (0.1, method.temperature(3)))
+    naive.backward()
+    torch.testing.assert_close(loss.double(), naive, rtol=1e-5, atol=0)
+    for (name, p), q in zip(method.student.named_parameters(), twin.student.parameters(), strict=True):
+        if p.requires_grad:
+            assert p.grad is not None, name
+            torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    entropy = metrics["teacher_entropy"].item()
+    assert 0 < entropy < math.log(32)
+    assert metrics["teacher_student_kl"].item() == pytest.approx(loss.item() - entropy, rel=1e-5)
+
+
+def test_teacher_and_centre_follow_the_formula_over_three_steps() -> None:
+    method, batch = make(momentum=0.9)
+    optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1e-2)
+    teacher = [p.detach().double() for p in method.teacher.parameters()]
+    center = method.center.double()
+    for step in range(3):
+        with torch.no_grad():
+            logits = method.teacher["head"](method.teacher["encoder"](batch.views[0]).pooled).double()
+        loss, _ = method(batch, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.after_step(step)
+        momentum = 1.0 + 0.5 * (0.9 - 1.0) * (1 + math.cos(math.pi * step / 10))
+        teacher = [momentum * t + (1 - momentum) * s.detach().double()
+                   for t, s in zip(teacher, method.student.parameters(), strict=True)]  # fmt: skip
+        center = 0.9 * center + 0.1 * logits.mean(0)
+    for naive, p, s in zip(teacher, method.teacher.parameters(), method.student.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), naive, rtol=1e-6, atol=1e-7)
+        if s.requires_grad:
+            assert not torch.equal(p, s)
+        assert p.dtype == torch.float32
+    torch.testing.assert_close(method.center.double(), center, rtol=1e-5, atol=1e-7)
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_centre() -> None:
+    method, batch = make()
+    method(Batch([v * 7 for v in batch.views], batch.crops), 0)  # skipped: after_step is not called
+    method(batch, 1)
+    method.after_step(1)
+    other, _ = make()
+    other(batch, 1)
+    other.after_step(1)
+    assert torch.equal(method.center, other.center)
+
+
+def test_every_trained_parameter_gets_a_gradient_and_the_teacher_none() -> None:
+    method, batch = make(batch_norm=True)
+    method(batch, 0)[0].backward()
+    without = [name for name, p in method.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+    assert all(p.grad is None and not p.requires_grad for p in method.teacher.parameters())
+    assert not method.student["head"].last_layer.weight_g.requires_grad
+
+
+def test_train_never_wakes_the_teacher() -> None:
+    method, _ = make()
+    assert method.train().student.training
+    assert not method.teacher.training
+    assert not method.eval().student.training
+
+
+def test_sinkhorn_balances_rows_and_prototypes() -> None:
+    logits = torch.randn(24, 8, generator=torch.Generator().manual_seed(0)) * 3
+    many = sinkhorn(logits, 0.5, iterations=100)
+    torch.testing.assert_close(many.sum(1), torch.ones(24), rtol=1e-5, atol=0)
+    torch.testing.assert_close(many.sum(0), torch.full((8,), 3.0), rtol=1e-3, atol=0)
+    q = np.exp(logits.double().numpy() / 0.5)  # three iterations, naively
+    for _ in range(3):
+        q = q / q.sum(0, keepdims=True) / 8
+        q = q / q.sum(1, keepdims=True) / 24
+    torch.testing.assert_close(sinkhorn(logits, 0.5).double().numpy(), q * 24, rtol=1e-4, atol=1e-6)
+    assert sinkhorn(logits * 1000, 0.04).isfinite().all()
+
+
+def test_batch_norm_equals_torch() -> None:
+    ours, theirs = BatchNorm(6), torch.nn.BatchNorm1d(6)
+    with torch.no_grad():
+        ours.weight.normal_()
+        theirs.weight.copy_(ours.weight)
+    x = torch.randn(10, 6)
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.testing.assert_close(ours(x1), theirs(x2))
+    (g1,), (g2,) = (torch.autograd.grad(m(v).square().sum() + m(v).exp().sum(), v) for m, v in ((ours, x1), (theirs, x2)))
+    torch.testing.assert_close(g1, g2, rtol=1e-4, atol=1e-5)
+
+
+def test_settings_scale_with_the_data() -> None:
+    imagenet, optim = resolve(DINOConfig(), OptimConfig(), 1_281_167, 512, 250_000)
+    assert (imagenet.prototypes, imagenet.momentum, imagenet.teacher_temperature) == (65536, 0.996, 0.04)
+    assert (optim.lr, optim.warmup_steps, optim.weight_decay_end) == (5e-4, 25_020, 0.4)
+    small, _ = resolve(DINOConfig(), OptimConfig(), 1437, 64, 600)
+    assert small.prototypes == 256
+    assert small.momentum == 0.99
+    given, _ = resolve(DINOConfig(prototypes=99), OptimConfig(), 1437, 64, 600)
+    assert given.prototypes == 99
+
+
+def _two_ranks(rank: int, port: int, centering: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+    method, batch = make(images=6, batch_norm=True, centering=centering)
+    own = [v.unflatten(0, (n, -1))[:, rank * 3 : rank * 3 + 3].flatten(0, 1)
+           for v, n in zip(batch.views, batch.crops, strict=True)]  # fmt: skip
+    loss, _ = method(Batch(own, batch.crops), 0)
+    loss.backward()
+    for p in method.student.parameters():
+        if p.grad is not None:
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= 2
+    torch.distributed.all_reduce(loss.data)
+    method.after_step(0)
+    result = {"loss": loss.detach() / 2, "center": method.center, "used": torch.tensor(method.health()["prototypes_used"])}
+    result |= {name: p.grad for name, p in method.student.named_parameters() if p.grad is not None}
+    torch.save(result, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
+def test_two_processes_equal_one(centering: str, tmp_path, free_port: int) -> None:
+    method, batch = make(images=6, batch_norm=True, centering=centering)
+    loss, _ = method(batch, 0)
+    loss.backward()
+    method.after_step(0)
+    mp.spawn(_two_ranks, (free_port, centering, str(tmp_path)), nprocs=2)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for result in results:
+        torch.testing.assert_close(result.pop("loss"), loss.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(result.pop("center"), method.center, rtol=1e-5, atol=1e-7)
+        assert result.pop("used") == method.health()["prototypes_used"]
+        for name, p in method.student.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(result[name], p.grad, rtol=1e-3, atol=1e-6)

@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data.settings import SettingsError
+from pretrain.config import load, resolve, to_yaml
+
+SHARDS = ["--data", "somewhere.tar"]
+
+
+def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("encoder: {variant: vit_tiny, depth: 3}\nsteps: 7\ndino: {local_crops: 5, local_size: 64}\n")
+    config = load([*SHARDS, "--dino.local_crops", "6", "--config", str(file), "--encoder.heads", "2"])
+    assert (config.steps, config.method_config.local_crops, config.method_config.local_size) == (7, 6, 64)
+    assert config.method_config.global_size == 224
+    assert config.encoder_settings == {"variant": "vit_tiny", "depth": 3, "heads": 2}
+    file.write_text("encoder: vit_base\n")
+    assert load([*SHARDS, "--config", str(file)]).encoder_settings["variant"] == "vit_base"
+    assert load([*SHARDS, "--config", str(file), "--encoder", "vit_large"]).encoder_settings == {"variant": "vit_large"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dino.loca_crops", "6"], "did you mean '--dino.local_crops'"),
+        (["--encoder.depht", "6"], "did you mean '--encoder.depth'"),
+        (["--encoder", "vit_smal"], "did you mean 'vit_small'"),
+        (["--lr", "1"], "did you mean '--optim.lr'"),
+        (["--method", "dinosaur"], "'dino'"),
+        (["--dino.momentum", "3"], "dino.momentum: Input should be less than or equal to 1"),
+        (["--batch_size", "0"], "batch_size: Input should be greater than or equal to 1"),
+        (["--dino.local_scale", "0.5,0.1"], "local_scale"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--steps"], "expected one argument"),
+    ],
+)
+def test_bad_flags_are_refused_with_what_would_work(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load([*SHARDS, *arguments])
+    assert message in str(error.value)
+
+
+def test_bad_names_in_a_file_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("dino: {local_crop: 5}\nsteps: -1\n")
+    with pytest.raises(SettingsError) as error:
+        load([*SHARDS, "--config", str(file)])
+    assert "unknown setting 'dino.local_crop'; did you mean 'dino.local_crops'?" in str(error.value)
+    assert "steps: Input should be greater than or equal to 1 (got -1)" in str(error.value)
+
+
+def test_saved_settings_repeat_the_run(tmp_path: Path) -> None:
+    config = resolve(load([*SHARDS, "--encoder", "vit_tiny", "--seed", "3", "--dino.momentum", "0.99"]), 100_000)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = resolve(load(["--config", str(tmp_path / "config.yaml")]), 5)  # the number of images changes nothing any more
+    skipped = {"config"}
+    assert again.model_dump(exclude=skipped) == config.model_dump(exclude=skipped)
+    values = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert values["encoder"]["drop_path"] == 0.1  # DINO's, where the user gives none
+    assert values["steps"] == 100 * 100_000 // 512
+
+
+def test_without_data_the_preset_of_the_embedded_data_lies_below(tmp_path: Path) -> None:
+    config = load(["--steps", "9"])
+    assert config.encoder_settings["variant"] == "vit_micro"
+    assert (config.steps, config.method_config.global_size) == (9, 16)
+    other = load(["--encoder", "vit_tiny"])
+    assert other.encoder_settings == {"variant": "vit_tiny"}
+    assert load(SHARDS).method_config.global_size == 224
+
+
+def test_every_setting_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load([*SHARDS, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--dino.local_crops", "--encoder.depth", "--optim.lr", "--checkpoint.keep", "--resume"):
+        assert flag in text
+    # argparse prints a flag without a text on a line of its own, followed by its default alone
+    bare = [line for line in text.splitlines() if line.strip().startswith("(default:")]
+    assert bare == []

@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch import nn
+
+from pretrain.optim import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+from pretrain.schedules import cosine
+
+RESOLVED = OptimConfig(lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999))
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.last = nn.Linear(4, 3, bias=False)
+        self.fixed = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.cls_token = nn.Parameter(torch.ones(1, 1, 4))
+
+
+def test_groups_split_by_decay_and_freezing() -> None:
+    toy = Toy()
+    groups = parameter_groups(toy, {"last.": 5})
+    names = {id(p): n for n, p in toy.named_parameters()}
+    found = {(g["decays"], g["frozen_steps"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
+    assert found == {
+        (True, 5): ["last.weight"],
+        (True, 0): ["body.0.weight", "cls_token"],  # as in DINO, the class token is decayed
+        (False, 0): ["body.0.bias", "body.1.bias", "body.1.weight"],
+    }
+
+
+def test_schedules_reach_the_groups_and_frozen_ones_do_not_move() -> None:
+    toy = Toy()
+    optimizer = torch.optim.AdamW(parameter_groups(toy, {"last.": 3}), lr=1.0)
+    before = toy.last.weight.detach().clone()
+    for step in range(5):
+        apply_schedules(optimizer, RESOLVED, step, 10, 512)
+        lr, decay = cosine(step, 10, 2e-3, 1e-6, 2), cosine(step, 10, 0.04, 0.4)
+        for group in optimizer.param_groups:
+            assert group["lr"] == (0.0 if group["frozen_steps"] > step else lr)
+            assert group["weight_decay"] == (decay if group["decays"] else 0.0)
+        (toy.last(toy.body(torch.ones(1, 4))) + toy.cls_token.sum()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(toy.last.weight, before) == (step < 3)
+
+
+@pytest.mark.parametrize("by", ["tensor", "module", "global"])
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_clipping_equals_a_loop(by: str, limit: float) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))]
+    for p in [p for part in parts for p in part.parameters()]:
+        p.grad = torch.randn_like(p)
+    grads = [[p.grad.double().clone() for p in part.parameters()] for part in parts]
+    flat = [g for part in grads for g in part]
+    units = {"tensor": [[g] for g in flat], "module": grads, "global": [flat]}[by]
+    for unit in units:
+        norm = torch.sqrt(sum((g.square().sum() for g in unit), torch.zeros((), dtype=torch.float64)))
+        for g in unit:
+            g *= min(1.0, limit / (norm.item() + 1e-6)) if limit else 1.0
+    total = clip_gradients(parts, limit, by)
+    for p, g in zip([p for part in parts for p in part.parameters()], flat, strict=True):
+        torch.testing.assert_close(p.grad.double(), g, rtol=1e-6, atol=1e-8)
+    if limit == 0:
+        expected = torch.nn.utils.get_total_norm([p.grad for part in parts for p in part.parameters()])
+        torch.testing.assert_close(total, expected)

@@ -1,0 +1,160 @@
+"""The real command: resumed after a kill, over two processes, and with everything a user can get wrong."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import encoders
+from tests.pretrain.conftest import TINY, records
+
+pytestmark = pytest.mark.slow
+
+
+def losses(output: Path) -> dict[int, float]:
+    found = [(r["step"], r["loss"]) for r in records(output) if "loss" in r]
+    assert len(dict(found)) == len(found), "a step stands twice"
+    return dict(found)
+
+
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(launch, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    log = launch([*TINY, "--output", str(whole), "--encoder.drop_path", "0.2"]).wait()
+    assert (whole / "encoder.safetensors").exists(), log
+    run = launch([*TINY, "--output", str(broken), "--encoder.drop_path", "0.2"])
+    run.wait_for((broken / "checkpoints" / "step-00000004").exists)
+    run.kill()
+    done = max(losses(broken), default=0)
+    assert done < 12, "the kill came too late to show anything"
+    assert (broken / "checkpoints" / "latest").resolve().name >= "step-00000004"
+    # the run's own settings are taken up again, also with another number of loader workers
+    log = launch(["--output", str(broken), "--resume", "--workers", "2"]).wait()
+    assert "resumed from" in log
+    assert losses(broken) == losses(whole)
+    assert sorted(losses(whole)) == list(range(1, 13))
+    ours, theirs = (encoders.load(folder / "encoder.safetensors").state_dict() for folder in (whole, broken))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    knn = [{r["step"]: r["knn_top1"] for r in records(f) if "knn_top1" in r} for f in (whole, broken)]
+    assert knn[0] == knn[1]
+    assert sorted(knn[0]) == [0, 12]
+
+
+def test_one_process_equals_two_and_accumulation(launch, tmp_path: Path) -> None:
+    plain = [*TINY, "--dino.batch_norm", "true"]
+    runs = {
+        "one": launch([*plain, "--output", str(tmp_path / "one")]),
+        "two": launch([*plain, "--output", str(tmp_path / "two")], processes=2),
+    }
+    alone = [*TINY, "--dino.batch_norm", "false"]
+    for run in runs.values():
+        assert "encoder:" in run.wait()
+    launch([*alone, "--output", str(tmp_path / "plain")]).wait()
+    launch([*alone, "--accumulate", "2", "--output", str(tmp_path / "accumulated")]).wait()
+    for a, b in (("one", "two"), ("plain", "accumulated")):
+        first, second = losses(tmp_path / a), losses(tmp_path / b)
+        assert sorted(first) == sorted(second) == list(range(1, 13))
+        for step in first:
+            assert second[step] == pytest.approx(first[step], rel=1e-5, abs=1e-5), (a, b, step)
+
+
+def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    log = launch([*TINY, "--output", str(output), "--evaluate_every", "6", "--optim.lr", "4e-3"]).wait()
+    names = {p.name for p in output.iterdir()}
+    expected = "checkpoints config.yaml encoder.json encoder.safetensors metrics.jsonl pictures tensorboard"
+    assert names >= set(expected.split())
+    assert {p.name for p in (output / "pictures").iterdir()} == {"crops.png", "attention.png", "pca.png"}
+    assert {p.name for p in (output / "checkpoints").iterdir()} == {"step-00000008", "step-00000012", "latest"}
+    assert {r["step"] for r in records(output) if "knn_top1" in r} == {0, 6, 12}
+    last = records(output)[-1]
+    wanted = "images loss lr weight_decay grad_norm images_per_second data_wait teacher_entropy teacher_student_kl "
+    wanted += "center_norm prototypes_used feature_rank"
+    assert set(wanted.split()) <= set(last)
+    assert last["images"] == 12 * 16
+    settings = yaml.safe_load((output / "config.yaml").read_text())
+    assert settings["optim"]["lr"] == 4e-3
+    assert settings["dino"]["freeze_steps"] == 0
+    assert "evaluation/linear_probe.py --checkpoint" in log
+    assert str(output / "encoder.safetensors") in re.sub(r"\s*\n\s*", "", log) or "encoder.safetensors" in log
+    # the encoder of a checkpoint is one too
+    encoders.load(output / "checkpoints" / "latest" / "encoder.safetensors")
+
+
+def test_non_finite_steps_are_skipped_named_and_in_the_end_stop_the_run(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    arguments = [*TINY, "--output", str(output), "--optim.lr", "1e38", "--optim.warmup_steps", "0", "--dino.momentum", "0.5"]
+    run = launch([*arguments, "--optim.clip", "0", "--optim.nonfinite_limit", "3"], processes=2)
+    log = run.wait()
+    assert run.process.returncode != 0
+    assert "3 steps in a row" in log
+    assert "Try a lower optim.lr" in log
+    skipped = [json.loads(line) for line in (output / "skipped.jsonl").read_text().splitlines()]
+    assert len(skipped) == 3
+    assert all(len(line["samples"]) == len(set(line["samples"])) == 16 for line in skipped)
+
+
+def test_when_one_process_dies_the_other_stops_within_a_minute(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run = launch([*TINY, "--steps", "100000", "--output", str(output)], processes=2)
+    run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
+    trainers = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_trainer(int(pid), run.process.pid)]
+    assert len(trainers) == 2
+    os.kill(trainers[1], signal.SIGKILL)
+    killed = time.monotonic()
+    run.process.wait(60)
+    assert time.monotonic() - killed < 60
+    assert run.process.returncode != 0
+    assert not any(_is_trainer(pid, run.process.pid) for pid in trainers)
+
+
+def _is_trainer(pid: int, launcher: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+    return int(fields[1]) == launcher and fields[0] != "Z" and "run.py" in command
+
+
+def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    log = launch([*TINY, "--dry_run", "--output", str(output)]).wait()
+    for part in ("trained parameters", "12 of 16 images", "shards per worker", "activations", "prototypes: 64"):
+        assert part in log
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/nowhere/x-{0..3}.tar"], "/nowhere/x-"),
+        (["--batch_size", "100000"], "1437 images do not fill one batch"),
+        (["--accumulate", "3"], "use 15 or 18"),
+        (["--resume"], "--resume needs --output"),
+        (["--precision", "fp16"], "use bf16 or fp32"),
+        (["--encoder.heads", "5"], "heads"),
+        (["--dino.loca_crops", "5"], "did you mean '--dino.local_crops'"),
+    ],
+)
+def test_what_cannot_work_is_refused(launch, arguments: list[str], message: str) -> None:
+    run = launch([*TINY, "--dry_run", *arguments])
+    log = run.wait()
+    assert run.process.returncode != 0
+    assert message in re.sub(r"\s+", " ", log)
+    assert "Traceback" not in log.split("run.py:")[0], "the user's message comes first"
+
+
+def test_a_folder_with_another_run_and_another_encoder_are_refused(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    launch([*TINY, "--steps", "2", "--output", str(output)]).wait()
+    before = sorted(p for p in output.rglob("*") if p.is_file())
+    assert "holds another run" in launch([*TINY, "--output", str(output)]).wait()
+    log = launch(["--output", str(output), "--resume", "--encoder.depth", "3"]).wait()
+    assert "encoder.depth is 2 there and 3 here" in re.sub(r"\s+", " ", log)
+    assert sorted(p for p in output.rglob("*") if p.is_file()) == before
