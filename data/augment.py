@@ -51,7 +51,7 @@ class ColorConfig(Section):
     """contrast factor, drawn from 1 - value to 1 + value"""
     saturation: Strength = 0.2
     """saturation factor, drawn from 1 - value to 1 + value"""
-    hue: float = Field(0.1, ge=0, le=0.5)
+    hue: float = Field(default=0.1, ge=0, le=0.5)
     """largest shift of the hue, in turns of the colour circle"""
     jitter: Share = 0.8
     """probability of the four changes above, which come in random order"""

@@ -45,7 +45,7 @@ class Crops:
 class RandomCropConfig(Section):
     """Random boxes of an image, resized to one size."""
 
-    size: int = Field(224, ge=1)
+    size: int = Field(default=224, ge=1)
     """side of a crop, in pixels"""
     scale: Areas = (0.2, 1.0)
     """least and largest share of the image's area"""
@@ -60,13 +60,13 @@ class RandomCropConfig(Section):
 class MultiCropConfig(ColorConfig):
     """Global and local crops, and their colours."""
 
-    global_size: int = Field(224, ge=1)
+    global_size: int = Field(default=224, ge=1)
     """side of the two global crops, in pixels"""
     global_scale: Areas = (0.4, 1.0)
     """least and largest share of the image's area in a global crop"""
-    local_crops: int = Field(8, ge=0)
+    local_crops: int = Field(default=8, ge=0)
     """local crops per image"""
-    local_size: int = Field(96, ge=1)
+    local_size: int = Field(default=96, ge=1)
     """side of a local crop, in pixels"""
     local_scale: Areas = (0.05, 0.4)
     """least and largest share of the image's area in a local crop"""

@@ -24,8 +24,8 @@ TRAIN_SHARDS = 4
 HELD_OUT_SHARDS = 2
 
 
-def demo_shards() -> tuple[list[str], list[str]]:
-    """The train and the held-out shards; written to the cache folder at the first call.
+def demo_shards() -> tuple[str, str]:
+    """The train and the held-out SHARDS, as brace ranges; written to the cache folder at the first call.
 
     Raises:
         ShardError: the cache folder cannot be written to.
@@ -36,7 +36,11 @@ def demo_shards() -> tuple[list[str], list[str]]:
             _write(folder)
         except OSError as error:
             raise ShardError(f"cannot write {folder}: {error}; set TESSERA_CACHE to a folder with space") from error
-    return _paths(folder, "train", TRAIN_SHARDS), _paths(folder, "held-out", HELD_OUT_SHARDS)
+    return _pattern(folder, "train", TRAIN_SHARDS), _pattern(folder, "held-out", HELD_OUT_SHARDS)
+
+
+def _pattern(folder: Path, name: str, shards: int) -> str:
+    return f"{folder}/{name}-{{000000..{shards - 1:06d}}}.tar"
 
 
 def _paths(folder: Path, name: str, shards: int) -> list[str]:

@@ -298,7 +298,7 @@ def _same(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """Outlives the scheduler's signals: they reach every process of a job, and only the training process acts on them."""
+    """Outlives the scheduler's signals, which reach all processes of a job: only the training process acts on them."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -326,7 +326,7 @@ def _check_split(batch_size: int, world_size: int, accumulation: int) -> None:
 def _check_enough(mixture: Mixture, batch_size: int) -> None:
     """An epoch is at least one batch, so that no batch is made of repetitions."""
     for order, quota in zip(mixture.orders, mixture.quotas, strict=True):
-        needed = -(-batch_size * int(quota) // PATTERN)
+        needed = batch_size * int(quota) // PATTERN
         if order.images < needed:
             raise ValueError(
                 f"{order.images} images are fewer than the {needed} that a batch of {batch_size} takes of them: "

@@ -48,13 +48,13 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of all settings of a model."""
+def names(model: type[BaseModel], prefix: str = "", only: type | None = None) -> list[str]:
+    """Dotted names of all settings of a model, or of those of one type."""
     found = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += names(field.annotation, f"{prefix}{name}.")
-        else:
+            found += names(field.annotation, f"{prefix}{name}.", only)
+        elif only is None or field.annotation is only:
             found.append(prefix + name)
     return found
 
@@ -92,6 +92,25 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values or {}
 
 
+def _switches(model: type[BaseModel], argv: Sequence[str]) -> list[str]:
+    """Allows `--name true` and `--name=false` where argparse knows `--name` and `--no-name`."""
+    known = set(names(model, only=bool))
+    plain: list[str] = []
+    rest = list(argv)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag.removeprefix("--") in known:
+            if not equals and rest and rest[0].lower() in ("true", "false"):
+                value = rest.pop(0)
+            off = value.lower() == "false"
+            plain.append(
+                f"--no-{flag[2:]}" if off else f"{flag}" if value.lower() in ("", "true") else f"{flag}={value}"
+            )
+        else:
+            plain.append(flag + equals + value)
+    return plain
+
+
 def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str, Any]:
     """What the command line sets, as nested dictionaries. Handles `--help`.
 
@@ -101,7 +120,7 @@ def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str
     parser = _Parser(prog=program, description=model.__doc__, allow_abbrev=False)
     known = names(model)
     try:
-        return CliSettingsSource(model, root_parser=parser, cli_parse_args=list(argv), cli_exit_on_error=True)()
+        return CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, argv))()
     except SettingsError as error:
         first = next((a for a in str(error).split() if a.startswith("--")), "")
         unknown = first.lstrip("-").split("=")[0]

@@ -233,7 +233,8 @@ class Reader:
         except OSError as error:
             raise ShardError(f"{path}: {error.strerror}; restore the shard or remove it from the list") from error
         if len(data) != size:
-            raise ShardError(f"{path}: truncated at byte {offset + len(data)}, expected {offset + size}; {REMEDY}")
+            end = os.fstat(file.descriptor).st_size
+            raise ShardError(f"{path}: truncated at byte {end} while in use, expected {offset + size}; {REMEDY}")
         return data
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -97,15 +98,15 @@ def read(path: str | Path) -> Mapping[str, Any]:
         ValueError: the file holds more than plain data, or something else altogether.
     """
     path = Path(path)
-    if path.suffix == ".safetensors":
-        return load_file(path)
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked is None:
-            raise ValueError(f"{path} is neither .safetensors nor a torch file of weights: {error}") from error
+            raise ValueError(f"{path} is not a .safetensors or torch file of weights: {error}") from error
         raise ValueError(
             f"{path} is not read: besides weights it holds {blocked[1]}, and reading that could run code; "
             "where it is trusted, save its state dict alone as .safetensors"
@@ -124,8 +125,8 @@ def _unwrap(checkpoint: Mapping[str, Any], source: Source, report: Report) -> St
         )
     state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
     if any(name.startswith("backbone.") for name in state):
-        report.left_out += [name for name in state if not name.startswith("backbone.")]
-        state = {name.removeprefix("backbone."): t for name, t in state.items() if name.startswith("backbone.")}
+        report.left_out += [name for name in state if name.startswith("head.")]
+        state = {name.removeprefix("backbone."): t for name, t in state.items() if not name.startswith("head.")}
     return state
 
 
@@ -135,20 +136,19 @@ def _fit_vit(encoder: Encoder, state: State, source: Source, report: Report) -> 
     state = {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
     _check_size(encoder, state)
     own = encoder.state_dict()
-    decoder = [name for name in state if name.startswith("decoder_")]
-    elsewhere = set(decoder)
-    elsewhere |= {
-        name for name in state if name.split(".")[0] in ("head", "head_dist", "pre_logits") and name not in own
-    }
-    if decoder or "mask_token" not in own:  # MAE's mask token is the decoder's
-        elsewhere.add("mask_token")
+    parts = {name.split(".")[0] for name in state}
+    decoder = {part for part in parts if part.startswith("decoder_")}
     renewed = {"head", "head_dist", "pre_logits", "mask_token"}
-    if encoder.pool == "mean" and "fc_norm.weight" not in state:  # MAE's fine-tuning starts a norm for the mean
-        elsewhere |= {"norm.weight", "norm.bias"}
+    elsewhere = decoder | (renewed - {name.split(".")[0] for name in own})
+    if decoder:  # MAE's mask token is the decoder's
+        elsewhere.add("mask_token")
+    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning starts a norm for the mean
+        elsewhere.add("norm")
         renewed.add("fc_norm")
-    report.left_out += [name for name in state if name in elsewhere]
-    state = {name: tensor for name, tensor in state.items() if name not in elsewhere}
-    report.fresh += [name for name in own if name not in state and name.split(".")[0] in renewed]
+    renewed -= parts - elsewhere
+    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
+    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    report.fresh += [name for name in own if name.split(".")[0] in renewed]
     _check_names(state, [name for name in own if name not in report.fresh])
     return _fit_positions(encoder, state, source, report)
 

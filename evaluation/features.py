@@ -115,7 +115,6 @@ def pooled(encoder: Encoder, images: Tensor) -> Tensor:
     return encoder(images).pooled
 
 
-@torch.inference_mode()
 def extract(
     encoder: Encoder,
     shards: Shards,
@@ -164,7 +163,7 @@ def extract(
     shown = progress and accelerator.is_main_process
     for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=not shown):
         images = finish(batch.to(device, non_blocking=True)).views[0]  # (B, 3, S, S)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             try:
                 features = take(encoder, images)
             except (ValueError, NotImplementedError) as error:
@@ -178,9 +177,10 @@ def extract(
     if not batches.total:
         raise EvaluationError(f"no images in {shards}")
     if not found:  # more processes than images
-        one = take(encoder, torch.zeros(1, 3, size, size, device=device))
-        return one[:0].float().cpu(), torch.zeros(0, dtype=torch.int64)
-    return torch.cat(found), torch.cat(found_labels)  # (N, D), (N,)
+        with torch.inference_mode():
+            found = [take(encoder, torch.zeros(1, 3, size, size, device=device))[:0].float().cpu()]
+        found_labels = [torch.zeros(0, dtype=torch.int64)]
+    return torch.cat(found), torch.cat(found_labels)  # (N, D), (N,): outside of inference mode, so of the usual kind
 
 
 def check_labels(train: Tensor, val: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from data.settings import Settings, parse
 from evaluation.features import PIXELS, check_labels, extract, input_size, load_encoder, resize_size
 from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
-from evaluation.results import places, report, result_path
+from evaluation.results import NEVER, places, report, result_path
 
 HEADLINE = 20
 LOW = 2**32 - 1
@@ -72,8 +72,8 @@ def knn_accuracy(
     k: Sequence[int] = (10, 20, 100, 200),
     temperature: float = 0.07,
     accelerator: Accelerator | None = None,
-    queries: int = 512,
-    chunk: int = 16384,
+    queries: int = 2048,
+    chunk: int = 8192,
 ) -> dict[int, tuple[float, float]]:
     """Top-1 and top-5 accuracy, 0 to 1, for each k.
 
@@ -175,12 +175,13 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 def _pack(similarity: Tensor, offset: int) -> Tensor:
     """Similarity and place in the bank as one integer, larger for a nearer one and, among equals, for an earlier one.
 
-    No two keys are equal, so the largest of them do not depend on how the bank is cut. (Q, chunk) float32 -> int64.
+    No two keys are equal, so the largest of them do not depend on how the bank is cut. (Q, chunk) float32, which is
+    overwritten -> (Q, chunk) int64.
     """
-    bits = (similarity + 0.0).view(torch.int32)  # + 0.0: no negative zero
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    bits = similarity.add_(0.0).view(torch.int32)  # + 0.0: no negative zero
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # integers in the order of the floats
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
-    return (bits.to(torch.int64) << 32) + (LOW - index)
+    return bits.to(torch.int64).mul_(2**32).add_(LOW - index)
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +203,7 @@ def _vote(
         if n in k:
             place = places(votes, target)
             missed = votes.gather(1, target[:, None]).squeeze(1) == 0  # no neighbour named it
-            found[n] = place.masked_fill(missed, classes)
+            found[n] = place.masked_fill(missed, NEVER)
     return found
 
 

@@ -24,10 +24,13 @@ def accelerator(**settings: Any) -> Accelerator:
     """An `Accelerator(**settings)` that also works where there is no CUDA, with several processes and under DeepSpeed.
 
     Raises:
-        EvaluationError: the launcher started several processes that do not know of each other.
+        EvaluationError: the launcher started several processes that do not know of each other, or cannot meet.
     """
     if not torch.cuda.is_available():
-        PartialState(cpu=True)  # plain `Accelerator()` would believe in each process that it is alone
+        try:
+            PartialState(cpu=True)  # plain `Accelerator()` would believe in each process that it is alone
+        except ValueError as error:
+            raise EvaluationError(f"the processes cannot find each other, use `accelerate launch`: {error}") from error
     made = Accelerator(**settings)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if made.num_processes != launched:
@@ -46,9 +49,8 @@ def messages() -> Iterator[None]:
     except (EvaluationError, ShardError, SettingsError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def all_gather(x: Tensor, accelerator: Accelerator | None) -> list[Tensor]:

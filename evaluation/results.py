@@ -16,19 +16,20 @@ from rich.table import Table
 from torch import Tensor
 
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
+NEVER = 2**31
+"""place of a class that was not named at all"""
 
 
 def places(scores: Tensor, labels: Tensor) -> Tensor:
     """Place of the true class among all, 0 being the first: (B, classes), (B,) -> (B,) int64.
 
-    The lower class wins a tie, and a score that is not a number comes first, so a diverged classifier is never right by
-    accident.
+    The lower class wins a tie. A score that is not a number is at `NEVER`, and ahead of others, so a diverged
+    classifier is not right by accident.
     """
     own = scores.gather(1, labels[:, None])  # (B, 1)
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (B, classes)
     ahead = ~(scores <= own) | ((scores == own) & lower)
-    ahead.scatter_(1, labels[:, None], own.isnan())
-    return ahead.sum(1)
+    return ahead.sum(1).masked_fill(own.squeeze(1).isnan(), NEVER)
 
 
 def result_path(encoder: Path | None, name: str) -> Path | None:

@@ -18,6 +18,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import encoders
-from pretrain.methods.base import Method
 
 log = logging.getLogger(__name__)
+# one process needs no process group
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -61,6 +64,7 @@ def save(
     accelerator: Accelerator,
     wrapped: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
+    encoder: encoders.Encoder,
     position: Position,
     settings: dict[str, Any],
 ) -> Path:
@@ -73,7 +77,6 @@ def save(
     part = folder / f".{final.name}.part"
     if final.exists():
         return final
-    method: Method = accelerator.unwrap_model(wrapped)  # pyright: ignore[reportAssignmentType]
     model_state, optimizer_state = get_state_dict(wrapped, optimizer)
     needed = sum(t.numel() * t.element_size() for t in _tensors([model_state, optimizer_state]))
     problem = ""
@@ -93,9 +96,9 @@ def save(
             )
             torch.save(_random_states(), part / f"random-{accelerator.process_index:05d}.pt")
             if accelerator.is_main_process:
-                encoders.save(method.trained_encoder(), part / "encoder.safetensors")
+                encoders.save(encoder, part / "encoder.safetensors")
                 (part / "trainer.json").write_text(json.dumps(_trainer(accelerator, position, settings), indent=1))
-    except Exception as error:  # torch wraps what the disk says in errors of its own
+    except (Exception, CheckpointException) as error:  # the latter, around what the disk says, is no Exception
         problem = problem or f"{type(error).__name__}: {_first_line(error)}"
     if _any(accelerator, bool(problem)):
         if accelerator.is_main_process:
@@ -143,7 +146,7 @@ def restore(
     try:
         state = {"method": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{path} does not fit this run or is damaged: {_first_line(error)}") from error
     set_state_dict(wrapped, optimizer, model_state_dict=state["method"], optim_state_dict=state["optimizer"])
     if accelerator.scaler is not None and trainer["loss_scale"]:
@@ -230,6 +233,8 @@ def _first_line(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return os.strerror(cause.errno)
         cause = cause.__cause__ or cause.__context__
+    if isinstance(error, CheckpointException):
+        return _first_line(next(iter(error.failures.values()))[0])
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

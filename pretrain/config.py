@@ -22,8 +22,8 @@ PRESETS = Path(__file__).parent.parent / "configs"
 class StreamConfig(Section):
     """The order of the samples. A change of these, of the seed or of the shards is a change of the order."""
 
-    block: int = Field(16, ge=1)
-    """samples that lie together in a shard and stay together until the last shuffle"""
+    block: int | None = Field(None, ge=1)
+    """neighbours in a shard that stay together until the last shuffle; without it 1 for small data, 16 at a million"""
     window: int = Field(1024, ge=1)
     """samples that are shuffled together in each of the 64 lanes"""
 

@@ -34,8 +34,10 @@ class CollapseError(RuntimeError):
 def effective_rank(features: Tensor) -> float:
     """Exponential of the entropy of the singular values (RankMe, 2210.02885) of centred features (N, D).
 
-    Between 0 (all rows alike) and min(N, D).
+    Between 0 (all rows alike) and min(N, D); nan where a feature is not finite.
     """
+    if not features.isfinite().all():
+        return math.nan
     centred = (features - features.mean(0)).double()
     values = torch.linalg.svdvals(centred)
     if values.sum() < 1e-8 * max(features.double().norm().item(), 1e-30):

@@ -38,6 +38,7 @@ class Run:
     config: RunConfig
     output: Path
     accelerator: Accelerator
+    method: Method
     wrapped: torch.nn.Module
     """the method as the engine wraps it"""
     optimizer: torch.optim.Optimizer
@@ -47,10 +48,6 @@ class Run:
     settings: dict[str, Any]
     """the resolved settings, for checkpoints"""
     position: Position = field(default_factory=Position)
-
-    @property
-    def method(self) -> Method:
-        return self.accelerator.unwrap_model(self.wrapped)  # pyright: ignore[reportReturnType]
 
     @property
     def steps(self) -> int:
@@ -144,7 +141,9 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
 def save(run: Run) -> None:
     """A checkpoint of this moment, and the removal of those that need not stay."""
     folder = run.output / "checkpoints"
-    checkpoint.save(folder, run.accelerator, run.wrapped, run.optimizer, run.position, run.settings)
+    checkpoint.save(
+        folder, run.accelerator, run.wrapped, run.optimizer, run.method.trained_encoder(), run.position, run.settings
+    )
     if run.accelerator.is_main_process:
         checkpoint.retain(folder, run.config.checkpoint.keep, run.config.checkpoint.keep_every)
 

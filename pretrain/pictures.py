@@ -32,7 +32,7 @@ def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray |
         images: (N, 3, H, W) normalised.
     """
     last_attention = getattr(encoder, "last_attention", None)
-    if last_attention is None or not getattr(encoder, "class_token", False):
+    if last_attention is None or getattr(encoder, "cls_token", None) is None:
         return None
     features = encoder(images)
     rows, columns = features.grids[0].tolist()

@@ -1,6 +1,7 @@
 """What a run writes down: metrics.jsonl, TensorBoard, pictures, the list of skipped samples."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -40,11 +41,12 @@ class Recorder:
         os.replace(new, self.path)
 
     def scalars(self, record: dict[str, Any]) -> None:
-        """One line; `record` holds `step` and numbers."""
+        """One line; `record` holds `step` and numbers. JSON knows no nan: what is not finite is null."""
+        record = {name: value if math.isfinite(value) else None for name, value in record.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
+            if name != "step" and value is not None:
                 self.tensorboard.add_scalar(name, value, record["step"])
         self.tensorboard.flush()
 

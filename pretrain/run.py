@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
-    DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     broadcast_object_list,
@@ -71,20 +70,22 @@ def pretrain(config: RunConfig) -> None:
     torch.manual_seed(config.seed)  # the same weights on every process
     method = build_method(config)
     workers = config.workers if config.workers is not None else free_cores(accelerator.num_processes)
-    if config.dry_run:
-        report(config, method, shards, images, accelerator.num_processes, workers)
-        return
-    output, newest = run_folder(config, accelerator)
+    output, newest = run_folder(config)
     settings = config.model_dump(mode="json")
     if newest:
         checkpoint.check_fits(newest, settings)
+    if config.dry_run:
+        report(config, method, shards, images, accelerator.num_processes, workers)
+        return
+    accelerator.wait_for_everyone()  # nobody writes before all have looked
+    output.mkdir(parents=True, exist_ok=True)
     method.to(accelerator.device)
     optimizer = torch.optim.AdamW(
         parameter_groups(method, method.frozen()), lr=0.0, betas=config.optim.betas or (0.9, 0.999)
     )
     wrapped, optimizer = accelerator.prepare(method, optimizer)
     torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
-    run = Run(config, output, accelerator, wrapped, optimizer, None, None, settings)
+    run = Run(config, output, accelerator, method, wrapped, optimizer, None, None, settings)
     if newest:
         run.position = checkpoint.restore(newest, accelerator, wrapped, optimizer)
         log.info("resumed from %s", newest)
@@ -130,7 +131,6 @@ def engine(config: RunConfig) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         raise SettingsError(
@@ -189,8 +189,8 @@ def free_cores(processes: int) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // local - 1))
 
 
-def run_folder(config: RunConfig, accelerator: Accelerator) -> tuple[Path, Path | None]:
-    """The run's folder, and the newest whole checkpoint in it if the run is to go on.
+def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
+    """The run's folder, and the newest whole checkpoint in it if the run is to go on; writes nothing.
 
     Raises:
         SettingsError: the folder holds another run, or `--resume` without `--output`.
@@ -204,11 +204,8 @@ def run_folder(config: RunConfig, accelerator: Accelerator) -> tuple[Path, Path 
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")
-    accelerator.wait_for_everyone()  # nobody writes before all have looked
-    if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        if config.resume and not found:
-            log.info("%s has no checkpoint yet: starting from the beginning", output)
+    if config.resume and not found:
+        log.info("%s has no checkpoint yet: starting from the beginning", output)
     return output, found[-1] if found else None
 
 
@@ -249,7 +246,7 @@ def finish_run(run: Run) -> None:
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data, evaluation.val
     if not isinstance(train_shards, str) or not isinstance(val_shards, str):
-        train_shards = val_shards = "LABELLED_SHARDS"
+        train_shards = val_shards = "SHARDS"
     command = "accelerate launch evaluation/linear_probe.py"
     log.info("next: %s --checkpoint %s --train '%s' --val '%s'", command, run.output, train_shards, val_shards)
 

@@ -23,6 +23,9 @@ from pretrain.methods.base import Method
 from pretrain.optim import OptimConfig
 from pretrain.schedules import cosine, linear
 
+UNUSED = ("mask_token", "pre_logits", "head", "head_dist")
+"""parts of an encoder that DINO does not train"""
+
 
 class DINOConfig(MultiCropConfig):
     """DINO. What is not set follows from the size of the data, the batch and the length of the run."""
@@ -192,6 +195,9 @@ class DINO(Method):
         super().__init__()
         self.config: Any = config  # resolved: no value is None any more
         self.steps = steps
+        for name, parameter in encoder.named_parameters():
+            if name.partition(".")[0] in UNUSED:  # a trained parameter without gradient would stop DDP
+                parameter.requires_grad_(False)
         self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, config)})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor

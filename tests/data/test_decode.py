@@ -105,7 +105,7 @@ def test_cmyk_jpegs_have_the_colours_of_the_picture():
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_modes_of_png_and_webp(kind, mode):
-    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    options: dict[str, object] = {"lossless": True, "exact": True} if kind == "WEBP" else {}
     if mode == "P" and kind == "PNG":
         options["transparency"] = bytes(RNG.integers(0, 256, 200, dtype=np.uint8))
     encoded = saved((COLORS if "A" in mode else COLORS.convert("RGB")).convert(mode), kind, **options)
@@ -220,6 +220,7 @@ def test_random_damage_ends_in_pixels_or_an_image_error(capfd):
 @pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no ImageNet sample in {SAMPLE}")
 def test_imagenet_jpegs_have_pillows_pixels():
     with tarfile.open(sorted(SAMPLE.glob("*.tar"))[0]) as shard:
-        files = [shard.extractfile(member).read() for member in shard if member.name.endswith(".jpg")]
+        opened = [shard.extractfile(member) for member in shard if member.name.endswith(".jpg")]
+        files = [file.read() for file in opened if file]
     assert len(files) > 100
     assert all(equal(encoded) for encoded in files[::3])

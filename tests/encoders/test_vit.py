@@ -1,13 +1,12 @@
 """ViT against timm, transformers and formulas written out."""
 
-import inspect
 import math
 
 import pytest
 import timm
 import torch
 
-from encoders import build, load_weights
+from encoders import Features, build, load_weights
 from encoders.images import Mask, patch_grids
 from encoders.vit import VARIANTS, ViT
 
@@ -51,51 +50,43 @@ def first_input(encoder: ViT, *inputs, **options) -> torch.Tensor:
     return seen[0]
 
 
+def resized(table: torch.Tensor, grid: tuple[int, int], rule: str = "dino") -> torch.Tensor:
+    """A square table (1, N, D) on another grid, by torch as the published code calls it."""
+    side = math.isqrt(table.shape[1])
+    how = {"scale_factor": tuple((n + 0.1) / side for n in grid)} if rule == "dino" else {"size": grid}
+    maps = table.transpose(1, 2).unflatten(2, (side, side))
+    return torch.nn.functional.interpolate(maps, mode="bicubic", **how).flatten(2).transpose(1, 2)
+
+
+def assert_close(features: Features, pooled: torch.Tensor, tokens: torch.Tensor):
+    """`tokens` (B, N, D)."""
+    torch.testing.assert_close(features.pooled, pooled, **CLOSE)
+    torch.testing.assert_close(features.tokens, tokens.flatten(0, 1), **CLOSE)
+
+
 def same(left, right) -> bool:
     return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
-
-
-@pytest.mark.parametrize(
-    ("variant", "settings", "parameters"),
-    [
-        ("vit_tiny", {}, 5_524_416),
-        ("vit_small", {}, 21_665_664),
-        ("vit_small", {"patch_size": 8}, 21_670_272),
-        ("vit_base", {}, 85_798_656),
-        ("vit_base", {"positions": "sincos", "init": "xavier"}, 85_798_656),
-        ("vit_large", {}, 303_301_632),
-        ("vit_huge", {}, 630_764_800),
-    ],
-)
-def test_variants_have_their_published_number_of_parameters(variant, settings, parameters):
-    with torch.device("meta"):
-        encoder = ViT(**VARIANTS[variant] | settings)
-    assert sum(parameter.numel() for parameter in encoder.parameters()) == parameters
 
 
 @torch.no_grad()
 def test_small_equals_timm_at_224_and_at_96():
     oracle = scramble(timm.create_model("vit_small_patch16_224", num_classes=0))
+    for weight in (oracle.pos_embed, oracle.cls_token, *oracle.patch_embed.proj.parameters()):
+        weight *= 1e-3  # a variance of about 1e-6, where the epsilon of the first norm counts
     encoder = build("vit_small").eval()
     load_weights(encoder, oracle.state_dict())
     images = images_of(2, 3, 224, 224)
     expected = oracle.forward_features(images)
-    features = encoder(images)
-    torch.testing.assert_close(features.pooled, expected[:, 0], **CLOSE)
-    torch.testing.assert_close(features.tokens, expected[:, 1:].flatten(0, 1), **CLOSE)
-    assert features.grids.tolist() == [[14, 14]] * 2
+    assert_close(encoder(images), expected[:, 0], expected[:, 1:])
+    assert encoder(images).grids.tolist() == [[14, 14]] * 2
 
-    # At 96 timm gets a table resized by torch at the scale of DINO's code, outside of ours.
     state = oracle.state_dict()
-    maps = state["pos_embed"][:, 1:].reshape(1, 14, 14, 384).permute(0, 3, 1, 2)
-    maps = torch.nn.functional.interpolate(maps, scale_factor=(6.1 / 14, 6.1 / 14), mode="bicubic")
-    state["pos_embed"] = torch.cat([state["pos_embed"][:, :1], maps.flatten(2).transpose(1, 2)], 1)
+    state["pos_embed"] = torch.cat([state["pos_embed"][:, :1], resized(state["pos_embed"][:, 1:], (6, 6))], 1)
     oracle = timm.create_model("vit_small_patch16_224", num_classes=0, img_size=96).eval()
     oracle.load_state_dict(state)
     images = images_of(3, 3, 96, 96)
     expected = oracle.forward_features(images)
-    torch.testing.assert_close(encoder(images).pooled, expected[:, 0], **CLOSE)
-    torch.testing.assert_close(encoder(images).tokens, expected[:, 1:].flatten(0, 1), **CLOSE)
+    assert_close(encoder(images), expected[:, 0], expected[:, 1:])
 
 
 @pytest.mark.parametrize(
@@ -121,10 +112,8 @@ def test_settings_equal_timm(model, options, settings):
     load_weights(encoder, oracle.state_dict())
     images = images_of(2, settings.get("channels", 3), 56, 56)
     tokens = oracle.forward_features(images)
-    features = encoder(images)
-    torch.testing.assert_close(features.pooled, oracle.forward_head(tokens, pre_logits=True), **CLOSE)
     expected = oracle.fc_norm(tokens[:, oracle.num_prefix_tokens :])
-    torch.testing.assert_close(features.tokens, expected.flatten(0, 1), **CLOSE)
+    assert_close(encoder(images), oracle.forward_head(tokens, pre_logits=True), expected)
     torch.testing.assert_close(encoder.logits(images), oracle(images), **CLOSE)
 
 
@@ -135,9 +124,8 @@ def test_distilled_equals_timm():
     load_weights(encoder, oracle.state_dict())
     images = images_of(2, 3, 64, 64)
     torch.testing.assert_close(encoder.eval().logits(images), oracle(images), **CLOSE)
-    features, expected = encoder(images), oracle.forward_features(images)
-    torch.testing.assert_close(features.pooled, expected[:, 0], **CLOSE)
-    torch.testing.assert_close(features.tokens, expected[:, 2:].flatten(0, 1), **CLOSE)
+    expected = oracle.forward_features(images)
+    assert_close(encoder(images), expected[:, 0], expected[:, 2:])
     oracle.set_distilled_training(True)
     for ours, theirs in zip(encoder.train().logits(images), oracle.train()(images), strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
@@ -166,40 +154,28 @@ def test_dropping_equals_the_mae_of_transformers():
     )  # fmt: skip
     oracle = scramble(mae.ViTMAEModel(config))
     encoder = ViT(**SMALL, positions="sincos", init="xavier", interpolation="mae")
-    names = {
-        "embeddings.patch_embeddings.projection": "patch_embed.proj",
-        "embeddings.position_embeddings": "pos_embed",
-        "embeddings.cls_token": "cls_token",
-        "layernorm_before": "norm1",
-        "layernorm_after": "norm2",
-        "attention.o_proj": "attn.proj",
-        "attention.q_proj": "attn.qkv",
-        "layers.": "blocks.",
-        "layernorm.": "norm.",
-    }
-    state = {}
-    theirs = oracle.state_dict()
-    for name, tensor in theirs.items():
-        if "k_proj" in name or "v_proj" in name:
-            continue
+    theirs = "embeddings.patch_embeddings.projection embeddings.position_embeddings embeddings.cls_token layers."
+    theirs += " layernorm_before layernorm_after layernorm. attention.q_proj attention.o_proj"
+    ours = "patch_embed.proj pos_embed cls_token blocks. norm1 norm2 norm. attn.qkv attn.proj"
+    weights, state = oracle.state_dict(), {}
+    for name, tensor in weights.items():
         if "q_proj" in name:
-            tensor = torch.cat([theirs[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
-        for old, new in names.items():
+            tensor = torch.cat([weights[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+        for old, new in zip(theirs.split(), ours.split(), strict=True):
             name = name.replace(old, new)
         state[name] = tensor
-    encoder.load_state_dict(state)
+    encoder.load_state_dict({name: tensor for name, tensor in state.items() if "_proj" not in name})
     images = images_of(2, 3, 32, 32)
     mask = mask_of(images, 8, 12)
     noise = torch.arange(16.0) + 100 * mask.hidden.view(2, 16)  # visible ones first, in their order
     result = oracle.eval()(images, noise=noise)
     assert torch.equal(result.mask.bool().flatten(), mask.hidden)
     features = encoder.eval()(images, mask, drop=True)
-    torch.testing.assert_close(features.pooled, result.last_hidden_state[:, 0], **CLOSE)
-    torch.testing.assert_close(features.tokens, result.last_hidden_state[:, 1:].flatten(0, 1), **CLOSE)
+    assert_close(features, result.last_hidden_state[:, 0], result.last_hidden_state[:, 1:])
 
 
 @pytest.mark.parametrize(
-    ("rule", "size", "resized"),
+    ("rule", "size", "changed"),
     [
         ("dino", (32, 32), False),
         ("dino", (39, 39), False),
@@ -211,14 +187,12 @@ def test_dropping_equals_the_mae_of_transformers():
     ],
 )
 @torch.no_grad()
-def test_positions_are_resized_when_the_published_code_does(rule, size, resized):
+def test_positions_are_resized_when_the_published_code_does(rule, size, changed):
     encoder, images = small(interpolation=rule, registers=2), images_of(2, 3, *size)
     grid = (size[0] // 8, size[1] // 8)
     table = encoder.pos_embed[:, 1:]
-    if resized:
-        maps = table.reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
-        how = {"scale_factor": tuple((n + 0.1) / 4 for n in grid)} if rule == "dino" else {"size": grid}
-        table = torch.nn.functional.interpolate(maps, mode="bicubic", **how).flatten(2).transpose(1, 2)
+    if changed:
+        table = resized(table, grid, rule)
     cropped = images[..., : grid[0] * 8, : grid[1] * 8]  # what the patch does not divide is left out
     patches = torch.nn.functional.unfold(cropped, 8, stride=8).transpose(1, 2)
     weight, bias = encoder.patch_embed.proj.weight.flatten(1), encoder.patch_embed.proj.bias
@@ -231,8 +205,8 @@ def test_positions_are_resized_when_the_published_code_does(rule, size, resized)
 
 def test_a_table_that_is_not_square_serves_its_own_images_unchanged():
     encoder = small(image_size=(16, 64))
-    x = first_input(encoder, images_of(1, 3, 16, 64))
-    assert torch.equal(x[:, 1:], encoder.patch_embed(images_of(1, 3, 16, 64)) + encoder.pos_embed[:, 1:])
+    images = images_of(1, 3, 16, 64)
+    assert torch.equal(first_input(encoder, images)[:, 1:], encoder.patch_embed(images) + encoder.pos_embed[:, 1:])
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -246,8 +220,7 @@ def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(drop, pool):
     assert features.tokens.shape == (len(mask.visible) if drop else 30, 48)
     assert same(encoder(images.where(~pixels, 7.0), mask, drop=drop), features)
     assert not same(encoder(images.where(pixels, 7.0), mask, drop=drop), features)
-    other = encoder(torch.cat([images[:1], images_of(1, 3, 24, 40, seed=9)]), mask, drop=drop)
-    half = len(features.tokens) // 2
+    other, half = encoder(torch.stack([images[0], -images[1]]), mask, drop=drop), len(features.tokens) // 2
     assert torch.equal(other.pooled[0], features.pooled[0])
     assert torch.equal(other.tokens[:half], features.tokens[:half])
     assert not torch.equal(other.tokens[half:], features.tokens[half:])
@@ -304,8 +277,7 @@ def test_tokens_lie_in_the_order_of_patches():
 @torch.no_grad()
 def test_intermediate_features_are_those_of_a_shallower_encoder():
     images = images_of(2, 3, 40, 24)
-    for pool in ("class", "mean"):
-        encoder = small(pool=pool)
+    for encoder, pool in ((small(pool=pool), pool) for pool in ("class", "mean")):
         features = encoder.intermediate(images, 3)
         assert same(features[2], encoder(images))
         shallow = ViT(**SMALL | {"depth": 1}, pool=pool).eval()
@@ -412,28 +384,18 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_inputs_that_do_not_fit_are_refused():
     encoder, images = small(), images_of(2, 3, 32, 32)
-    with pytest.raises(ValueError, match="smaller than a patch of 8"):
-        encoder(images[..., :7])
-    with pytest.raises(ValueError, match=r"floats \(B, 3, H, W\), not torch.uint8"):
-        encoder(images.byte())
-    with pytest.raises(ValueError, match=r"not torch.float32 of \(2, 2, 32, 32\)"):
-        encoder(images[:, :2])
-    with pytest.raises(ValueError, match="16 tokens for 1 images does not fit 2 images of 4 x 4"):
-        encoder(images, mask_of(images[:1], 8, 4), drop=True)
-    with pytest.raises(ValueError, match="mask_token=True"):
-        encoder(images, mask_of(images, 8, 4))
-    with pytest.raises(ValueError, match="there is no mask"):
-        encoder(images, drop=True)
-    hidden = torch.zeros(32, dtype=torch.bool)
-    hidden[:2] = True
-    with pytest.raises(ValueError, match="same number of tokens, at least one, not 14 to 16"):
-        encoder(images, Mask.from_hidden(hidden, patch_grids(images, 8)), drop=True)
+    uneven = Mask.from_hidden(torch.arange(32) < 2, patch_grids(images, 8))
+    for inputs, drop, message in [
+        ((images[..., :7],), False, "smaller than a patch of 8"),
+        ((images.byte(),), False, r"floats \(B, 3, H, W\), not torch.uint8"),
+        ((images[:, :2],), False, r"not torch.float32 of \(2, 2, 32, 32\)"),
+        ((images, mask_of(images[:1], 8, 4)), True, "16 tokens for 1 images does not fit 2 images of 4 x 4"),
+        ((images, mask_of(images, 8, 4)), False, "mask_token=True"),
+        ((images,), True, "there is no mask"),
+        ((images, uneven), True, "same number of tokens, at least one, not 14 to 16"),
+        ((images, mask_of(images, 8, 16)), True, "at least one, not 0 to 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            encoder(*inputs, drop=drop)
     with pytest.raises(ValueError, match="classes=N"):
         encoder.logits(images)
-
-
-def test_every_setting_is_documented_in_one_line():
-    described = inspect.getdoc(ViT).partition("Args:\n")[2].splitlines()
-    lines = {line.split(":")[0].strip() for line in described if line.endswith(".")}
-    assert len(lines) == len(described)
-    assert lines == set(inspect.signature(ViT).parameters)

@@ -26,7 +26,9 @@ def make(seed: int = 0):
     accelerator = Accelerator(cpu=True)
     config, _ = resolve(DINOConfig(prototypes=32, hidden_dim=24, bottleneck_dim=12), OptimConfig(), 1000, 4, 10)
     method = DINO(encoders.build("vit_micro", depth=1, dim=24, heads=2), config, 10)
-    wrapped, optimizer = accelerator.prepare(method, torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=1e-3))
+    wrapped, optimizer = accelerator.prepare(
+        method, torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=1e-3)
+    )
     for p in method.parameters():
         if p.requires_grad:
             p.grad = torch.randn_like(p)
@@ -36,7 +38,9 @@ def make(seed: int = 0):
 
 def test_restores_everything(tmp_path: Path) -> None:
     accelerator, wrapped, optimizer = make(0)
-    path = checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(7, 70), SETTINGS)
+    path = checkpoint.save(
+        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(7, 70), SETTINGS
+    )
     expected = torch.rand(3), random.random()
     saved = {k: v.clone() for k, v in wrapped.state_dict().items()}
     moments = [optimizer.state[p]["exp_avg"].clone() for g in optimizer.param_groups for p in g["params"]]
@@ -55,7 +59,9 @@ def test_restores_everything(tmp_path: Path) -> None:
 def test_retention_by_count_and_by_interval(tmp_path: Path) -> None:
     accelerator, wrapped, optimizer = make()
     for step in range(1, 8):
-        checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(step, step), SETTINGS)
+        checkpoint.save(
+            tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(step, step), SETTINGS
+        )
         checkpoint.retain(tmp_path, keep=2, keep_every=3)
         assert (tmp_path / "latest").resolve().name == f"step-{step:08d}"
     assert [p.name for p in checkpoint.whole(tmp_path)] == [f"step-{s:08d}" for s in (3, 6, 7)]
@@ -63,13 +69,19 @@ def test_retention_by_count_and_by_interval(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     accelerator, wrapped, optimizer = make()
-    first = checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(1, 1), SETTINGS)
+    first = checkpoint.save(
+        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
+    )
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))  # no file may grow beyond 20 kB
-        with pytest.raises(CheckpointError, match=r"could not save .*step-00000002: .*needs \d+\.\d+ GB.*step-00000001"):
-            checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(2, 2), SETTINGS)
+        with pytest.raises(
+            CheckpointError, match=r"could not save .*step-00000002: .*needs \d+\.\d+ GB.*step-00000001"
+        ):
+            checkpoint.save(
+                tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(2, 2), SETTINGS
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
@@ -82,13 +94,15 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, mon
     accelerator, wrapped, optimizer = make()
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(CheckpointError, match=r"has 0\.00 GB free.*from the beginning"):
-        checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(1, 1), SETTINGS)
+        checkpoint.save(tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_encoder_is_refused(tmp_path: Path) -> None:
     accelerator, wrapped, optimizer = make()
-    path = checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(1, 1), SETTINGS)
+    path = checkpoint.save(
+        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
+    )
     checkpoint.check_fits(path, SETTINGS)
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
         checkpoint.check_fits(path, SETTINGS | {"encoder": {"variant": "vit_micro", "depth": 2}})
@@ -96,7 +110,9 @@ def test_another_encoder_is_refused(tmp_path: Path) -> None:
 
 def test_damage_is_said(tmp_path: Path) -> None:
     accelerator, wrapped, optimizer = make()
-    path = checkpoint.save(tmp_path, accelerator, wrapped, optimizer, Position(1, 1), SETTINGS)
+    path = checkpoint.save(
+        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
+    )
     (shard,) = path.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="damaged"):
@@ -109,7 +125,9 @@ def _save_for_ever(folder: str) -> None:
     step = 0
     while True:
         step += 1
-        checkpoint.save(Path(folder), accelerator, wrapped, optimizer, Position(step, step), SETTINGS)
+        checkpoint.save(
+            Path(folder), accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(step, step), SETTINGS
+        )
         checkpoint.retain(Path(folder), keep=1, keep_every=None)
 
 

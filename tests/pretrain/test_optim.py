@@ -5,7 +5,9 @@ from torch import nn
 from pretrain.optim import OptimConfig, apply_schedules, clip_gradients, parameter_groups
 from pretrain.schedules import cosine
 
-RESOLVED = OptimConfig(lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999))
+RESOLVED = OptimConfig(
+    lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999)
+)
 
 
 class Toy(nn.Module):

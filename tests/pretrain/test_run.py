@@ -79,7 +79,7 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     assert last["images"] == 12 * 16
     settings = yaml.safe_load((output / "config.yaml").read_text())
     assert settings["optim"]["lr"] == 4e-3
-    assert settings["dino"]["freeze_steps"] == 0
+    assert settings["optim"]["warmup_steps"] == 1  # derived, and written down
     assert "evaluation/linear_probe.py --checkpoint" in log
     assert str(output / "encoder.safetensors") in re.sub(r"\s*\n\s*", "", log) or "encoder.safetensors" in log
     # the encoder of a checkpoint is one too
@@ -88,7 +88,17 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
 
 def test_non_finite_steps_are_skipped_named_and_in_the_end_stop_the_run(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    arguments = [*TINY, "--output", str(output), "--optim.lr", "1e38", "--optim.warmup_steps", "0", "--dino.momentum", "0.5"]
+    arguments = [
+        *TINY,
+        "--output",
+        str(output),
+        "--optim.lr",
+        "1e38",
+        "--optim.warmup_steps",
+        "0",
+        "--dino.momentum",
+        "0.5",
+    ]
     run = launch([*arguments, "--optim.clip", "0", "--optim.nonfinite_limit", "3"], processes=2)
     log = run.wait()
     assert run.process.returncode != 0

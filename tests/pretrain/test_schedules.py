@@ -11,7 +11,9 @@ def dino_cosine(base: float, final: float, steps: int, warmup: int) -> np.ndarra
     return np.concatenate([rise, final + 0.5 * (base - final) * (1 + np.cos(np.pi * i / len(i)))])
 
 
-@pytest.mark.parametrize(("base", "final", "steps", "warmup"), [(5e-4, 1e-6, 100, 10), (0.996, 1.0, 37, 0), (0.04, 0.4, 5, 1)])
+@pytest.mark.parametrize(
+    ("base", "final", "steps", "warmup"), [(5e-4, 1e-6, 100, 10), (0.996, 1.0, 37, 0), (0.04, 0.4, 5, 1)]
+)
 def test_cosine_is_the_published_schedule(base: float, final: float, steps: int, warmup: int) -> None:
     ours = [cosine(step, steps, base, final, warmup) for step in range(steps)]
     expected = dino_cosine(base, final, steps, warmup)
@@ -22,5 +24,7 @@ def test_cosine_is_the_published_schedule(base: float, final: float, steps: int,
 
 
 def test_linear_is_a_linspace_then_constant() -> None:
-    np.testing.assert_allclose([linear(s, 7, 0.04, 0.07) for s in range(10)], [*np.linspace(0.04, 0.07, 7), 0.07, 0.07, 0.07])
+    np.testing.assert_allclose(
+        [linear(s, 7, 0.04, 0.07) for s in range(10)], [*np.linspace(0.04, 0.07, 7), 0.07, 0.07, 0.07]
+    )
     assert linear(0, 0, 0.04, 0.07) == 0.07

@@ -1,0 +1,211 @@
+"""Photometric changes against torchvision, colorsys and SciPy, one image at a time; what is drawn against its law."""
+
+import colorsys
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage, stats
+from torchvision.transforms.v2 import functional as tv
+
+from data.augment import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ColorConfig,
+    draw,
+    finish,
+    gaussian_blur,
+    photometric,
+    shift_hue,
+)
+from data.batch import Batch, Photometric
+
+N = 20_000
+STRONG = ColorConfig(
+    brightness=0.8, contrast=0.8, saturation=1.5, hue=0.5, jitter=0.9, grayscale=0.3, blur_sigma=(0.1, 3)
+)
+MEAN, STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+
+
+def pictures(n: int, height: int = 20, width: int = 24) -> torch.Tensor:
+    """Noise, smooth colours, and the flat extremes where HSV has no hue."""
+    rng = np.random.default_rng(1)
+    noise = rng.integers(0, 256, (n, 3, height, width), dtype=np.uint8)
+    noise[1::3] = ndimage.zoom(noise[1::3, :, :4, :4], (1, 1, height / 4, width / 4), order=1)
+    noise[2::3, :, :5] = [[[0]], [[128]], [[128]]]
+    noise[2::3, :, 5:10] = 255
+    noise[2::3, :, 10:] = 0
+    return torch.from_numpy(noise)
+
+
+def drawn(n: int, config: ColorConfig = STRONG, seed: int = 0) -> Photometric:
+    return draw(np.random.default_rng(seed), config, blur=[0.6] * n, solarize=[0.4] * n)
+
+
+def row(p: Photometric, i: int) -> Photometric:
+    return Photometric(*(getattr(p, f.name)[i : i + 1] for f in fields(Photometric)))
+
+
+def one_by_one(image: torch.Tensor, p: Photometric) -> torch.Tensor:
+    """Oracle: torchvision's operations one after the other, the blur by SciPy; p of one crop."""
+    x = image.double() / 255
+    steps = [
+        lambda x: tv.adjust_brightness(x, float(p.brightness)),
+        lambda x: tv.adjust_contrast(x, float(p.contrast)),
+        lambda x: tv.adjust_saturation(x, float(p.saturation)),
+        lambda x: tv.adjust_hue(x, float(p.hue)),
+    ]
+    for step in p.order[0].tolist():
+        x = steps[step](x)
+    if p.grayscale:
+        x = tv.rgb_to_grayscale(x, num_output_channels=3)
+    if p.blur > 0:
+        blurred = [ndimage.gaussian_filter(c.numpy(), float(p.blur), mode="nearest", truncate=6) for c in x]
+        x = torch.from_numpy(np.stack(blurred))
+    return torch.where(x >= 0.5, 1 - x, x) if p.solarize else x
+
+
+def test_a_batch_gets_what_each_image_would_get_alone():
+    view, p = pictures(96), drawn(96)
+    colors = photometric(view, p) * STD + MEAN
+    for i in range(len(view)):
+        torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(p, i)), rtol=0, atol=1 / 255)
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize"])
+def test_each_change_alone(name):
+    view, p = pictures(24), drawn(24)
+    off = drawn(24, ColorConfig(jitter=0, grayscale=0))
+    off.blur, off.solarize = torch.zeros(24), torch.zeros(24, dtype=torch.bool)
+    setattr(off, name, getattr(p, name))
+    colors = photometric(view, off) * STD + MEAN
+    assert (colors - view / 255).abs().max() > 0.1
+    for i in range(len(view)):
+        torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(off, i)), rtol=0, atol=5e-4)
+
+
+def test_nothing_drawn_changes_nothing():
+    view = pictures(6)
+    p = draw(np.random.default_rng(0), ColorConfig(jitter=0, grayscale=0), blur=[0] * 6, solarize=[0] * 6)
+    assert torch.equal(photometric(view, p), (view / 255 - MEAN) / STD)
+
+
+def test_a_crop_does_not_depend_on_its_batch():
+    view, p = pictures(30), drawn(30)
+    together = photometric(view, p)
+    alone = torch.cat([photometric(view[i : i + 1], row(p, i)) for i in range(30)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_memory_order_and_the_callers_pixels_are_left_alone():
+    view, p = pictures(9), drawn(9)
+    before = view.clone()
+    interleaved = photometric(view.contiguous(memory_format=torch.channels_last), p)
+    assert torch.equal(view, before)
+    assert interleaved.is_contiguous()
+    assert torch.equal(interleaved, photometric(view, p))
+
+
+def test_the_device_is_never_waited_for():
+    """The meta device has no values: reading one raises."""
+    out = photometric(pictures(30).to("meta"), drawn(30))
+    assert out.shape == (30, 3, 20, 24)
+    assert out.device.type == "meta"
+
+
+def test_autocast_leaves_the_blur_exact():
+    x, sigma = torch.rand(4, 3, 20, 24), torch.tensor([0.5, 1, 2, 3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        blurred = gaussian_blur(x, sigma, radius=12)
+    assert torch.equal(blurred, gaussian_blur(x, sigma, radius=12))
+
+
+def test_hue_against_colorsys():
+    steps = torch.linspace(0, 1, 6, dtype=torch.float64)
+    colors = torch.cartesian_prod(steps, steps, steps).T[None, :, :, None]  # every tie of channels is among them
+    for turns in (-0.5, -0.13, 0.0, 0.21, 0.5):
+        shifted = shift_hue(colors, torch.tensor([turns], dtype=torch.float64))[0, :, :, 0].T
+        for color, got in zip(colors[0, :, :, 0].T.tolist(), shifted.tolist(), strict=True):
+            hue, saturation, value = colorsys.rgb_to_hsv(*color)
+            assert got == pytest.approx(colorsys.hsv_to_rgb((hue + turns) % 1, saturation, value), abs=1e-9)
+
+
+def test_blur_against_a_plain_sum_in_float64():
+    line = torch.rand(1, 3, 1, 9, dtype=torch.float64)
+    for sigma in (0.1, 0.7, 2.5):
+        radius = int(np.ceil(4 * sigma))
+        weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
+        padded = np.pad(line[0, :, 0].numpy(), ((0, 0), (radius, radius)), mode="edge")
+        expected = [(padded[:, i : i + len(weights)] * weights).sum(1) / weights.sum() for i in range(9)]
+        blurred = gaussian_blur(line, torch.tensor([sigma], dtype=torch.float64), radius=11)[0, :, 0]
+        np.testing.assert_allclose(blurred.numpy(), np.stack(expected, axis=1), atol=1e-12)
+
+
+def test_probabilities_are_met():
+    """Each share within four standard deviations of a binomial of N."""
+    p = draw(np.random.default_rng(0), ColorConfig(), blur=[0.1] * N, solarize=[0.2] * N)
+    jittered = (p.brightness != 1) | (p.contrast != 1) | (p.saturation != 1) | (p.hue != 0)
+    for flags, share in ((jittered, 0.8), (p.grayscale, 0.2), (p.blur > 0, 0.1), (p.solarize, 0.2)):
+        assert abs(flags.double().mean() - share) < 4 * (share * (1 - share) / N) ** 0.5
+
+
+def test_sizes_are_uniform_and_orders_are_equally_likely():
+    """Kolmogorov-Smirnov and chi-square at one in a thousand, seed fixed; 24 orders of about N / 24."""
+    config = ColorConfig(jitter=1, brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1, blur_sigma=(0.1, 2.0))
+    p = draw(np.random.default_rng(0), config, blur=[1] * N, solarize=[0] * N)
+    laws = {
+        "brightness": (0.6, 1.4),
+        "contrast": (0, 2.5),
+        "saturation": (0.8, 1.2),
+        "hue": (-0.1, 0.1),
+        "blur": (0.1, 2),
+    }
+    for name, (low, high) in laws.items():
+        assert stats.kstest(getattr(p, name).numpy(), stats.uniform(low, high - low).cdf).pvalue > 1e-3, name
+    _, counts = np.unique(p.order.numpy(), axis=0, return_counts=True)
+    assert len(counts) == 24
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_changes_are_drawn_independently_of_each_other():
+    """Correlations within 4.5 standard deviations of zero, places in the order among themselves left out."""
+    config = ColorConfig(jitter=1, grayscale=0.5)
+    p = draw(np.random.default_rng(0), config, blur=[1] * N, solarize=[0.5] * N)
+    values = [p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.grayscale, p.solarize]
+    places = p.order.argsort(1).T
+    correlations = np.corrcoef(np.stack([*(v.numpy().astype(float) for v in values), *places.numpy()]))
+    correlations[7:, 7:] = 0
+    assert np.abs(correlations - np.diag(np.diag(correlations))).max() < 4.5 / N**0.5
+
+
+def test_a_setting_does_not_shift_what_others_draw():
+    p, q = drawn(50), drawn(50, STRONG.model_copy(update={"jitter": 0.0, "grayscale": 1.0}))
+    assert torch.equal(p.blur, q.blur)
+    assert torch.equal(p.solarize, q.solarize)
+    assert torch.equal(p.order, q.order)
+    assert (q.brightness == 1).all()
+    rngs = [np.random.default_rng(3), np.random.default_rng(3)]
+    for rng, config in zip(rngs, (STRONG, ColorConfig(jitter=0)), strict=True):
+        draw(rng, config, blur=[0.5] * 3, solarize=[0] * 3)
+    assert rngs[0].random() == rngs[1].random()
+
+
+def test_finish_makes_floats_of_all_views():
+    first, second, p = pictures(6), pictures(12, 10, 10), drawn(6)
+    batch = Batch([first, second], crops=(2, 4), keys=["a", "b", "c"], photometric=[p, None])
+    done = finish(batch, dtype=torch.bfloat16)
+    assert done.keys == batch.keys
+    assert batch.views[0].dtype == torch.uint8
+    assert torch.equal(done.views[0], photometric(first, p).bfloat16())
+    assert torch.equal(done.views[1], ((second / 255 - MEAN) / STD).bfloat16())
+    plain = finish(Batch([first], crops=(2,)), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    torch.testing.assert_close(plain.views[0], first / 127.5 - 1, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="floats already"):
+        finish(done)
+
+
+@pytest.mark.parametrize("bad", [{"hue": 0.6}, {"jitter": 1.1}, {"brightness": -0.1}, {"blur_sigma": (2.0, 0.1)}])
+def test_settings_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ColorConfig(**bad)

@@ -1,0 +1,268 @@
+"""Crops against torchvision's geometry and Pillow's pixels."""
+
+import pickle
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import ndimage, stats
+from torchvision.transforms import RandomResizedCrop
+
+from data.batch import Photometric
+from data.crops import (
+    BOX_DRAWS,
+    CenterCrop,
+    Crops,
+    MultiCrop,
+    MultiCropConfig,
+    RandomCrop,
+    RandomCropConfig,
+    boxes,
+    collate,
+    random_crops,
+    resize,
+    rotate,
+)
+
+SMALL = MultiCropConfig(global_size=32, local_size=16, local_crops=3)
+
+
+def picture(height: int = 90, width: int = 120, seed: int = 0) -> torch.Tensor:
+    """Coarse noise with sharp edges, (3, H, W), in the memory order of decoded images."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), dtype=np.uint8)
+    fine = coarse.repeat(3, 0).repeat(3, 1)[:height, :width]
+    return torch.from_numpy(fine.copy()).permute(2, 0, 1)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def pillow(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Oracle: rows first, then columns, which Pillow itself does in either order."""
+    whole = Image.fromarray(image.permute(1, 2, 0).numpy())
+    bicubic = Image.Resampling.BICUBIC
+    resized = whole.resize((width, whole.height), bicubic).resize((width, height), bicubic)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("scale", [(0.4, 1.0), (0.05, 0.4), (0.9, 1.0)])
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333)])
+def test_boxes_follow_torchvision(height, width, scale):
+    """Two-sample Kolmogorov-Smirnov at one in a thousand, seeds fixed, 4,000 boxes each."""
+    n, ratio = 4000, (3 / 4, 4 / 3)
+    torch.manual_seed(0)
+    image = torch.empty(3, height, width)
+    theirs = np.array([RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(n)])
+    ours = np.array(boxes(rng().random((n, BOX_DRAWS)), (height, width), RandomCropConfig(scale=scale)))
+    for measure in (
+        lambda b: b[:, 2] * b[:, 3],
+        lambda b: np.log(b[:, 3] / b[:, 2]),
+        lambda b: b[:, 0] / np.maximum(height - b[:, 2], 1),
+        lambda b: b[:, 1] / np.maximum(width - b[:, 3], 1),
+    ):
+        assert stats.ks_2samp(measure(ours), measure(theirs))[1] > 1e-3
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, :2] + ours[:, 2:] <= [height, width]).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(20, 400), (400, 20), (1, 1), (1, 9), (301, 30)])
+def test_images_without_room_give_torchvisions_central_box(height, width):
+    image = torch.empty(3, height, width)
+    config = RandomCropConfig(scale=(0.9, 1.0))
+    theirs = {RandomResizedCrop.get_params(image, [0.9, 1.0], list(config.ratio)) for _ in range(20)}
+    ours = {tuple(box) for box in boxes(rng().random((20, BOX_DRAWS)), (height, width), config)}
+    assert ours == theirs
+    assert len(ours) == 1
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"), [(90, 120, 32), (120, 90, 96), (40, 30, 96), (64, 64, 64), (7, 200, 32), (400, 400, 9)]
+)
+def test_pixels_are_pillows(height, width, size):
+    """Within one grey level a pass; the second pass can add to the first in very few places."""
+    image = picture(height, width)
+    pixels = image.permute(1, 2, 0)[None]
+    difference = {
+        (h, w): (resize(pixels, h, w)[0].int() - pillow(image, h, w).int()).abs()
+        for h, w in ((size, width), (height, size), (size, size))
+    }
+    assert difference[size, width].max() <= 1
+    assert difference[height, size].max() <= 1
+    assert difference[size, size].max() <= 2
+    assert (difference[size, size] > 1).float().mean() < 1e-4
+    assert (difference[size, size] > 0).float().mean() < 0.02
+
+
+def test_crops_are_the_boxes_and_the_flips_that_were_drawn():
+    image = picture()
+    config = RandomCropConfig(size=24, scale=(0.1, 0.6))
+    u = rng().random((12, BOX_DRAWS))
+    view = random_crops(image, rng(), 12, config)
+    assert view.shape == (12, 3, 24, 24)
+    for crop, (top, left, height, width), flip in zip(view, boxes(u, (90, 120), config), u[:, -2] < 0.5, strict=True):
+        expected = pillow(image[:, top : top + height, left : left + width], 24, 24)
+        assert (crop.int() - (expected.flip(2) if flip else expected).int()).abs().max() <= 1
+
+
+def test_flips_happen_as_often_as_asked():
+    """4,000 crops, within four standard deviations; a mirrored crop is the crop mirrored."""
+    image = picture(12, 12)
+    config = RandomCropConfig(size=8, flip=0.3)
+    plain, always, some = (
+        random_crops(image, rng(), 4000, config.model_copy(update={"flip": flip})) for flip in (0.0, 1.0, 0.3)
+    )
+    assert torch.equal(always, plain.flip(3))
+    mirrored = (some != plain).flatten(1).any(1)
+    assert torch.equal(some[mirrored], always[mirrored])
+    assert abs(mirrored.double().mean() - 0.3) < 4 * (0.3 * 0.7 / 4000) ** 0.5
+
+
+def test_memory_order_of_the_image_does_not_matter():
+    image = picture()
+    assert torch.equal(
+        random_crops(image.contiguous(), rng(), 4, RandomCropConfig(size=32)),
+        random_crops(image, rng(), 4, RandomCropConfig(size=32)),
+    )
+
+
+def test_rotation_turns_counter_clockwise_about_the_centre():
+    y, x = np.mgrid[0:32, 0:32]
+    smooth = np.stack([128 + 90 * np.sin(x / 5 + c) * np.cos(y / 6 - c) for c in range(3)])
+    view = torch.from_numpy(smooth.round().astype(np.uint8)).expand(2, -1, -1, -1)
+    quarter = rotate(view, np.array([90.0, -180.0]))
+    assert torch.equal(quarter[0], view[0].rot90(1, (1, 2)))
+    assert torch.equal(quarter[1], view[1].rot90(2, (1, 2)))
+    angles = np.array([10.0, -25.0])
+    for turned, angle in zip(rotate(view, angles), angles, strict=True):
+        expected = ndimage.rotate(smooth, angle, axes=(1, 2), reshape=False, mode="reflect")
+        assert np.abs(turned.numpy() - expected).max() < 3
+    assert torch.equal(rotate(view, np.zeros(2)), view)
+
+
+def test_rotation_angles_are_drawn_to_both_sides():
+    image = picture(40, 40)
+    turned = MultiCrop(SMALL.model_copy(update={"rotation": 20.0}))(image, rng()).views
+    plain = MultiCrop(SMALL)(image, rng()).views
+    u = rng().random((2, BOX_DRAWS))
+    assert torch.equal(turned[0], rotate(plain[0], 20 * (2 * u[:, -1] - 1)))
+    assert not torch.equal(turned[0], plain[0])
+
+
+def test_multi_crop_gives_views_and_what_to_do_with_them():
+    transform = MultiCrop(MultiCropConfig())
+    crops = transform(picture(), rng())
+    assert transform.crops == (2, 8)
+    assert [tuple(view.shape) for view in crops.views] == [(2, 3, 224, 224), (8, 3, 96, 96)]
+    assert all(view.dtype == torch.uint8 for view in crops.views)
+    first, second = crops.photometric
+    assert first is not None
+    assert second is not None
+    assert (len(first.blur), len(second.blur)) == (2, 8)
+    alone = MultiCrop(SMALL.model_copy(update={"local_crops": 0}))
+    assert alone.crops == (2,)
+    assert len(alone(picture(), rng()).views) == 1
+
+
+def test_each_crop_has_its_own_share_of_blur_and_solarisation():
+    """400 samples of DINO's settings, within four standard deviations."""
+    transform, source = MultiCrop(SMALL), rng()
+    samples = [transform(picture(20, 20), source).photometric for _ in range(400)]
+    shares = {"blur": ((1.0, 0.1), 0.5), "solarize": ((0.0, 0.2), 0.0)}
+    for name, (in_global, in_local) in shares.items():
+        seen = [torch.stack([getattr(sample[view], name) > 0 for sample in samples]) for view in (0, 1)]
+        for crop, share in enumerate(in_global):
+            assert abs(seen[0][:, crop].double().mean() - share) <= 4 * (share * (1 - share) / 400) ** 0.5
+        assert abs(seen[1].double().mean() - in_local) <= 4 * (in_local * (1 - in_local) / 1200) ** 0.5
+
+
+def same(one: Crops, other: Crops) -> bool:
+    equal = [torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True)]
+    for a, b in zip(one.photometric, other.photometric, strict=True):
+        equal += [torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(Photometric)]
+    return all(equal)
+
+
+def test_the_generator_alone_decides():
+    image, transform = picture(), MultiCrop(SMALL)
+    first = transform(image, rng(5))
+    torch.manual_seed(1)
+    np.random.seed(1)
+    transform(picture(seed=3), rng(6))
+    assert same(first, transform(image, rng(5)))
+    assert same(first, pickle.loads(pickle.dumps(transform))(image, rng(5)))
+    assert same(first, pickle.loads(pickle.dumps(first)))
+    assert not same(first, transform(image, rng(6)))
+
+
+def test_a_setting_does_not_shift_what_others_draw():
+    image = picture()
+    base = MultiCrop(SMALL)(image, rng())
+    for change in ({"local_crops": 1}, {"local_scale": (0.3, 0.3)}, {"blur_global1": 0.0}, {"jitter": 0.0}):
+        changed = MultiCrop(SMALL.model_copy(update=change))(image, rng())
+        assert torch.equal(changed.views[0], base.views[0]), change
+    fewer = MultiCrop(SMALL.model_copy(update={"local_crops": 1}))(image, rng())
+    assert torch.equal(fewer.views[1][0], base.views[1][0])
+
+
+def test_collate_is_crop_major():
+    transform = MultiCrop(SMALL)
+    samples = [transform(picture(seed=b), rng(b)) for b in range(4)]
+    views, drawn = collate(samples)
+    assert [tuple(view.shape) for view in views] == [(8, 3, 32, 32), (12, 3, 16, 16)]
+    for view, p, crops, index in zip(views, drawn, transform.crops, (0, 1), strict=True):
+        for c in range(crops):
+            for b in range(4):
+                assert torch.equal(view[c * 4 + b], samples[b].views[index][c])
+                for f in fields(Photometric):
+                    one = getattr(samples[b].photometric[index], f.name)[c]
+                    assert torch.equal(getattr(p, f.name)[c * 4 + b], one)
+    views, drawn = collate([RandomCrop(RandomCropConfig(size=8))(picture(), rng(b)) for b in range(3)])
+    assert views[0].shape == (3, 3, 8, 8)
+    assert drawn == [None]
+
+
+@pytest.mark.parametrize(("height", "width"), [(90, 121), (121, 90), (20, 30), (37, 64), (150, 12)])
+def test_center_crop_is_resize_and_crop_of_pillow(height, width):
+    image = picture(height, width)
+    shorter = min(height, width)
+    whole = pillow(image, int(37 * height / shorter), int(37 * width / shorter))
+    top, left = round((whole.shape[1] - 32) / 2), round((whole.shape[2] - 32) / 2)
+    transform = CenterCrop(32)
+    crops = transform(image)
+    assert transform.resize == 37
+    assert transform.crops == (1,)
+    assert crops.photometric == [None]
+    expected = whole[:, top : top + 32, left : left + 32]
+    assert (crops.views[0][0].int() - expected.int()).abs().max() <= 1
+
+
+def test_center_crop_of_odd_images():
+    assert CenterCrop().resize == 256
+    assert CenterCrop(8, resize=8)(picture(3, 5)).views[0].shape == (1, 3, 8, 8)
+    assert CenterCrop(32)(picture(1, 60_000)).views[0].shape == (1, 3, 32, 32)
+    with pytest.raises(ValueError, match="does not fit"):
+        CenterCrop(32, resize=31)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"global_scale": (0.5, 0.4)},
+        {"local_scale": (0.0, 0.4)},
+        {"global_scale": (0.4, 1.1)},
+        {"ratio": (1.5, 0.5)},
+        {"ratio": (0.0, 1.0)},
+        {"flip": 1.5},
+        {"rotation": -1.0},
+        {"local_crops": -1},
+        {"local_size": 0},
+        {"blur_local": 2},
+        {"local_number": 3},
+    ],
+)
+def test_settings_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        MultiCropConfig(**bad)

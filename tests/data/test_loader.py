@@ -1,0 +1,302 @@
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.batch import Batch, Photometric
+from data.crops import CenterCrop, Crops
+from data.loader import evaluation_batches, training_batches
+from data.shards import ShardError
+from data.stream import Order, sample_rng, step_positions
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+def photometric(values):
+    """All fields from one number a crop."""
+    column = torch.tensor(values)
+    return Photometric(
+        *(column.repeat(4, 1).T if f.name == "order" else column + place for place, f in enumerate(fields(Photometric)))
+    )
+
+
+class Small:
+    """Two crops that are the image, and one of noise; the photometric values say which crop of which image it is."""
+
+    crops = (2, 1)
+
+    def __call__(self, image, rng):
+        number = float(image[0, 0, 0]) * 256 + float(image[1, 0, 0])
+        copies = torch.stack([image[:, :2, :2], image[:, :2, :2] + 1])
+        noise = torch.from_numpy(rng.integers(0, 256, (1, 3, 3, 3), dtype=np.uint8))
+        return Crops([copies, noise], [photometric([number, number + 0.5]), None])
+
+
+def numbers(batch):
+    """Which images of `write_shards` a batch holds."""
+    return (batch.views[0][: batch.images, 0, 0, 0].long() * 256 + batch.views[0][: batch.images, 1, 0, 0]).tolist()
+
+
+def same(one, other):
+    return (
+        one.keys == other.keys
+        and one.skipped == other.skipped
+        and all(torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True))
+        and all(
+            torch.equal(getattr(one.photometric[0], f.name), getattr(other.photometric[0], f.name))
+            for f in fields(Photometric)
+        )
+    )
+
+
+def run(shards, **settings):
+    return list(training_batches(shards, Small(), **{"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings))
+
+
+def test_a_batch_is_what_the_order_says(write_shards):
+    counts = [10, 23, 1]
+    batches = run(write_shards(counts))
+    order = Order(counts, seed=1, lanes=4)
+    first = np.cumsum([0, *counts])
+    for step, batch in enumerate(batches):
+        positions = step_positions(step, 12, lanes=4)
+        _, shards, samples = order(positions)
+        expected = (first[shards] + samples).tolist()
+        assert numbers(batch) == expected
+        assert batch.keys == [f"data-{s:06d}.tar/s{n:05d}" for s, n in zip(shards, expected, strict=True)]
+        assert batch.crops == (2, 1)
+        assert batch.labels is None
+        assert [view.shape for view in batch.views] == [(24, 3, 2, 2), (12, 3, 3, 3)]
+        assert torch.equal(batch.views[0][12:], batch.views[0][:12] + 1)  # the second crops come after all first ones
+        noise = [sample_rng(1, int(p)).integers(0, 256, (3, 3, 3), dtype=np.uint8) for p in positions]
+        assert torch.equal(batch.views[1], torch.from_numpy(np.stack(noise)))
+        drawn, nothing = batch.photometric
+        assert drawn.brightness.tolist() == [*expected, *(n + 0.5 for n in expected)]
+        assert drawn.order.shape == (24, 4)
+        assert nothing is None
+    seen = [n for batch in batches for n in numbers(batch)]
+    assert sorted(seen[:34]) != sorted(seen[34:68]) or len(set(seen)) == 34
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(write_shards, workers):
+    shards = write_shards([30, 9])
+    expected = run(shards)
+    found = run(shards, workers=workers)
+    assert len(found) == len(expected) == 7
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_processes_passes_and_resuming_change_nothing(write_shards):
+    shards = write_shards([30, 9])
+    expected = [number for batch in run(shards, steps=9) for number in zip(numbers(batch), batch.keys, strict=True)]
+    noise = torch.cat([batch.views[1] for batch in run(shards, steps=9)])
+    ranks = []
+    for rank in range(2):
+        split = {"rank": rank, "world_size": 2, "accumulation": 3}
+        begun = run(shards, steps=5, **split)
+        resumed = run(shards, steps=9, first_step=5, workers=2, **split)
+        ranks.append([*begun, *resumed])
+    assert len(ranks[0]) == len(ranks[1]) == 9 * 3
+    joined = [ranks[rank][3 * step + micro] for step in range(9) for rank in range(2) for micro in range(3)]
+    assert [number for batch in joined for number in zip(numbers(batch), batch.keys, strict=True)] == expected
+    assert torch.equal(torch.cat([batch.views[1] for batch in joined]), noise)
+
+
+def test_a_mixture_of_sources(write_shards):
+    paths = write_shards([40, 40])
+    batches = run({paths[0]: 1, paths[1]: 3}, batch_size=32, steps=32)
+    drawn = np.concatenate([numbers(batch) for batch in batches])
+    assert (drawn < 40).sum() == 256
+    assert np.bincount(drawn[drawn < 40])[:40].tolist().count(6) + np.bincount(drawn)[:40].tolist().count(7) == 40
+
+
+def damage(path, *contents):
+    """Overwrites images in a tar, in place."""
+    raw = Path(path).read_bytes()
+    for old, new in contents:
+        assert raw.count(old) == 1
+        raw = raw.replace(old, new.ljust(len(old), b"\0"))
+    Path(path).write_bytes(raw)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_images_are_replaced_by_the_next_of_their_lane(write_shards, png, caplog, workers):
+    (path,) = write_shards([40])
+    order = Order([40], seed=1, lanes=4)
+    in_order = order(np.arange(200))[2].tolist()
+    lane = in_order[2::4]
+    damage(path, (png(lane[0]), b"text"), (png(lane[1]), b""))
+    batches = run([path], batch_size=4, steps=10, workers=workers)
+    assert len(batches) == 10
+    assert numbers(batches[0])[2] == lane[2]
+    assert numbers(batches[1])[2] == lane[2]
+    assert numbers(batches[2]) == in_order[8:12]
+    names = [f"data-000000.tar/s{number:05d}: " for number in lane[:2]]
+    assert [one[: len(names[0])] for one in batches[0].skipped] == names
+    assert [one[: len(names[0])] for one in batches[1].skipped] == names[1:]
+    assert not batches[2].skipped
+    assert names[0] in caplog.text
+    assert sum(batch.images for batch in batches) == 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_but_corrupt_images(write_tar, workers):
+    path = write_tar("bad.tar", [(f"{n}.jpg", b"text" if n % 2 else b"") for n in range(20)])
+    with pytest.raises(ShardError, match="100 corrupt images in a row") as caught:
+        run(path, workers=workers)
+    assert "bad.tar/" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_vanishes_is_named(write_shards, workers):
+    paths = write_shards([20, 20])
+    batches = training_batches(paths, Small(), batch_size=12, seed=1, steps=1000, workers=workers)
+    os.remove(paths[1])
+    with pytest.raises(ShardError) as caught:
+        for _ in batches:
+            pass
+    assert str(caught.value).startswith(f"{paths[1]}: No such file")  # and no traceback before it
+
+
+def broken(image, rng):
+    raise KeyError("this transform is wrong")
+
+
+broken.crops = (1,)
+
+
+def test_other_errors_of_a_worker_keep_their_traceback(write_shards):
+    batches = training_batches(write_shards([8]), broken, batch_size=2, seed=0, steps=2, workers=1)
+    with pytest.raises(KeyError, match="this transform is wrong") as caught:
+        list(batches)
+    assert "test_loader.py" in str(caught.value)
+
+
+def test_what_cannot_be_a_batch(write_shards):
+    shards = write_shards([20, 20])
+    with pytest.raises(ValueError, match=r"batch of 10 images .* 2 processes and 4 .*: 8 and 16"):
+        run(shards, batch_size=10, world_size=2, accumulation=4)
+    with pytest.raises(ValueError, match=r"batch of 3 images .*: 8"):
+        run(shards, batch_size=3, world_size=8)
+    with pytest.raises(ValueError, match="40 images are fewer than the 64"):
+        run(shards, batch_size=64)
+    with pytest.raises(ValueError, match="20 images are fewer than the 36"):
+        run({shards[0]: 9, shards[1]: 1}, batch_size=40)
+
+
+def test_the_global_random_state_is_left_alone(write_shards):
+    shards = write_shards([20])
+    before = torch.get_rng_state()
+    run(shards, workers=1, steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_stream_can_be_sent_to_a_fresh_process(write_shards):
+    batches = training_batches(write_shards([20]), Small(), batch_size=4, seed=0, steps=5)
+    sent = pickle.loads(pickle.dumps(batches._loader.dataset))
+    assert all(same(one, other) for one, other in zip(sent, batches, strict=True))
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
+def test_evaluation_sees_every_image_once(write_shards, world_size, workers):
+    shards = write_shards([10, 1, 12])
+    found, sizes = [], []
+    for rank in range(world_size):
+        split = {"rank": rank, "world_size": world_size}
+        batches = evaluation_batches(shards, Small(), batch_size=4, workers=workers, **split)
+        parts = list(batches)
+        assert batches.total == 23
+        assert len(parts) == len(batches)
+        assert [batch.labels.tolist() for batch in parts] == [numbers(batch) for batch in parts]
+        assert [batch.images for batch in parts[:-1]] == [4] * (len(parts) - 1)
+        assert all(same(one, other) for one, other in zip(batches, parts, strict=True))  # again
+        found += [number for batch in parts for number in numbers(batch)]
+        sizes.append(sum(batch.images for batch in parts))
+    assert found == list(range(23))
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_evaluation_leaves_corrupt_images_out(write_shards, png, caplog, workers):
+    paths = write_shards([12])
+    damage(paths[0], *((png(number), b"bad") for number in (1, 4, 5, 6, 7)))
+    with caplog.at_level(logging.WARNING):
+        batches = list(evaluation_batches(paths, Small(), batch_size=4, workers=workers))
+    assert [numbers(batch) for batch in batches] == [[0, 2, 3], [8, 9, 10, 11]]
+    assert [len(batch.skipped) for batch in batches] == [1, 0]
+    assert "data-000000.tar/s00007" in caplog.text
+    assert "(5 so far)" in caplog.text
+
+
+def test_labels_that_are_needed(write_shards, write_tar, png):
+    shards = write_shards([3], labels=False)
+    assert [batch.labels for batch in evaluation_batches(shards, Small(), batch_size=8, labels=False)] == [None]
+    with pytest.raises(ShardError, match=r"labels are needed.*data-000000.tar/s00000 has none"):
+        evaluation_batches(shards, Small(), batch_size=8)
+    words = write_tar("words.tar", [("a.png", png(0)), ("a.cls", b"cat")])
+    with pytest.raises(ShardError, match=r"words.tar/a is b'cat', not an integer"):
+        list(evaluation_batches(words, Small(), batch_size=8, workers=1))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+PROGRAM = """
+import os, signal, sys, time
+from data.crops import CenterCrop
+from data.loader import training_batches
+batches = iter(training_batches(sys.argv[1], CenterCrop(8), batch_size=4, seed=0, steps=10**6, workers=2))
+next(batches)
+workers = [int(pid) for pid in open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()]
+print(*workers, flush=True)
+for pid in workers:
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        os.kill(pid, number)
+os.system("kill -TERM " + " ".join(map(str, workers)))  # from another process than the workers' parent
+for _ in range(40):
+    next(batches)
+print("still here", flush=True)
+if sys.argv[2] == "wait":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_workers_live_and_die_with_their_parent(write_shards):
+    (path,) = write_shards([20])
+    programs = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, path, end], stdout=subprocess.PIPE, text=True)
+        for end in ("leave", "wait")
+    ]
+    workers = [[int(pid) for pid in program.stdout.readline().split()] for program in programs]
+    assert [len(pids) for pids in workers] == [2, 2]
+    assert [program.stdout.readline() for program in programs] == ["still here\n"] * 2
+    programs[1].send_signal(signal.SIGKILL)
+    assert [program.wait(timeout=20) for program in programs] == [0, -signal.SIGKILL]
+    deadline = time.monotonic() + 15
+    while any(alive(pid) for pids in workers for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pids in workers for pid in pids)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
+def test_real_images():
+    shards = SHARED / "imagenet-sample" / "imagenet-sample-000000.tar"
+    batches = list(evaluation_batches(shards, CenterCrop(64), batch_size=50, workers=2))
+    assert [batch.images for batch in batches] == [50, 50, 23]
+    assert not any(batch.skipped for batch in batches)
+    assert all(isinstance(batch, Batch) and batch.views[0].shape[1:] == (3, 64, 64) for batch in batches)

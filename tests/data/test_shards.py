@@ -1,0 +1,139 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+def test_patterns(write_shards, tmp_path, monkeypatch):
+    paths = write_shards([1] * 12)
+    assert expand(str(tmp_path / "data-*.tar")) == paths
+    assert expand(tmp_path / "data-{000000..000011}.tar") == paths
+    assert expand([paths[3], paths[1]]) == [paths[3], paths[1]]
+    assert expand([str(tmp_path / "data-00000{0,1}.tar"), str(tmp_path / "d*-00001?.tar")]) == paths[:2] + paths[10:]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand("~/data-000004.tar") == [paths[4]]
+    odd = tmp_path / "odd[1]{a,b}.tar"
+    os.rename(paths[0], odd)
+    assert expand(odd) == [str(odd)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ("/nowhere/x-*.tar", r"/nowhere/x-\*.tar: no file matches"),
+        ("https://host/a.tar", "https://host/a.tar: only local"),
+        ("s3://bucket/a-{0..3}.tar", "only local"),
+        ("pipe:cat a.tar", "only local"),
+        (["a.tar", "a.tar"], "named more than once: a.tar"),
+        ([], "no shards were named"),
+        ("a-{0..3.tar", "a-{0..3.tar"),
+        ({"a.tar": 1.0}, "weights have no meaning"),
+    ],
+)
+def test_what_cannot_be_a_list_of_shards(shards, message):
+    with pytest.raises(ShardError, match=message):
+        open_shards(shards)
+
+
+def test_all_bad_shards_are_named(write_shards, tmp_path):
+    paths = write_shards([2] * 30)
+    for path in paths[:25]:
+        Path(path).write_bytes(b"text" * 1000)
+    (tmp_path / "folder.tar").mkdir()
+    others = [str(tmp_path / name) for name in ("gone.tar", "folder.tar", "notes.txt")]
+    with pytest.raises(ShardError) as caught:
+        open_shards(others + paths)
+    message = str(caught.value)
+    assert message.startswith("28 of 33 shards cannot be used:")
+    assert message.endswith("and 8 more")
+    assert "gone.tar: No such file" in message
+    assert "folder.tar: not named .tar" in message
+    assert "notes.txt: not named .tar" in message
+    assert [path for path in paths if path in message] == paths[:17]
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
+def test_samples_by_number(write_shards, png, ending):
+    counts = [3, 1, 5]
+    shards = open_shards(write_shards(counts, ending))
+    assert shards.counts.tolist() == counts
+    assert shards.labelled.tolist() == counts
+    reader = Reader(shards)
+    number = 0
+    for shard, count in enumerate(counts):
+        for sample in range(count):
+            assert reader.name(shard, sample) == f"data-{shard:06d}{ending}/s{number:05d}"
+            assert reader.image(shard, sample) == png(number)
+            assert reader.label(shard, sample) == number
+            number += 1
+
+
+def test_labels_that_are_missing_or_no_integers(write_tar, png):
+    path = write_tar(
+        "t.tar", [("a.png", png(0)), ("b.png", png(0)), ("b.cls", b"dog"), ("c.png", png(0)), ("c.cls", b" 7\n")]
+    )
+    shards = open_shards(path)
+    assert shards.labelled.tolist() == [2]
+    reader = Reader(shards)
+    assert reader.label(0, 2) == 7
+    with pytest.raises(ShardError, match=r"t.tar/a has none"):
+        reader.label(0, 0)
+    with pytest.raises(ShardError, match=r"t.tar/b is b'dog', not an integer"):
+        reader.label(0, 1)
+
+
+def test_shards_that_change_while_they_are_read(write_shards):
+    paths = write_shards([2, 2, 2])
+    shards = open_shards(paths)
+    os.remove(paths[0])
+    with pytest.raises(ShardError, match=r"data-000000.tar: No such file"):
+        Reader(shards).image(0, 0)
+    size = os.path.getsize(paths[1])
+    reader = Reader(shards)
+    reader.image(1, 0)
+    os.truncate(paths[1], 1000)
+    with pytest.raises(ShardError, match=r"data-000001.tar: truncated at byte 1000 while in use, expected \d+"):
+        reader.image(1, 1)
+    with pytest.raises(ShardError, match=rf"data-000001.tar: was {size} bytes when it was opened and is now 1000"):
+        Reader(shards).image(1, 0)
+
+
+def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.shards.KEPT_FILES", 3)
+    reader = Reader(open_shards(write_shards([1] * 20)))
+    for shard in range(20):
+        reader.image(shard, 0)
+    links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    assert sum(link.startswith(str(tmp_path)) for link in links) == 3
+
+
+def test_sources_and_plan(write_shards):
+    paths = write_shards([3, 4, 5])
+    sources, weights = open_sources({paths[0]: 1, paths[1][:-6] + "{01,02}.tar": 3})
+    assert [source.images for source in sources] == [3, 9]
+    assert weights == [1.0, 3.0]
+    first, second = plan({paths[0]: 1, paths[1][:-6] + "{01,02}.tar": 3}, world_size=2, workers=4)
+    assert first["images"] == 3
+    assert (second["shards"], second["images"], second["weight"]) == (2, 9, 3.0)
+    assert second["bytes"] == os.path.getsize(paths[1]) + os.path.getsize(paths[2])
+    assert second["shards_per_worker"] == 0.25
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
+def test_real_shards():
+    shards = open_shards(SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar")
+    assert shards.images == shards.labelled.sum() == 492
+    reader = Reader(shards)
+    classes = set()
+    for shard, count in enumerate(shards.counts):
+        for sample in range(count):
+            assert reader.image(shard, sample).startswith(b"\xff\xd8\xff")
+            classes.add(reader.label(shard, sample))
+    assert len(classes) == 492
+    packed = Reader(open_shards(SHARED / "cifar10" / "cifar10-test-000000.tar.gz"))
+    assert np.bincount([packed.label(0, sample) for sample in range(2500)]).tolist() == [250] * 10

@@ -1,0 +1,240 @@
+import gzip
+import logging
+import os
+import pickle
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from data import tars
+from data.tars import Shard, ShardError, cache_folder
+
+
+def member(name, kind, target=""):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def keys(index):
+    return [index.key(sample) for sample in range(index.summary[0])]
+
+
+def content(path, place):
+    with open(path, "rb") as file:
+        file.seek(place[0])
+        return file.read(place[1])
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples_are_those_of_webdataset(write_tar, format):
+    names = [
+        "a.jpg",
+        "a.cls",
+        "b.cls",
+        "b.JPG",
+        "./c/x.png",
+        "./c/y.webp",
+        "d.txt",
+        "d.jpeg",
+        "e.txt",
+        "f.cls",
+        "a.png",
+    ]
+    names += [f"{'long/' * 18}{'k' * 90}.jpg", "é.jpg"]
+    path = write_tar("t.tar", [(name, f"content of {name}".encode()) for name in names], format=format)
+    index = Shard.at(path).index()
+    expected = [
+        (sample["__key__"], images[0], sample.get("cls"))
+        for sample in webdataset.WebDataset(path, shardshuffle=False)
+        if (images := [value for extension, value in sample.items() if extension in tars.IMAGES])
+    ]
+    found = [
+        (
+            index.key(n),
+            content(path, index.images[n]),
+            content(path, index.labels[n]) if index.labels[n][0] >= 0 else None,
+        )
+        for n in range(index.summary[0])
+    ]
+    assert found == expected
+    assert len(found) == 8
+    assert index.summary.tolist() == [8, 2, os.path.getsize(path)]
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_other_members_are_left_alone(write_tar, tmp_path, png):
+    trap = tmp_path / "trap"
+    loaded = pickle.dumps(Trap(str(trap)))
+    path = write_tar(
+        "t.tar",
+        [
+            ("a.pickle", loaded),
+            ("a.pyd", loaded),
+            ("a.png", png(1)),
+            (member("a.cls", tarfile.SYMTYPE, "/etc/passwd"), b""),
+            (member("b.jpg", tarfile.SYMTYPE, "/etc/passwd"), b""),
+            (member("c.jpg", tarfile.LNKTYPE, "a.png"), b""),
+            (member("d.jpg", tarfile.CHRTYPE), b""),
+            (member("e.jpg", tarfile.DIRTYPE), b""),
+            ("../../outside.png", png(2)),
+        ],
+    )
+    assert keys(Shard.at(path).index()) == ["a", "../../outside"]
+    assert not trap.exists()
+    pickle.loads(loaded)
+    assert trap.exists()  # so the trap was a real one
+
+
+def broken(kind, path, raw):
+    """Damages the tar of three PNG at `path`."""
+    if kind == "cut in a member":
+        raw = raw[:700]
+    elif kind == "cut in a header":
+        raw = raw[:1200]
+    elif kind == "text":
+        raw = b"not a tar at all\n" * 100
+    elif kind == "zeros":
+        raw = bytes(10240)
+    elif kind == "zero bytes":
+        raw = b""
+    elif kind == "huge size":
+        info = tarfile.TarInfo("z.png")
+        info.size = 2**40
+        raw = raw[:1024] + info.tobuf(tarfile.GNU_FORMAT) + raw[1024:]
+    elif kind == "negative size":
+        raw = bytearray(raw)
+        raw[124:136] = (-512).to_bytes(12, "big", signed=True)  # back to where it began
+        header = raw[:148] + b" " * 8 + raw[156:512]
+        raw[148:156] = b"%06o\0 " % sum(header)
+    elif kind == "huge extended header":
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, 2**21
+        raw = info.tobuf(tarfile.GNU_FORMAT) + bytes(2**21) + raw
+    elif kind == "damaged header":
+        raw = raw[:1024] + b"\x01" * 20 + raw[1044:]
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cut in a member", r"truncated at byte 700, expected \d+ \(a.png\)"),
+        ("cut in a header", "broken header at byte 1024"),
+        ("text", "not a whole tar"),
+        ("zeros", "holds no images"),
+        ("zero bytes", "has 0 bytes"),
+        ("huge size", r"truncated at byte \d+, expected 10995116"),
+        ("negative size", r"truncated at byte \d+, expected 0 \(a.png\)"),
+        ("huge extended header", "a header of 2097152 bytes"),
+        ("damaged header", "broken header at byte 1024"),
+    ],
+)
+def test_a_bad_shard_is_named(write_tar, png, kind, message):
+    path = Path(write_tar("t.tar", [(f"{name}.png", png(0).ljust(500, b"\0")) for name in "abc"]))
+    assert keys(Shard.at(str(path)).index()) == ["a", "b", "c"]
+    broken(kind, path, path.read_bytes())
+    with pytest.raises(ShardError, match=message) as caught:
+        Shard.at(str(path)).index()
+    assert str(path) in str(caught.value)
+
+
+def test_members_that_cannot_be(write_tar, png, monkeypatch):
+    twice = write_tar("twice.tar", [("a.png", png(0)), ("a.png", png(1))])
+    with pytest.raises(ShardError, match=r"twice.tar: holds a.png twice"):
+        Shard.at(twice).index()
+    monkeypatch.setattr(tars, "LARGEST_MEMBER", 100)
+    large = write_tar("large.tar", [("a.txt", bytes(101)), ("a.jpg", bytes(101))])
+    with pytest.raises(ShardError, match=r"large.tar: a.jpg has 101 bytes, more than 100"):
+        Shard.at(large).index()
+    dotted = write_tar("dotted.tar", [("a.v2.jpg", png(0))])
+    with pytest.raises(ShardError, match="without a dot in KEY"):
+        Shard.at(dotted).index()
+
+
+def test_a_missing_end_mark_is_a_warning(write_tar, png, caplog):
+    path = Path(write_tar("t.tar", [("a.png", png(0).ljust(512, b"\0"))]))
+    path.write_bytes(path.read_bytes()[:1024])
+    with caplog.at_level(logging.WARNING):
+        assert keys(Shard.at(str(path)).index()) == ["a"]
+    assert "byte 1024 without an end mark" in caplog.text
+
+
+def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkeypatch):
+    path = write_tar("t.tar", [("a.png", png(0))])
+    shard = Shard.at(path)
+    shard.index()
+    (kept,) = (cache / "index-v1").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(tars, "walk", lambda *_: pytest.fail("the index was in the cache"))
+        assert keys(shard.index()) == ["a"]
+        assert shard.summary()[0] == 1
+    kept.write_bytes(kept.read_bytes()[:-100])
+    assert keys(shard.index()) == ["a"]
+    write_tar("t.tar", [("b.png", png(0))])
+    os.utime(path, ns=(1, 1))  # of the same size, but of another time
+    assert keys(Shard.at(path).index()) == ["b"]
+
+
+def test_without_a_cache_all_still_works(write_tar, png, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "file"))  # cannot become a folder, not even for root
+    assert keys(Shard.at(write_tar("t.tar", [("a.png", png(0))])).index()) == ["a"]
+    assert str(tmp_path / "file") in caplog.text
+    packed = Shard.at(write_tar("t.tar.gz", [("a.png", png(0))]))
+    with pytest.raises(ShardError, match="set TESSERA_CACHE"):
+        packed.tar()
+
+
+def test_gzip_is_decompressed_once(write_tar, png, monkeypatch):
+    members = [(f"{n}.png", png(n)) for n in range(50)]
+    shard = Shard.at(write_tar("t.tar.gz", members))
+    calls, unpack = [], tars._unpack
+    monkeypatch.setattr(tars, "_unpack", lambda *arguments: (calls.append(1), unpack(*arguments)))
+    threads = [threading.Thread(target=shard.tar) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    index = shard.index()
+    assert [content(shard.tar(), place) for place in index.images] == [data for _, data in members]
+    assert index.summary[2] == os.path.getsize(shard.tar())
+
+
+def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, tmp_path, cache, monkeypatch):
+    path = Path(write_tar("t.tar.gz", [("a.png", png(0)), ("b.png", os.urandom(5000))]))
+    whole = path.read_bytes()
+    for raw in (whole[: len(whole) // 2], b"text" * 300, whole[:1000] + b"\0" * 50 + whole[1050:]):
+        path.write_bytes(raw)
+        with pytest.raises(ShardError, match=r"t.tar.gz: cannot be decompressed"):
+            Shard.at(str(path)).index()
+    path.write_bytes(gzip.compress(b"text" * 300))
+    with pytest.raises(ShardError, match=r"t.tar.gz: not a whole tar"):
+        Shard.at(str(path)).index()
+    monkeypatch.setattr(tars, "LARGEST_UNPACKED", 2**20)
+    path.write_bytes(gzip.compress(bytes(2**22)))
+    with pytest.raises(ShardError, match=r"t.tar.gz: needs more than the 1048576 bytes"):
+        Shard.at(str(path)).index()
+    assert not [file for file in cache.rglob("*.tar") if file.stat().st_size > 2**20]
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("TESSERA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/tessera")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "tessera"

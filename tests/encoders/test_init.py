@@ -1,0 +1,100 @@
+"""Encoders by name: built, saved, loaded."""
+
+import inspect
+import json
+import os
+
+import pytest
+import torch
+
+import encoders
+from encoders import VARIANTS, build, family, load, save
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "millions"),
+    [
+        ("vit_tiny", {}, 5.524416),
+        ("vit_small", {}, 21.665664),
+        ("vit_small", {"patch_size": 8}, 21.670272),
+        ("vit_base", {"positions": "sincos"}, 85.798656),
+        ("vit_large", {}, 303.301632),
+        ("vit_huge", {}, 630.7648),
+    ],
+)
+def test_variants_have_their_published_number_of_parameters(variant, settings, millions):
+    with torch.device("meta"):
+        encoder = build(variant, **settings)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == round(millions * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("vit_micro", {}),
+        ("vit_micro", {"image_size": (8, 32), "registers": 2, "layer_scale": 0.1, "positions": "sincos"}),
+        ("vit_tiny", {"depth": 2, "pool": "mean", "class_token": False, "mask_token": True, "qk_norm": True}),
+        ("vit_tiny", {"depth": 1, "distillation_token": True, "classes": 4, "channels": 1}),
+    ],
+)
+def test_saved_encoders_come_back_bit_for_bit(tmp_path, variant, settings):
+    encoder = build(variant, **settings)
+    save(encoder, tmp_path / "encoder.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["encoder.json", "encoder.safetensors"]
+    again = load(tmp_path / "encoder.safetensors")
+    assert not again.training
+    assert again.settings == encoder.settings
+    assert json.loads((tmp_path / "encoder.json").read_text())["variant"] == variant
+    state = again.state_dict()
+    assert list(state) == list(encoder.state_dict())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in encoder.state_dict().items())
+    images = torch.randn(2, settings.get("channels", 3), 32, 48)
+    assert torch.equal(again(images).tokens, encoder.eval()(images).tokens)
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
+    save(build("vit_micro"), tmp_path / "a.safetensors")
+    save(build("vit_micro", depth=3), tmp_path / "b.safetensors")
+    (tmp_path / "a.json").rename(tmp_path / "b.json")
+    with pytest.raises(ValueError, match=r"b.safetensors does not belong to the settings in .*b.json"):
+        load(tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"a.json is missing"):
+        load(tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"is a .safetensors file"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"make it with encoders.build"):
+        save(family("vit_micro")(), tmp_path / "c.safetensors")
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "encoder.safetensors"
+    save(build("vit_micro"), path)
+    before = path.read_bytes()
+
+    def broken(state, file):
+        file.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(encoders, "save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save(build("vit_micro"), path)
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["encoder.json", "encoder.safetensors"]
+
+
+def test_names_that_are_not_known_come_with_the_nearest():
+    with pytest.raises(ValueError, match="unknown encoder 'vit_smal'; did you mean 'vit_small'"):
+        build("vit_smal")
+    with pytest.raises(ValueError, match="unknown setting 'drop_pat' of vit_tiny; did you mean 'drop_path'"):
+        build("vit_tiny", drop_pat=0.1)
+    settings = build("vit_tiny", depth=1, image_size=(32, 64)).settings
+    assert settings["image_size"] == [32, 64]
+    assert (settings["variant"], settings["dim"], settings["depth"], settings["pool"]) == ("vit_tiny", 192, 1, "class")
+
+
+@pytest.mark.parametrize("family", {family(variant) for variant in VARIANTS})
+def test_every_setting_is_documented_in_one_line(family):
+    described = inspect.getdoc(family).partition("Args:\n")[2].splitlines()
+    lines = {line.split(":")[0].strip() for line in described if line.endswith(".")}
+    assert len(lines) == len(described)
+    assert lines == set(inspect.signature(family).parameters)

@@ -1,0 +1,37 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import encoders
+from evaluation.embed import EmbedSettings, run
+from evaluation.features import extract
+from evaluation.processes import EvaluationError, accelerator
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_command_writes_features_keys_and_labels(shards, tmp_path):
+    encoder = encoders.build("vit_micro", depth=1).eval()
+    encoders.save(encoder, tmp_path / "vit.safetensors")
+    command = [sys.executable, "evaluation/embed.py", "--checkpoint", tmp_path / "vit.safetensors", "--workers", "1"]
+    command += ["--data", shards / "val-0.tar", "--output", tmp_path / "new" / "val.npz", "--batch_size", "4"]
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["val.npz"]
+    found = np.load(tmp_path / "new" / "val.npz")
+    features, labels = extract(encoder, str(shards / "val-0.tar"), accelerator=accelerator())
+    np.testing.assert_allclose(found["features"], features.numpy(), atol=1e-5)
+    np.testing.assert_array_equal(found["labels"], labels.numpy())
+    assert found["keys"].tolist() == [f"val-0.tar/val-0-{i:04d}" for i in range(13)]
+
+
+def test_images_without_labels_are_embedded(shards, tmp_path):
+    settings = {"checkpoint": "pixels", "image_size": 16, "data": str(shards / "bare-0.tar"), "workers": 0}
+    run(EmbedSettings(output=str(tmp_path / "bare.npz"), **settings))
+    found = np.load(tmp_path / "bare.npz")
+    assert set(found) == {"features", "keys"}
+    with pytest.raises(EvaluationError, match=r"\.npz"):
+        run(EmbedSettings(output=str(tmp_path / "bare.csv"), **settings))

@@ -1,0 +1,117 @@
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import encoders
+from evaluation.features import (
+    Pixels,
+    check_labels,
+    extract,
+    input_size,
+    load_encoder,
+    resize_size,
+    resolve_checkpoint,
+)
+from evaluation.processes import EvaluationError, accelerator
+
+MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+def read(path):
+    """Images and labels of a shard by Pillow."""
+    with tarfile.open(path) as archive:
+        members = {m.name: archive.extractfile(m).read() for m in archive}
+    images = [np.asarray(Image.open(io.BytesIO(v))) for k, v in members.items() if k.endswith("png")]
+    return np.stack(images), [int(v) for k, v in members.items() if k.endswith("cls")]
+
+
+@pytest.mark.parametrize("batch_size", [7, 64])
+def test_features_are_those_of_normalised_images_in_order(shards, batch_size):
+    keys = []
+    features, labels = extract(
+        Pixels(16), str(shards / "train-{0..1}.tar"), accelerator=accelerator(), batch_size=batch_size, keys=keys
+    )
+    parts = [read(shards / f"train-{i}.tar") for i in range(2)]
+    pixels = (np.concatenate([images for images, _ in parts]) / 255 - MEAN) / STD
+    np.testing.assert_allclose(features.numpy(), pixels.transpose(0, 3, 1, 2).reshape(31, -1), atol=2e-6)
+    assert labels.tolist() == parts[0][1] + parts[1][1]
+    assert [keys[0], keys[-1]] == ["train-0.tar/train-0-0000", "train-1.tar/train-1-0010"]
+
+
+def test_an_encoder_sees_the_same_in_any_batch_and_in_bf16(shards):
+    torch.manual_seed(0)
+    encoder = encoders.build("vit_micro", depth=2).eval()
+    pixels, _ = extract(Pixels(16), str(shards / "val-0.tar"), accelerator=accelerator())
+    with torch.no_grad():
+        expected = encoder(pixels.view(13, 3, 16, 16)).pooled
+    exact, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=accelerator(), batch_size=5)
+    torch.testing.assert_close(exact, expected, atol=1e-5, rtol=1e-5)
+    rough, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=accelerator(), precision="bf16")
+    assert rough.dtype == torch.float32
+    assert 1e-4 < (rough - expected).abs().max() < 0.2
+
+
+def test_labels_are_wanted_only_when_asked_for(shards):
+    features, labels = extract(Pixels(16), str(shards / "bare-0.tar"), accelerator=accelerator(), labels=False)
+    assert features.shape == (4, 768)
+    assert labels.tolist() == [-1] * 4
+
+
+def test_an_encoder_that_does_not_take_the_images_is_named(shards):
+    def take(encoder, images):
+        raise ValueError("sides must be multiples of 32")
+
+    with pytest.raises(EvaluationError, match="Pixels on images of 16 x 16 pixels: sides must"):
+        extract(Pixels(16), str(shards / "val-0.tar"), accelerator=accelerator(), take=take)
+
+
+def test_checkpoints_are_found_in_every_place(tmp_path):
+    encoder = encoders.build("vit_micro", depth=1)
+    step = tmp_path / "run" / "checkpoints" / "step-00000010"
+    step.mkdir(parents=True)
+    with pytest.raises(EvaluationError, match=r"run/encoder\.safetensors.*latest/encoder\.safetensors"):
+        resolve_checkpoint(tmp_path / "run")
+    encoders.save(encoder, step / "encoder.safetensors")
+    (step.parent / "latest").symlink_to(step.name)
+    assert resolve_checkpoint(step) == step / "encoder.safetensors"
+    assert resolve_checkpoint(tmp_path / "run").resolve() == step / "encoder.safetensors"
+    encoders.save(encoder, tmp_path / "run" / "encoder.safetensors")
+    for path in (tmp_path / "run", tmp_path / "run" / "encoder.safetensors"):
+        assert resolve_checkpoint(path) == tmp_path / "run" / "encoder.safetensors"
+    (tmp_path / "model.pth").write_bytes(b"")
+    with pytest.raises(EvaluationError, match=r"encoders\.weights"):
+        resolve_checkpoint(tmp_path / "model.pth")
+
+
+def test_a_broken_encoder_is_a_message(tmp_path):
+    (tmp_path / "vit.safetensors").write_bytes(b"not weights")
+    with pytest.raises(EvaluationError, match=r"vit\.json is missing"):
+        load_encoder(str(tmp_path / "vit.safetensors"), None)
+    encoders.save(encoders.build("vit_micro", depth=1), tmp_path / "vit.safetensors")
+    (tmp_path / "vit.safetensors").write_bytes(b"not weights")
+    with pytest.raises(EvaluationError, match="cannot load"):
+        load_encoder(str(tmp_path / "vit.safetensors"), None)
+
+
+def test_sizes_follow_the_encoder_and_dinos_ratio():
+    encoder = Pixels(16)
+    assert (input_size(encoder, None), input_size(encoder, 32)) == (16, 32)
+    encoder.settings["image_size"] = [24, 24]
+    assert input_size(encoder, None) == 24
+    encoder.settings["image_size"] = [24, 32]
+    with pytest.raises(EvaluationError, match="--image_size"):
+        input_size(encoder, None)
+    assert [resize_size(s, None) for s in (32, 224, 384)] == [32, 256, 439]
+    assert resize_size(32, 40) == 40
+    with pytest.raises(EvaluationError, match="--resize"):
+        resize_size(224, 200)
+
+
+def test_classes_that_are_not_trained_on_are_refused():
+    check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 5, 0]))
+    with pytest.raises(EvaluationError, match="2 classes of --val are not in --train, for example 3"):
+        check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 7, 3, 3]))

@@ -1,0 +1,179 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.neighbors import KNeighborsClassifier
+
+import encoders
+from evaluation.knn import KNNSettings, knn_accuracy, run
+from evaluation.processes import EvaluationError, messages
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared" / "data" / "cifar10"
+
+
+def made_up(seed=0, bank=400, scored=151, dim=12, classes=7):
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(classes, dim))
+    labels = [rng.integers(0, classes, n) for n in (bank, scored)]
+    features = [centres[y] + 1.2 * rng.normal(size=(len(y), dim)) for y in labels]
+    return [torch.from_numpy(x).float() for x in features], [torch.from_numpy(y) for y in labels]
+
+
+@pytest.mark.parametrize(("queries", "chunk"), [(1000, 1000), (40, 64), (7, 3)])
+def test_accuracy_is_that_of_scikit_learn_for_any_chunks(queries, chunk):
+    (train, val), (train_labels, val_labels) = made_up()
+    found = knn_accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), queries=queries, chunk=chunk)
+    assert list(found) == [1, 20, 5]
+    for k, (top1, top5) in found.items():
+        oracle = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07))
+        chances = oracle.fit(train.double().numpy(), train_labels.numpy()).predict_proba(val.double().numpy())
+        right = chances[np.arange(len(val)), val_labels.numpy()]
+        ahead = (chances > right[:, None]).sum(1)
+        assert top1 == np.mean((ahead < 1) & (right > 0))
+        assert top5 == np.mean((ahead < 5) & (right > 0))
+    assert 0.4 < found[20][0] < 0.95
+
+
+def test_temperature_weighs_near_neighbours():
+    train = torch.tensor([[1.0, 0.0], [0.9, 0.5], [0.9, -0.5]])
+    labels = torch.tensor([0, 1, 1])
+    val, target = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+    sharp = knn_accuracy(train, labels, val, target, k=(3,), temperature=0.07)
+    flat = knn_accuracy(train, labels, val, target, k=(3,), temperature=10.0)
+    assert (sharp[3][0], flat[3][0]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk):
+    train = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 0.0], [1.0, 0.0], [4.0, 0.0]])  # four in one direction
+    labels = torch.tensor([4, 3, 1, 2, 0])
+    query = torch.tensor([[3.0, 0.0]])
+
+    def right(target, k):
+        target = torch.tensor([target])
+        return knn_accuracy(train, labels, query, target, classes=5, k=(k,), chunk=chunk)[k][0]
+
+    assert [right(c, 1) for c in range(5)] == [0, 0, 0, 1, 0]  # the first of the four
+    assert [right(c, 3) for c in range(5)] == [0, 1, 0, 0, 0]  # 3, 1 and 2 have a vote each
+    assert [right(c, 4) for c in range(5)] == [1, 0, 0, 0, 0]
+
+
+def test_a_class_without_a_vote_is_never_right():
+    train, labels = torch.eye(3), torch.tensor([0, 1, 2])
+    found = knn_accuracy(train, labels, train[:1], torch.tensor([2]), k=(1, 3), temperature=0.5)
+    assert found[1] == (0.0, 0.0)
+    assert found[3] == (0.0, 1.0)
+
+
+def test_scale_of_features_and_precision_settings_do_not_matter():
+    (train, val), (train_labels, val_labels) = made_up(1)
+    expected = knn_accuracy(train, train_labels, val, val_labels, k=(20,))
+    factors = torch.rand(len(train), 1) * 100 + 0.01
+    assert knn_accuracy(train * factors, train_labels, val / 3, val_labels, k=(20,)) == expected
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert knn_accuracy(train, train_labels, val, val_labels, k=(20,)) == expected
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_what_cannot_be_scored_is_refused():
+    (train, val), (train_labels, val_labels) = made_up(bank=30)
+    for k, message in (((31,), "30 images"), ((0,), "between 1")):
+        with pytest.raises(EvaluationError, match=message):
+            knn_accuracy(train, train_labels, val, val_labels, k=k)
+    with pytest.raises(EvaluationError, match="do not fit 3 classes"):
+        knn_accuracy(train, train_labels, val, val_labels, classes=3, k=(5,))
+    with pytest.raises(EvaluationError, match="both need some"):
+        knn_accuracy(train, train_labels, val[:0], val_labels[:0], k=(5,))
+    val[3, 2] = torch.nan
+    with pytest.raises(EvaluationError, match="not finite"):
+        knn_accuracy(train, train_labels, val, val_labels, k=(5,))
+
+
+@pytest.fixture(scope="module")
+def result(shards, tmp_path_factory):
+    """A saved encoder, and its result by one process."""
+    folder = tmp_path_factory.mktemp("run")
+    encoders.save(encoders.build("vit_micro", depth=2), folder / "vit.safetensors")
+    run(
+        KNNSettings(
+            checkpoint=str(folder / "vit.safetensors"),
+            train=str(shards / "train-{0..1}.tar"),
+            val=str(shards / "val-*.tar"),
+            k=[3, 20, 25, 200],
+            workers=0,
+        )
+    )
+    return folder / "vit.safetensors", json.loads((folder / "vit.knn.json").read_text())
+
+
+def test_command_writes_every_k_and_setting(result):
+    _, found = result
+    assert set(found["k"]) == {"3", "20", "25"}
+    assert found["k_left_out"] == [200]
+    assert found["top1"] == found["k"]["20"]["top1"]
+    assert 0.4 < found["top1"] < 1
+    assert (found["train_images"], found["val_images"], found["classes"]) == (31, 13, 3)
+    assert found["settings"]["image_size"] == found["settings"]["resize"] == 16
+    assert found["settings"]["temperature"] == 0.07
+    assert torch.__version__.startswith(found["versions"]["torch"])
+
+
+def test_two_processes_give_the_same(result, shards, tmp_path):
+    encoder, expected = result
+    launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = ["evaluation/knn.py", "--checkpoint", str(encoder), "--output", str(tmp_path / "two.json")]
+    command += ["--train", str(shards / "train-{0..1}.tar"), "--val", str(shards / "val-*.tar")]
+    command += ["--k", "3,20,25,200", "--workers", "0", "--batch_size", "5"]
+    done = subprocess.run(
+        launch + command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "two.json").read_text())
+    assert found["settings"]["processes"] == 2
+    same = ("top1", "top5", "k", "k_left_out", "train_images", "val_images", "classes")
+    assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+
+
+def test_mistakes_end_with_a_message(shards, tmp_path, capsys):
+    def fails(**changed):
+        given = {"checkpoint": "pixels", "image_size": 16, "train": str(shards / "train-0.tar")}
+        given |= {"val": str(shards / "val-0.tar"), "workers": 0, "k": [3], "output": str(tmp_path / "x.json")}
+        with pytest.raises(SystemExit) as stopped, messages():
+            run(KNNSettings(**given | changed))
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    assert "label" in fails(val=str(shards / "bare-0.tar"))
+    assert "step-9" in fails(checkpoint=str(tmp_path / "step-9"))
+    assert "--image_size" in fails(image_size=None)
+    assert "every k" in fails(k=[200])
+    assert "does not fit" in fails(image_size=16, resize=8)
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason="needs shared/data/cifar10 beside the project")
+def test_pixels_of_cifar10_give_the_known_accuracy(tmp_path):
+    run(
+        KNNSettings(
+            checkpoint="pixels",
+            image_size=32,
+            train=str(SHARED / "cifar10-train-*.tar.gz"),
+            val=str(SHARED / "cifar10-test-*.tar.gz"),
+            k=[20],
+            workers=2,
+            output=str(tmp_path / "knn.json"),
+        )
+    )
+    assert round(json.loads((tmp_path / "knn.json").read_text())["top1"], 3) == 0.458
