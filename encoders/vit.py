@@ -183,13 +183,8 @@ class ViT(Encoder):
         checkpoint_activations: bool = False,
     ):
         super().__init__()
-        _check_choices(
-            pool=(pool, Pool),
-            positions=(positions, Positions),
-            interpolation=(interpolation, Interpolation),
-            init=(init, Init),
-            position_init=(position_init, PositionInit),
-        )
+        _check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
+        _check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
         _check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
         if dim % heads:
             raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads")

@@ -134,8 +134,8 @@ def test_distilled_equals_timm():
 @torch.no_grad()
 def test_representation_layer_and_scale_are_the_formula():
     images, encoder = images_of(2, 3, 32, 32), small(representation_size=20, classes=5, qk_scale=0.5)
-    fc, head = encoder.pre_logits.fc, encoder.head
-    expected = torch.tanh(encoder(images).pooled @ fc.weight.T + fc.bias) @ head.weight.T + head.bias
+    (weight, bias), head = encoder.pre_logits.fc.parameters(), encoder.head
+    expected = torch.tanh(encoder(images).pooled @ weight.T + bias) @ head.weight.T + head.bias
     torch.testing.assert_close(encoder.logits(images), expected)
     plain = small()
     plain.load_state_dict(encoder.state_dict(), strict=False)
@@ -148,10 +148,8 @@ def test_representation_layer_and_scale_are_the_formula():
 @torch.no_grad()
 def test_dropping_equals_the_mae_of_transformers():
     mae = pytest.importorskip("transformers.models.vit_mae", reason="transformers is not installed")
-    config = mae.ViTMAEConfig(
-        hidden_size=48, num_hidden_layers=3, num_attention_heads=3, intermediate_size=192,
-        layer_norm_eps=1e-6, image_size=32, patch_size=8, mask_ratio=0.75,
-    )  # fmt: skip
+    size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 192}
+    config = mae.ViTMAEConfig(**size, layer_norm_eps=1e-6, image_size=32, patch_size=8, mask_ratio=0.75)
     oracle = scramble(mae.ViTMAEModel(config))
     encoder = ViT(**SMALL, positions="sincos", init="xavier", interpolation="mae")
     theirs = "embeddings.patch_embeddings.projection embeddings.position_embeddings embeddings.cls_token layers."
