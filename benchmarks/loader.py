@@ -74,7 +74,7 @@ def main(settings: LoaderBenchmark) -> None:
         (f"ours: photometric part on {device().type}", photometric_part),
     ]
     for count in worker_counts(settings.workers):
-        rows.append((f"ours: whole loader, --workers {count}", whole_loader(settings.data, count)))
+        rows.append((f"ours: loader, {count} workers", whole_loader(settings.data, count)))
     rates: dict[str, list[float]] = {name: [] for name, _ in rows}
     seconds = settings.seconds / settings.rounds
     for number in range(settings.rounds):

@@ -163,24 +163,26 @@ def extract(
     shown = progress and accelerator.is_main_process
     for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=not shown):
         images = finish(batch.to(device, non_blocking=True)).views[0]  # (B, 3, S, S)
-        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            try:
-                features = take(encoder, images)
-            except (ValueError, NotImplementedError) as error:
-                raise EvaluationError(
-                    f"{type(encoder).__name__} on images of {size} x {size} pixels: {error}"
-                ) from error
-        found.append(features.float().cpu())
+        found.append(_take(encoder, images, take, precision))
         found_labels.append(batch.labels if batch.labels is not None else torch.full((len(images),), -1))
         if keys is not None:
             keys += batch.keys
     if not batches.total:
         raise EvaluationError(f"no images in {shards}")
     if not found:  # more processes than images
-        with torch.inference_mode():
-            found = [take(encoder, torch.zeros(1, 3, size, size, device=device))[:0].float().cpu()]
+        found = [_take(encoder, torch.zeros(1, 3, size, size, device=device), take, precision)[:0]]
         found_labels = [torch.zeros(0, dtype=torch.int64)]
     return torch.cat(found), torch.cat(found_labels)  # (N, D), (N,): outside of inference mode, so of the usual kind
+
+
+def _take(encoder: Encoder, images: Tensor, take: Callable[[Encoder, Tensor], Tensor], precision: str) -> Tensor:
+    """(B, 3, S, S) -> (B, D) float32 on the CPU."""
+    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        try:
+            return take(encoder, images).float().cpu()
+        except (ValueError, NotImplementedError) as error:
+            size = " x ".join(str(side) for side in images.shape[2:])
+            raise EvaluationError(f"{type(encoder).__name__} on images of {size} pixels: {error}") from error
 
 
 def check_labels(train: Tensor, val: Tensor) -> None:

@@ -1,0 +1,212 @@
+"""What only a CUDA machine can show, in one call: `python benchmarks/device_check.py --data 'shards/*.tar'`.
+
+1. Every method with every small encoder: losses of some steps in bf16 on the device beside float32 on the CPU.
+2. Images per second, peak memory and the photometric share of the step, ViT-S/16 and ViT-B/16 at 2 x 224 + 8 x 96; and,
+   with --data, the share of time that the real loader keeps the device waiting.
+3. With --cifar, a short DINO run on CIFAR-10 with k-NN before and after.
+
+Tables go to benchmarks/results/. Without CUDA it says so and exits 0.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from rich.console import Console
+from torch import Tensor
+
+import encoders
+from data.augment import finish
+from data.batch import Batch
+from data.loader import training_batches
+from data.settings import Settings, parse
+from pretrain.methods import METHODS
+from pretrain.methods.base import Method
+from pretrain.optim import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+
+ROOT = Path(__file__).parent.parent
+MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+
+
+class DeviceCheck(Settings):
+    """Check and measure on a CUDA device."""
+
+    data: str | None = None
+    """SHARDS of full-size images, for the loader's share of the time"""
+    cifar: str | None = None
+    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz, for a short run"""
+    steps: int = Field(20, ge=1)
+    """steps of each measurement"""
+    batch_size: int = Field(128, ge=2)
+    """images of a step of ViT-S/16; half of it for ViT-B/16"""
+    workers: int = Field(14, ge=0)
+    """loader processes"""
+    output: Path = ROOT / "benchmarks" / "results" / "device_check.md"
+    """Markdown file of the tables"""
+
+
+def build(
+    name: str, variant: str, batch_size: int, steps: int, **settings: object
+) -> tuple[Method, OptimConfig, object]:
+    """A method on a fresh encoder, its resolved optimizer settings, and the loader's transform."""
+    torch.manual_seed(0)
+    kind = METHODS[name]
+    config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), 50_000, batch_size, steps)
+    encoder = encoders.build(variant, **(kind.encoder_defaults(config) | {"drop_path": 0.0}))
+    return kind(encoder, config, steps), optim, kind.transform(config)
+
+
+def random_batch(transform, images: int, seed: int) -> Batch:
+    """What the loader would yield for noise images; uint8, on the CPU."""
+    from data.crops import collate
+
+    rng = np.random.default_rng(seed)
+    samples = [
+        transform(torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)), rng) for _ in range(images)
+    ]
+    views, photometric = collate(samples)
+    return Batch(views, transform.crops, photometric=photometric)
+
+
+def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool) -> Tensor:
+    """One training step; the loss ()."""
+    device = next(method.parameters()).device
+    apply_schedules(optimizer, optim, number, steps, 256)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        loss, _ = method(finish(batch.to(device, non_blocking=True)), number)
+    loss.backward()
+    clip_gradients(method.trained_parts(), optim.clip, optim.clip_by)
+    optimizer.step()
+    optimizer.zero_grad()
+    method.after_step(number)
+    return loss.detach()
+
+
+def agreement(settings: DeviceCheck) -> list[str]:
+    """bf16 on the device beside float32 on the CPU: the same batches from the same weights."""
+    lines = ["| method | encoder | steps | first loss, CPU | largest difference |", "|---|---|---|---|---|"]
+    for name in METHODS:
+        for variant in MICRO:
+            small = {"global_size": 16, "local_size": 8, "local_crops": 2, "prototypes": 256, "hidden_dim": 256}
+            method, optim, transform = build(name, variant, 16, settings.steps, **small)
+            losses = []
+            for device, bf16 in (("cpu", False), ("cuda", True)):
+                twin = copy.deepcopy(method).to(device)
+                optimizer = torch.optim.AdamW(parameter_groups(twin, {}), lr=0.0)
+                batches = [random_batch(transform, 16, seed) for seed in range(settings.steps)]
+                losses.append(
+                    [
+                        step(twin, optimizer, optim, b, i, settings.steps, bf16=bf16).item()
+                        for i, b in enumerate(batches)
+                    ]
+                )
+            worst = max(abs(a - b) for a, b in zip(*losses, strict=True))
+            lines.append(f"| {name} | {variant} | {settings.steps} | {losses[0][0]:.4f} | {worst:.4f} |")
+    return lines
+
+
+def throughput(settings: DeviceCheck) -> list[str]:
+    """Images per second of the whole step on batches that lie ready, and what the photometric part takes of it."""
+    lines = [
+        "| method | encoder | images a step | images/s | ms a step | photometric | peak memory | data wait |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in METHODS:
+        for variant, images in (("vit_small", settings.batch_size), ("vit_base", settings.batch_size // 2)):
+            method, optim, transform = build(name, variant, images, settings.steps)
+            method.to("cuda")
+            optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=0.0, fused=True)
+            batch = random_batch(transform, images, 0).pin_memory()
+            torch.cuda.reset_peak_memory_stats()
+            seconds, photometric = [], []
+            for number in range(settings.steps + 3):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                finish(batch.to("cuda", non_blocking=True))
+                torch.cuda.synchronize()
+                middle = time.perf_counter()
+                step(method, optimizer, optim, batch, number, settings.steps + 3, bf16=True)
+                torch.cuda.synchronize()
+                photometric.append(middle - start)
+                seconds.append(time.perf_counter() - middle)
+            each, share = np.median(seconds[3:]), np.median(photometric[3:]) / np.median(seconds[3:])
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            wait = data_wait(settings, method, optimizer, optim, transform, images)
+            lines.append(
+                f"| {name} | {variant} | {images} | {images / each:.0f} | {1000 * each:.1f} | {share:.1%} | {peak:.1f} GiB "
+                f"| {wait} |"
+            )
+    return lines
+
+
+def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: OptimConfig, transform, images: int) -> str:
+    """Share of the time that the loader keeps the device waiting, on real shards; `-` without."""
+    if settings.data is None:
+        return "-"
+    steps = settings.steps + 5
+    batches = training_batches(
+        settings.data, transform, batch_size=images, seed=0, steps=steps, workers=settings.workers
+    )  # fmt: skip
+    waited = 0.0
+    start = before = time.perf_counter()
+    for number, batch in enumerate(batches):
+        if number == 5:  # the workers have started
+            start, waited = before, 0.0
+        waited += time.perf_counter() - before
+        step(method, optimizer, optim, batch, number, steps, bf16=True).item()
+        before = time.perf_counter()
+    return f"{waited / (time.perf_counter() - start):.0%} with {settings.workers} workers"
+
+
+def cifar(settings: DeviceCheck) -> list[str]:
+    """A short DINO run on CIFAR-10 through the real command."""
+    if settings.cifar is None:
+        return ["not run: give --cifar FOLDER"]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        command = [
+            sys.executable,
+            str(ROOT / "pretrain" / "run.py"),
+            "--config",
+            str(ROOT / "configs" / "cifar10_dino.yaml"),
+        ]
+        command += ["--data", f"{settings.cifar}/cifar10-train-*.tar.gz", "--output", str(output)]
+        command += ["--evaluation.val", f"{settings.cifar}/cifar10-test-*.tar.gz", "--workers", str(settings.workers)]
+        start = time.perf_counter()
+        subprocess.run(command, check=True)
+        seconds = time.perf_counter() - start
+        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = ["| step | images | loss | 20-NN |", "|---|---|---|---|"]
+    for r in records:
+        if "knn_top1" in r:
+            lines.append(f"| {r['step']} | {r['images']} | {r.get('loss', float('nan')):.3f} | {r['knn_top1']:.3f} |")
+    return [*lines, "", f"{seconds:.0f} s in all, evaluations included."]
+
+
+def main(settings: DeviceCheck) -> None:
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing was checked or measured")
+        return
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    lines = ["# Device check", "", f"`python benchmarks/device_check.py` on {machine}.", ""]
+    parts = {
+        "bf16 on the device beside float32 on the CPU": agreement,
+        "Speed and memory, bf16, 2 x 224 + 8 x 96": throughput,
+        "CIFAR-10": cifar,
+    }
+    for title, part in parts.items():
+        lines += [f"## {title}", "", *part(settings), ""]
+        settings.output.parent.mkdir(parents=True, exist_ok=True)
+        settings.output.write_text("\n".join(lines))
+    Console().print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(parse(DeviceCheck))

@@ -1,0 +1,46 @@
+"""The folders import only from their left: encoders <- data <- evaluation <- pretrain."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORDER = ["encoders", "data", "evaluation", "pretrain"]
+OUTSIDE_OF_ENCODERS = {"torch", "einops", "safetensors"}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_imports_point_left(folder: str) -> None:
+    right = set(ORDER[ORDER.index(folder) + 1 :]) | {"launch", "benchmarks", "tests"}
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    for path in files:
+        assert not imported(path) & right, f"{path} imports from its right"
+
+
+def test_encoders_need_little() -> None:
+    allowed = OUTSIDE_OF_ENCODERS | {"encoders"} | sys.stdlib_module_names
+    for path in (ROOT / "encoders").rglob("*.py"):
+        assert imported(path) <= allowed, path
+
+
+def test_scripts_hide_no_module() -> None:
+    """`accelerate launch pretrain/run.py` puts pretrain/ first on sys.path."""
+    dependencies = {name for folder in ORDER for path in (ROOT / folder).rglob("*.py") for name in imported(path)}
+    for folder in ("pretrain", "evaluation"):
+        names = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()}
+        assert not names & (dependencies | sys.stdlib_module_names | {"evaluate", "datasets", "tests", "launch"}), folder
