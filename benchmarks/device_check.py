@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,19 +43,17 @@ class DeviceCheck(Settings):
     """SHARDS of full-size images, for the loader's share of the time"""
     cifar: str | None = None
     """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz, for a short run"""
-    steps: int = Field(20, ge=1)
+    steps: int = Field(default=20, ge=1)
     """steps of each measurement"""
-    batch_size: int = Field(128, ge=2)
+    batch_size: int = Field(default=128, ge=2)
     """images of a step of ViT-S/16; half of it for ViT-B/16"""
-    workers: int = Field(14, ge=0)
+    workers: int = Field(default=14, ge=0)
     """loader processes"""
     output: Path = ROOT / "benchmarks" / "results" / "device_check.md"
     """Markdown file of the tables"""
 
 
-def build(
-    name: str, variant: str, batch_size: int, steps: int, **settings: object
-) -> tuple[Method, OptimConfig, object]:
+def build(name: str, variant: str, batch_size: int, steps: int, **settings: Any) -> tuple[Method, OptimConfig, Any]:
     """A method on a fresh encoder, its resolved optimizer settings, and the loader's transform."""
     torch.manual_seed(0)
     kind = METHODS[name]
@@ -139,10 +138,16 @@ def throughput(settings: DeviceCheck) -> list[str]:
             each, share = np.median(seconds[3:]), np.median(photometric[3:]) / np.median(seconds[3:])
             peak = torch.cuda.max_memory_allocated() / 2**30
             wait = data_wait(settings, method, optimizer, optim, transform, images)
-            lines.append(
-                f"| {name} | {variant} | {images} | {images / each:.0f} | {1000 * each:.1f} | {share:.1%} | {peak:.1f} GiB "
-                f"| {wait} |"
-            )
+            cells = [
+                name,
+                variant,
+                images,
+                f"{images / each:.0f}",
+                f"{1000 * each:.1f}",
+                f"{share:.1%}",
+                f"{peak:.1f} GiB",
+            ]
+            lines.append("| " + " | ".join(map(str, [*cells, wait])) + " |")
     return lines
 
 
@@ -186,7 +191,8 @@ def cifar(settings: DeviceCheck) -> list[str]:
     lines = ["| step | images | loss | 20-NN |", "|---|---|---|---|"]
     for r in records:
         if "knn_top1" in r:
-            lines.append(f"| {r['step']} | {r['images']} | {r.get('loss', float('nan')):.3f} | {r['knn_top1']:.3f} |")
+            loss = f"{r['loss']:.3f}" if "loss" in r else "-"
+            lines.append(f"| {r['step']} | {r['images']} | {loss} | {r['knn_top1']:.3f} |")
     return [*lines, "", f"{seconds:.0f} s in all, evaluations included."]
 
 

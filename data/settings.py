@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableValue
 
 
 class Section(BaseModel):
@@ -121,6 +122,8 @@ def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str
     known = names(model)
     try:
         return CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, argv))()
+    except UnreadableValue as error:  # a list or mapping that is not JSON
+        raise SettingsError(f"{str(error).splitlines()[0]}: {error.__cause__ or error}") from error
     except SettingsError as error:
         first = next((a for a in str(error).split() if a.startswith("--")), "")
         unknown = first.lstrip("-").split("=")[0]

@@ -27,6 +27,8 @@ class Encoder(nn.Module):
     """width D of `pooled` and `tokens`"""
     stride: int
     """pixels of a side of one token"""
+    blocks: nn.ModuleList
+    """the repeated parts, compiled one by one"""
     settings: dict[str, Any]
     """variant and constructor arguments, of an encoder made by `encoders.build`: what builds it again"""
     can_drop: bool = False

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -89,7 +89,7 @@ def save(
     accelerator.wait_for_everyone()
     try:
         if not problem:
-            dcp.save(
+            state_dict_saver.save(
                 {"method": model_state, "optimizer": optimizer_state},
                 checkpoint_id=part,
                 no_dist=not dist.is_initialized(),
@@ -145,7 +145,7 @@ def restore(
     model_state, optimizer_state = get_state_dict(wrapped, optimizer)
     try:
         state = {"method": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{path} does not fit this run or is damaged: {_first_line(error)}") from error
     set_state_dict(wrapped, optimizer, model_state_dict=state["method"], optim_state_dict=state["optimizer"])
@@ -160,12 +160,15 @@ def restore(
 
 
 def check_fits(path: Path, settings: dict[str, Any]) -> None:
-    """Refuse to resume with another method or encoder.
+    """Refuse to resume with another method or encoder; warn where the samples will come in another order.
 
     Raises:
         CheckpointError: names every setting that differs.
     """
     saved = json.loads((path / "trainer.json").read_text())["settings"]
+    changed = [name for name in ("seed", "batch_size", "stream", "shards") if saved[name] != settings[name]]
+    if changed:
+        log.warning("%s changed since %s: the samples go on in another order", ", ".join(changed), path.name)
     differ = []
     for section in ("method", "encoder"):
         old, new = saved[section], settings[section]

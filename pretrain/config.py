@@ -22,18 +22,18 @@ PRESETS = Path(__file__).parent.parent / "configs"
 class StreamConfig(Section):
     """The order of the samples. A change of these, of the seed or of the shards is a change of the order."""
 
-    block: int | None = Field(None, ge=1)
+    block: int | None = Field(default=None, ge=1)
     """neighbours in a shard that stay together until the last shuffle; without it 1 for small data, 16 at a million"""
-    window: int = Field(1024, ge=1)
+    window: int = Field(default=1024, ge=1)
     """samples that are shuffled together in each of the 64 lanes"""
 
 
 class CheckpointConfig(Section):
     """Which checkpoints stay."""
 
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """newest checkpoints that stay"""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
     """checkpoints at multiples of this many steps stay too"""
 
 
@@ -44,11 +44,11 @@ class EvaluationConfig(Section):
     """labelled SHARDS of the bank; without them `data`"""
     val: str | list[str] | None = None
     """labelled SHARDS that are scored; without them there is no evaluation"""
-    k: int = Field(20, ge=1)
+    k: int = Field(default=20, ge=1)
     """neighbours"""
-    batch_size: int = Field(256, ge=1)
+    batch_size: int = Field(default=256, ge=1)
     """images a process encodes at once"""
-    pictures: int = Field(8, ge=0)
+    pictures: int = Field(default=8, ge=0)
     """held-out images shown as attention and PCA maps"""
 
 
@@ -64,15 +64,15 @@ class RunConfig(Settings):
     without it, the embedded digits"""
     output: str | None = None
     """run folder; without it, a fresh one under runs/"""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """optimizer steps; without it, 100 epochs"""
-    batch_size: int = Field(512, ge=1)
+    batch_size: int = Field(default=512, ge=1)
     """images of one optimizer step over all processes"""
-    accumulate: int = Field(1, ge=1)
+    accumulate: int = Field(default=1, ge=1)
     """forward passes that share one optimizer step"""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """everything random follows from it"""
-    workers: int | None = Field(None, ge=0)
+    workers: int | None = Field(default=None, ge=0)
     """loader processes of each training process; without it, one a free core, at most 8"""
     resume: bool = False
     """continue the newest whole checkpoint of --output; without one, begin"""
@@ -84,11 +84,11 @@ class RunConfig(Settings):
     """arithmetic of the forward pass; auto: bf16 where a GPU has it, else fp32"""
     compile: bool = False
     """torch.compile each block of the encoder"""
-    record_every: int = Field(50, ge=1)
+    record_every: int = Field(default=50, ge=1)
     """steps between two lines of metrics.jsonl"""
-    checkpoint_every: int = Field(1000, ge=1)
+    checkpoint_every: int = Field(default=1000, ge=1)
     """steps between two checkpoints; the last step always has one"""
-    evaluate_every: int | None = Field(None, ge=1)
+    evaluate_every: int | None = Field(default=None, ge=1)
     """steps between two k-NN evaluations; without it, before and after only"""
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
@@ -181,10 +181,9 @@ def resolve(config: RunConfig, images: int) -> RunConfig:
     steps = config.steps or max(100 * images // config.batch_size, 1)
     method = METHODS[config.method]
     method_config, optim = method.resolve(config.method_config, config.optim, images, config.batch_size, steps)
-    if optim.warmup_steps >= steps:
-        raise SettingsError(
-            f"optim.warmup_steps is {optim.warmup_steps}, which must be less than the run's {steps} steps"
-        )
+    warmup = optim.warmup_steps or 0
+    if warmup >= steps:
+        raise SettingsError(f"optim.warmup_steps is {warmup}, which must be less than the run's {steps} steps")
     given = method.encoder_defaults(method_config) | config.encoder_settings
     section = type(cast(Any, config).encoder)
     values = {"steps": steps, "optim": optim, config.method: method_config, "encoder": section(**given)}

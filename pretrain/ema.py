@@ -23,4 +23,6 @@ def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float
         raise TypeError(
             f"the teacher's weights are {', '.join(map(str, low))}; an average needs float32 to move at all"
         )
-    torch._foreach_lerp_(teacher, [s.to(t.dtype) for s, t in zip(student, teacher, strict=True)], 1.0 - momentum)
+    torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
+        teacher, [s.to(t.dtype) for s, t in zip(student, teacher, strict=True)], 1.0 - momentum
+    )

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -18,11 +19,11 @@ class HealthConfig(Section):
 
     on_collapse: Literal["warn", "stop"] = "warn"
     """what the alarm does"""
-    patience: int = Field(5, ge=1)
+    patience: int = Field(default=5, ge=1)
     """records in a row that must look collapsed"""
-    grace: float = Field(0.1, ge=0, le=1)
+    grace: float = Field(default=0.1, ge=0, le=1)
     """share of the run at the start during which the alarm is off"""
-    min_rank: float = Field(0.1, ge=0, le=1)
+    min_rank: float = Field(default=0.1, ge=0, le=1)
     """alarm when the features' effective rank falls below this share of the largest seen"""
 
 
@@ -55,7 +56,7 @@ class CollapseAlarm:
         self.largest_rank = 0.0
         self.rung: set[str] = set()
 
-    def signs(self, record: dict[str, float], max_entropy: float | None) -> dict[str, str]:
+    def signs(self, record: Mapping[str, float], max_entropy: float | None) -> dict[str, str]:
         """What looks collapsed in `record`, and what to do about it. `max_entropy`: ln K of the method, in nats."""
         found = {}
         entropy, loss, rank = record.get("teacher_entropy"), record.get("loss"), record.get("feature_rank")
@@ -80,7 +81,7 @@ class CollapseAlarm:
                 )
         return found
 
-    def look(self, record: dict[str, float], max_entropy: float | None) -> list[str]:
+    def look(self, record: Mapping[str, float], max_entropy: float | None) -> list[str]:
         """Kinds of collapse that ring now.
 
         Raises:

@@ -14,23 +14,23 @@ from pretrain.schedules import cosine
 class OptimConfig(Section):
     """AdamW. What is not set follows from the method, the size of the data, the batch and the length of the run."""
 
-    lr: float | None = Field(None, gt=0)
+    lr: float | None = Field(default=None, gt=0)
     """learning rate for 256 images a step; scaled linearly with the batch size"""
-    min_lr: float | None = Field(None, ge=0)
+    min_lr: float | None = Field(default=None, ge=0)
     """learning rate at the end of the run (not scaled)"""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0)
     """steps over which the learning rate rises linearly from 0"""
-    weight_decay: float | None = Field(None, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
     """weight decay at the start; biases, norms and other vectors have none"""
-    weight_decay_end: float | None = Field(None, ge=0)
+    weight_decay_end: float | None = Field(default=None, ge=0)
     """weight decay at the end (cosine in between)"""
     betas: tuple[float, float] | None = None
     """AdamW's decay rates of the two moments"""
-    clip: float = Field(3.0, ge=0)
+    clip: float = Field(default=3.0, ge=0)
     """largest gradient norm; 0 leaves gradients as they are"""
     clip_by: Literal["tensor", "module", "global"] = "tensor"
     """what the norm is taken of: each parameter tensor (DINO), each part of the student (DINOv2), or all"""
-    nonfinite_limit: int = Field(20, ge=1)
+    nonfinite_limit: int = Field(default=20, ge=1)
     """skipped steps in a row (loss or gradient not finite) after which the run stops"""
 
 
@@ -72,7 +72,7 @@ def clip_gradients(parts: Sequence[nn.Module], limit: float, by: str) -> Tensor:
     flat = [g for part in grads for g in part]
     if not flat:
         raise ValueError("no parameter has a gradient: call this after backward")
-    norms = torch.stack(torch._foreach_norm(flat))  # (tensors,)
+    norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
     total = norms.norm()
     if limit == 0:
         return total
@@ -83,5 +83,5 @@ def clip_gradients(parts: Sequence[nn.Module], limit: float, by: str) -> Tensor:
     else:
         each = total.expand(len(flat))
     scales = (limit / (each + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(flat, list(scales.unbind()))
+    torch._foreach_mul_(flat, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
     return total

@@ -39,7 +39,9 @@ def activation_bytes(method: Method, config: RunConfig, images: int = 2) -> int:
     sample = transform(torch.zeros(3, 64, 64, dtype=torch.uint8), np.random.default_rng(0))
     phantom = copy.deepcopy(method)
     with FakeTensorMode() as mode:
-        state = {name: mode.from_tensor(t) for name, t in [*phantom.named_parameters(), *phantom.named_buffers()]}
+        state: dict[str, Tensor] = {
+            name: mode.from_tensor(t) for name, t in [*phantom.named_parameters(), *phantom.named_buffers()]
+        }
         weights = {t.untyped_storage()._cdata for t in state.values()}
         batch = Batch([torch.zeros(len(v) * images, *v.shape[1:]) for v in sample.views], transform.crops)
         with (

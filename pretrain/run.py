@@ -1,5 +1,7 @@
 """Pretrain a vision encoder: `accelerate launch pretrain/run.py --method dino --data SHARDS`."""
 
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -20,7 +22,7 @@ import encoders
 from data.demo import demo_shards
 from data.loader import training_batches
 from data.settings import SettingsError
-from data.shards import ShardError, open_sources
+from data.shards import ShardError, ShardList, open_sources
 from evaluation.processes import EvaluationError
 from evaluation.processes import accelerator as make_accelerator
 from pretrain import checkpoint
@@ -59,7 +61,8 @@ def pretrain(config: RunConfig) -> None:
         logging.disable(logging.INFO)
     with accelerator.local_main_process_first():  # the first one fills the caches of indices and of the embedded data
         shards, config = sources(config)
-        images = sum(source.images for source in open_sources(shards)[0])
+        opened, _ = open_sources(shards)
+    images = sum(source.images for source in opened)
     given, config = config, resolve(config, images)
     if images < config.batch_size:
         raise SettingsError(
@@ -71,7 +74,7 @@ def pretrain(config: RunConfig) -> None:
     method = build_method(config)
     workers = config.workers if config.workers is not None else free_cores(accelerator.num_processes)
     output, newest = run_folder(config)
-    settings = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json") | {"shards": fingerprint(opened)}
     if newest:
         checkpoint.check_fits(newest, settings)
     if config.dry_run:
@@ -150,6 +153,16 @@ def sources(config: RunConfig) -> tuple[Any, RunConfig]:
     return train_shards, config.model_copy(update={"evaluation": evaluation})
 
 
+def fingerprint(opened: list[ShardList]) -> str:
+    """Changes with the names, the sizes and the order of the shards: what the order of the samples follows from."""
+    counts = [
+        [Path(shard.path).name, int(n)]
+        for source in opened
+        for shard, n in zip(source.shards, source.counts, strict=True)
+    ]
+    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
+
+
 def check_batch(config: RunConfig, processes: int) -> None:
     """Refuse a batch that processes and accumulated passes cannot share equally.
 
@@ -175,11 +188,13 @@ def build_method(config: RunConfig) -> Any:
             log.info("%s", encoders.load_weights(encoder, config.init_from))
     except ValueError as error:
         raise SettingsError(f"encoder: {error}") from error
+    assert config.steps is not None
     method = METHODS[config.method](encoder, config.method_config, config.steps)
     if config.compile:
-        for part in (method.student, method.teacher):
-            for block in part["encoder"].blocks:
-                block.compile()
+        for part in method.modules():
+            if isinstance(part, encoders.Encoder):
+                for block in part.blocks:
+                    block.compile()
     return method
 
 
@@ -225,6 +240,7 @@ def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Acce
         for name, value in getattr(config, section)
         if getattr(getattr(given, section), name) is None and value is not None
     ]
+    assert config.steps is not None
     log.info(
         "%s of %s: %d images, %d steps of %d images (%.1f epochs), %d process(es), %s, precision %s",
         config.method, config.encoder_settings["variant"], images, config.steps, config.batch_size,

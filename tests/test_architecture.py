@@ -43,4 +43,6 @@ def test_scripts_hide_no_module() -> None:
     dependencies = {name for folder in ORDER for path in (ROOT / folder).rglob("*.py") for name in imported(path)}
     for folder in ("pretrain", "evaluation"):
         names = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()}
-        assert not names & (dependencies | sys.stdlib_module_names | {"evaluate", "datasets", "tests", "launch"}), folder
+        assert not names & (dependencies | sys.stdlib_module_names | {"evaluate", "datasets", "tests", "launch"}), (
+            folder
+        )

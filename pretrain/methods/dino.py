@@ -30,33 +30,33 @@ UNUSED = ("mask_token", "pre_logits", "head", "head_dist")
 class DINOConfig(MultiCropConfig):
     """DINO. What is not set follows from the size of the data, the batch and the length of the run."""
 
-    prototypes: int | None = Field(None, ge=2)
+    prototypes: int | None = Field(default=None, ge=2)
     """outputs K of the head"""
-    hidden_dim: int = Field(2048, ge=1)
+    hidden_dim: int = Field(default=2048, ge=1)
     """width of the head's hidden layers"""
-    bottleneck_dim: int = Field(256, ge=1)
+    bottleneck_dim: int = Field(default=256, ge=1)
     """width before the prototypes"""
-    head_layers: int = Field(3, ge=1)
+    head_layers: int = Field(default=3, ge=1)
     """linear layers of the head before the prototypes"""
     batch_norm: bool = False
     """batch norm in the head, over the batches of all processes"""
     norm_last_layer: bool = True
     """keep the length of every prototype at 1"""
-    freeze_steps: int | None = Field(None, ge=0)
+    freeze_steps: int | None = Field(default=None, ge=0)
     """steps at the start during which the prototypes stand still"""
-    student_temperature: float = Field(0.1, gt=0)
+    student_temperature: float = Field(default=0.1, gt=0)
     """temperature of the student"""
-    teacher_temperature: float | None = Field(None, gt=0)
+    teacher_temperature: float | None = Field(default=None, gt=0)
     """temperature of the teacher after its warm-up"""
-    teacher_temperature_start: float = Field(0.04, gt=0)
+    teacher_temperature_start: float = Field(default=0.04, gt=0)
     """temperature of the teacher at the start"""
-    teacher_temperature_steps: int | None = Field(None, ge=0)
+    teacher_temperature_steps: int | None = Field(default=None, ge=0)
     """steps of the temperature's linear warm-up"""
-    momentum: float | None = Field(None, ge=0, le=1)
+    momentum: float | None = Field(default=None, ge=0, le=1)
     """momentum of the teacher at the start; it rises to 1 by a cosine"""
     centering: Literal["mean", "sinkhorn"] = "mean"
     """how the teacher's output is balanced: by a running mean (DINO) or by Sinkhorn-Knopp (SwAV, 2006.09882)"""
-    center_momentum: float = Field(0.9, ge=0, le=1)
+    center_momentum: float = Field(default=0.9, ge=0, le=1)
     """momentum of the running mean"""
 
 
@@ -139,9 +139,10 @@ class Head(nn.Module):
         widths = [dim] + [config.hidden_dim] * (config.head_layers - 1) + [config.bottleneck_dim]
         layers: list[nn.Module] = []
         for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
-            layers.append(nn.Linear(width_in, width_out))
-            nn.init.trunc_normal_(layers[-1].weight, std=0.02)
-            nn.init.zeros_(layers[-1].bias)
+            linear = nn.Linear(width_in, width_out)
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+            layers.append(linear)
             if i < config.head_layers - 1:
                 layers += [BatchNorm(width_out)] * config.batch_norm + [nn.GELU()]
         self.mlp = nn.Sequential(*layers)

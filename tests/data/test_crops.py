@@ -236,7 +236,9 @@ def test_center_crop_is_resize_and_crop_of_pillow(height, width):
     assert transform.crops == (1,)
     assert crops.photometric == [None]
     expected = whole[:, top : top + 32, left : left + 32]
-    assert (crops.views[0][0].int() - expected.int()).abs().max() <= 1
+    difference = (crops.views[0][0].int() - expected.int()).abs()
+    assert difference.max() <= 2  # one grey level a pass; one pixel off, a tenth of all values would differ by more
+    assert (difference > 1).float().mean() < 1e-3
 
 
 def test_center_crop_of_odd_images():

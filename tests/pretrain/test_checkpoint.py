@@ -18,7 +18,8 @@ from pretrain.checkpoint import CheckpointError, Position
 from pretrain.methods.dino import DINO, DINOConfig, resolve
 from pretrain.optim import OptimConfig, parameter_groups
 
-SETTINGS = {"method": "dino", "encoder": {"variant": "vit_micro", "depth": 1}, "dino": {}}
+SETTINGS = {"method": "dino", "encoder": {"variant": "vit_micro", "depth": 1}, "seed": 0, "batch_size": 4}
+SETTINGS |= {"stream": {}, "shards": "abc"}
 
 
 def make(seed: int = 0):
@@ -98,12 +99,15 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_encoder_is_refused(tmp_path: Path) -> None:
+def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, wrapped, optimizer = make()
     path = checkpoint.save(
         tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
     )
     checkpoint.check_fits(path, SETTINGS)
+    assert "another order" not in caplog.text
+    checkpoint.check_fits(path, SETTINGS | {"shards": "abd", "seed": 1})
+    assert "seed, shards changed since step-00000001: the samples go on in another order" in caplog.text
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
         checkpoint.check_fits(path, SETTINGS | {"encoder": {"variant": "vit_micro", "depth": 2}})
 
