@@ -79,7 +79,7 @@ class RunConfig(Settings):
     dry_run: bool = False
     """print the resolved settings, steps, memory and shards per worker, and stop"""
     init_from: str | None = None
-    """checkpoint whose encoder weights to start from"""
+    """run folder or file of weights, ours or published, that the encoder starts from"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """arithmetic of the forward pass; auto: bf16 where a GPU has it, else fp32"""
     compile: bool = False

@@ -50,6 +50,11 @@ class Recorder:
                 self.tensorboard.add_scalar(name, value, record["step"])
         self.tensorboard.flush()
 
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """Steps and values of all lines so far that have `name`."""
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
     def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
         """`pictures`: name -> (H, W, 3) uint8. To TensorBoard, and to OUTPUT/pictures/NAME.png, the newest of each."""
         folder = self.output / "pictures"

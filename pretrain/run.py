@@ -23,6 +23,7 @@ from data.demo import demo_shards
 from data.loader import training_batches
 from data.settings import SettingsError
 from data.shards import ShardError, ShardList, open_sources
+from evaluation.features import resolve_checkpoint
 from evaluation.processes import EvaluationError
 from evaluation.processes import accelerator as make_accelerator
 from pretrain import checkpoint
@@ -41,10 +42,9 @@ log = logging.getLogger("pretrain")
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 2 the user has something to change."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False, show_time=False)]
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # rich breaks lines at the width of a terminal, which a log file does not have
+    handler = RichHandler(show_path=False, show_time=False) if sys.stderr.isatty() else logging.StreamHandler()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     try:
         pretrain(load(sys.argv[1:] if argv is None else argv))
     except (SettingsError, ShardError, CheckpointError, CollapseError, NonFiniteError, EvaluationError) as error:
@@ -185,8 +185,10 @@ def build_method(config: RunConfig) -> Any:
     try:
         encoder = encoders.build(encoder_settings.pop("variant"), **encoder_settings)
         if config.init_from:
-            log.info("%s", encoders.load_weights(encoder, config.init_from))
-    except ValueError as error:
+            folder = Path(config.init_from).is_dir()
+            source = resolve_checkpoint(config.init_from) if folder else config.init_from
+            log.info("%s", encoders.load_weights(encoder, source))
+    except (ValueError, OSError) as error:
         raise SettingsError(f"encoder: {error}") from error
     assert config.steps is not None
     method = METHODS[config.method](encoder, config.method_config, config.steps)
@@ -258,13 +260,19 @@ def finish_run(run: Run) -> None:
     path = run.output / "encoder.safetensors"
     encoders.save(run.method.trained_encoder(), path)
     run.recorder.close()
-    log.info("encoder: %s", path)
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data, evaluation.val
     if not isinstance(train_shards, str) or not isinstance(val_shards, str):
         train_shards = val_shards = "SHARDS"
-    command = "accelerate launch evaluation/linear_probe.py"
-    log.info("next: %s --checkpoint %s --train '%s' --val '%s'", command, run.output, train_shards, val_shards)
+    scores = run.recorder.values("knn_top1")
+    if scores:
+        before, after = (f"{100 * score:.1f} % after {step} steps" for step, score in (scores[0], scores[-1]))
+        print(f"\n{evaluation.k}-NN accuracy on held-out images: {before}, {after}")
+    print(f"encoder: {path}")
+    print(
+        f"next:    accelerate launch evaluation/linear_probe.py --checkpoint {run.output} "
+        f"--train '{train_shards}' --val '{val_shards}'"
+    )
 
 
 if __name__ == "__main__":
