@@ -143,6 +143,12 @@ def evaluation_batches(
     return Batches(_Stream(batches, _Evaluation(transform, opened, labels)), opened.images, workers)
 
 
+def free_cores(processes: int) -> int:
+    """Loader processes for each of a node's processes: its share of the cores, less one for itself, 1 to 8."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // local - 1))
+
+
 class Batches:
     """Can be iterated again and again; `len` is in batches of this process.
 

@@ -5,14 +5,15 @@ A command declares one pydantic model; every field is a flag (`--section.key val
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 
@@ -34,6 +35,12 @@ class Settings(BaseSettings):
         cli_hide_none_type=True,
     )
 
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # else a variable STEPS or SEED of the shell would be a setting
+
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -49,13 +56,13 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def names(model: type[BaseModel], prefix: str = "", only: type | None = None) -> list[str]:
-    """Dotted names of all settings of a model, or of those of one type."""
+def names(model: type[BaseModel], prefix: str = "", only: Any = None) -> list[str]:
+    """Dotted names of all settings of a model, or of those of one type; `list[str]` finds what may also be a string."""
     found = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found += names(field.annotation, f"{prefix}{name}.", only)
-        elif only is None or field.annotation is only:
+        elif only is None or field.annotation is only or {str, only} <= set(get_args(field.annotation)):
             found.append(prefix + name)
     return found
 
@@ -112,6 +119,29 @@ def _switches(model: type[BaseModel], argv: Sequence[str]) -> list[str]:
     return plain
 
 
+def _lists(model: type[BaseModel], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Settings that are a string or a list of strings, and the other arguments.
+
+    A string stays as it is, so that the commas and braces of `{a,b}-{0..3}.tar` split nothing; a list is the flag
+    again and again, or JSON.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in names(model, only=list[str]):
+        parser.add_argument(f"--{name}", action="append")
+    taken, rest = parser.parse_known_args(argv)
+    found: dict[str, Any] = {}
+    for name, strings in vars(taken).items():
+        try:
+            values = [json.loads(s) if s.startswith(('["', '{"')) else s for s in strings]
+        except json.JSONDecodeError as error:
+            raise SettingsError(f"--{name} is no JSON: {error}") from error
+        value: Any = values[0] if len(values) == 1 else values
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        found = merge(found, value)
+    return found, rest
+
+
 def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str, Any]:
     """What the command line sets, as nested dictionaries. Handles `--help`.
 
@@ -121,12 +151,13 @@ def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str
     parser = _Parser(prog=program, description=model.__doc__, allow_abbrev=False)
     known = names(model)
     try:
-        return CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, argv))()
+        lists, rest = _lists(model, argv)
+        return merge(CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, rest))(), lists)
     except UnreadableValue as error:  # a list or mapping that is not JSON
         raise SettingsError(f"{str(error).splitlines()[0]}: {error.__cause__ or error}") from error
     except SettingsError as error:
         first = next((a for a in str(error).split() if a.startswith("--")), "")
-        unknown = first.lstrip("-").split("=")[0]
+        unknown = first.lstrip("-").rstrip(":").split("=")[0]
         hint = suggestion(unknown, known) if unknown and unknown not in known else ""
         raise SettingsError(f"{error}{hint.replace(chr(39), chr(39) + '--', 1)}") from error
 

@@ -34,8 +34,8 @@ class EmbedSettings(Settings):
     """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
     batch_size: int = Field(256, ge=1)
     """images of one forward pass"""
-    workers: int = Field(4, ge=0)
-    """loader processes"""
+    workers: int | None = Field(None, ge=0)
+    """loader processes of each process; without it, one a free core, at most 8"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """arithmetic of the encoder"""
 

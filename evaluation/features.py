@@ -15,7 +15,7 @@ from torch import Tensor
 import encoders
 from data.augment import finish
 from data.crops import CenterCrop
-from data.loader import Transform, evaluation_batches
+from data.loader import Transform, evaluation_batches, free_cores
 from data.shards import Shards
 from encoders.base import Encoder, Features
 from encoders.images import patch_grids
@@ -123,7 +123,7 @@ def extract(
     image_size: int | None = None,
     resize: int | None = None,
     batch_size: int = 256,
-    workers: int = 0,
+    workers: int | None = None,
     precision: str = "fp32",
     take: Callable[[Encoder, Tensor], Tensor] = pooled,
     transform: Transform | None = None,
@@ -155,7 +155,7 @@ def extract(
         batch_size=batch_size,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        workers=workers,
+        workers=free_cores(accelerator.num_processes) if workers is None else workers,
         labels=labels,
     )
     device = accelerator.device

@@ -75,8 +75,8 @@ class ProbeSettings(Settings):
     """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
     batch_size: int = Field(256, ge=1)
     """images of one forward pass of the encoder in each process"""
-    workers: int = Field(4, ge=0)
-    """loader processes of each process"""
+    workers: int | None = Field(None, ge=0)
+    """loader processes of each process; without it, one a free core, at most 8"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """arithmetic of the encoder"""
     output: str | None = None
@@ -261,8 +261,11 @@ def run(settings: ProbeSettings) -> None:
     }
     path = Path(settings.output) if settings.output else result_path(file, "linear_probe")
     columns = ["blocks", "average_pool", "rate", "holdout_top1", "top1", "top5"]
-    rows = [[row[c] for c in columns] + ["<- chosen" * (row is result["chosen"])] for row in result["all"]]
-    report(path, result, [*columns, ""], rows)
+    rows = [
+        [f"{row[c]:g}" if c == "rate" else row[c] for c in columns] + ["<- chosen" * (row is result["chosen"])]
+        for row in result["all"]
+    ]
+    report(path, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
 
 
 if __name__ == "__main__":

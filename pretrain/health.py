@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from data.settings import Section
+from pretrain.collectives import all_reduce_sum, world_size
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +34,19 @@ class CollapseError(RuntimeError):
 
 @torch.no_grad()
 def effective_rank(features: Tensor) -> float:
-    """Exponential of the entropy of the singular values (RankMe, 2210.02885) of centred features (N, D).
+    """Exponential of the entropy of the singular values (RankMe, 2210.02885) of the centred features of all processes.
 
-    Between 0 (all rows alike) and min(N, D); nan where a feature is not finite.
+    Each gives as many rows, (N, D), and all get the same number: a process that alone stopped the run would leave the
+    others waiting. Between 0 (all rows alike) and the least of rows and D; nan where a feature is not finite.
     """
-    if not features.isfinite().all():
+    rows = len(features) * world_size()
+    mean = all_reduce_sum(features.sum(0, dtype=torch.float64)) / rows  # (D,)
+    centred = features.double() - mean
+    gram = all_reduce_sum(centred.T @ centred)  # (D, D): its eigenvalues are the squares
+    if not gram.isfinite().all():
         return math.nan
-    centred = (features - features.mean(0)).double()
-    values = torch.linalg.svdvals(centred)
-    if values.sum() < 1e-8 * max(features.double().norm().item(), 1e-30):
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    if values.sum() < 1e-6 * max((gram.trace() + rows * mean.square().sum()).sqrt().item(), 1e-30):
         return 0.0
     share = values / values.sum()
     return math.exp(-torch.special.xlogy(share, share).sum().item())

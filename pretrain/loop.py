@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.augment import finish
 from data.batch import Batch
+from evaluation.processes import all_sum
 from pretrain import checkpoint, pictures
 from pretrain.checkpoint import Position
 from pretrain.config import RunConfig
@@ -68,8 +69,8 @@ class Step:
     metrics: dict[str, Tensor]
 
 
-def training_step(run: Run, batches: list[Batch]) -> Step:
-    """One optimizer step over this process's `batches`, one for each accumulated forward pass."""
+def training_step(run: Run, batches: Iterable[Batch]) -> Step:
+    """One optimizer step over this process's `batches`, `config.accumulate` of them, one a forward pass."""
     accelerator, method, step = run.accelerator, run.method, run.position.step
     apply_schedules(run.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
     losses, metrics, norm = [], [], torch.zeros((), device=accelerator.device)
@@ -118,9 +119,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             started = time.perf_counter()
             micro_batches = list(itertools.islice(batches, config.accumulate))
             waited = time.perf_counter() - started
-            micro_batches = [finish(b.to(accelerator.device, non_blocking=True)) for b in micro_batches]
             corrupt += sum(len(b.skipped) for b in micro_batches)
-            result = training_step(run, micro_batches)
+            result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
             window.add(config.batch_size, waited)
             skipped_in_a_row = 0 if result.finite else skipped_in_a_row + 1
             skipped += not result.finite
@@ -129,10 +129,11 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             step = run.position.step
             progress.update(step, result.loss, window.images_per_second, window.data_wait)
             if step % config.record_every == 0 or step == run.steps or _due(config.evaluate_every, step):
-                record = _record(run, result, window) | {"skipped_steps": skipped, "corrupt_images": corrupt}
-                alarm.look(record, method_bound(run.method))
+                record = _record(run, result, window) | {"skipped_steps": skipped}
+                record["corrupt_images"] = int(all_sum(torch.tensor(corrupt), accelerator))
                 _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
+                alarm.look(record, run.method.collapse_bound())
                 window = Window()
             if step % config.checkpoint_every == 0 or step == run.steps:
                 save(run)
@@ -146,12 +147,6 @@ def save(run: Run) -> None:
     )
     if run.accelerator.is_main_process:
         checkpoint.retain(folder, run.config.checkpoint.keep, run.config.checkpoint.keep_every)
-
-
-def method_bound(method: Method) -> float | None:
-    """ln K of a method with prototypes, for the alarm."""
-    bound = getattr(method, "collapse_bound", None)
-    return bound() if bound else None
 
 
 class Window:
@@ -172,6 +167,11 @@ class Window:
     def data_wait(self) -> float:
         """Share of the time spent waiting for the loader, 0 to 1."""
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
+
+
+def _on_device(run: Run, batch: Batch) -> Batch:
+    """A batch of the loader as the network sees it."""
+    return finish(batch.to(run.accelerator.device, non_blocking=True))
 
 
 def _due(every: int | None, step: int) -> bool:
@@ -210,7 +210,7 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
                 log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
         if run.recorder and run.config.evaluation.pictures:
             if batch is not None:
-                shown["crops"] = pictures.crops(batch, run.config.evaluation.pictures)
+                shown["crops"] = pictures.crops(_on_device(run, batch), run.config.evaluation.pictures)
             if run.scorer is not None:
                 encoder, images = run.method.trained_encoder(), run.scorer.held_out
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}

@@ -25,8 +25,8 @@ def state_bytes(method: Method) -> int:
     return sum(t.nbytes for t in everything) + 3 * sum(t.nbytes for t in trained)
 
 
-def activation_bytes(method: Method, config: RunConfig, images: int = 2) -> int:
-    """Bytes that an image keeps for the backward pass, counted over a forward pass on tensors without content."""
+def activation_bytes(method: Method, config: RunConfig, images: int) -> int:
+    """Bytes that a forward pass of `images` keeps for the backward pass, counted on tensors without content."""
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed address would be given out twice
 
@@ -49,14 +49,14 @@ def activation_bytes(method: Method, config: RunConfig, images: int = 2) -> int:
             torch.autocast("cpu", torch.bfloat16, enabled=config.precision != "fp32"),
         ):
             torch.func.functional_call(phantom, state, (batch, 0))
-    return sum(size for address, size in kept.items() if address not in weights) // images
+    return sum(size for address, size in kept.items() if address not in weights)
 
 
 def report(config: RunConfig, method: Method, shards: Any, images: int, processes: int, workers: int) -> None:
     """Print the resolved settings and a table of what the run will do and need."""
     assert config.steps is not None
     each = config.batch_size // processes // config.accumulate
-    activations = activation_bytes(method, config) * each
+    activations = activation_bytes(method, config, each)
     planned = plan(shards, world_size=processes, workers=workers)
     count = sum(source["shards"] for source in planned)
     size = sum(source["bytes"] for source in planned)

@@ -20,25 +20,13 @@ class Recorder:
     """Writes into a run folder; made on the main process only."""
 
     def __init__(self, output: Path, step: int) -> None:
-        """`step`: steps done so far. Lines and events of later steps are removed: the run will write them again."""
+        """`step`: steps done so far. What the run will write again is removed: later steps, all when none is done."""
         self.output = output
-        self.path = output / "metrics.jsonl"
-        self._keep_until(step)
-        self.tensorboard = SummaryWriter(output / "tensorboard", purge_step=step + 1 if step else None)
-
-    def _keep_until(self, step: int) -> None:
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError):
-                break  # a kill may cut the last line short
-        new = self.path.with_suffix(".part")
-        new.write_text("".join(kept))
-        os.replace(new, self.path)
+        self.path, self.skips = output / "metrics.jsonl", output / "skipped.jsonl"
+        for path in (self.path, self.skips):
+            if path.exists():
+                _keep_until(path, step)
+        self.tensorboard = SummaryWriter(output / "tensorboard", purge_step=step + 1 if step else 0)
 
     def scalars(self, record: dict[str, Any]) -> None:
         """One line; `record` holds `step` and numbers. JSON knows no nan: what is not finite is null."""
@@ -65,11 +53,25 @@ class Recorder:
 
     def skipped(self, step: int, reason: str, keys: list[str]) -> None:
         """Name the samples of a batch that gave no finite loss or gradient."""
-        with (self.output / "skipped.jsonl").open("a") as file:
+        with self.skips.open("a") as file:
             file.write(json.dumps({"step": step, "reason": reason, "samples": keys}) + "\n")
 
     def close(self) -> None:
         self.tensorboard.close()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Only the lines up to `step`, and none when that is 0: the line of step 0 is the first that a run writes."""
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if step and json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            break  # a kill may cut the last line short
+    new = path.with_suffix(".part")
+    new.write_text("".join(kept))
+    os.replace(new, path)
 
 
 class Progress:

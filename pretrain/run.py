@@ -1,5 +1,6 @@
 """Pretrain a vision encoder: `accelerate launch pretrain/run.py --method dino --data SHARDS`."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ from rich.logging import RichHandler
 
 import encoders
 from data.demo import demo_shards
-from data.loader import training_batches
+from data.loader import free_cores, training_batches
 from data.settings import SettingsError
 from data.shards import ShardError, ShardList, open_sources
 from evaluation.features import resolve_checkpoint
@@ -50,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     except (SettingsError, ShardError, CheckpointError, CollapseError, NonFiniteError, EvaluationError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"\nrun.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"\nrun.py: {error}. Free some space and continue with --resume", file=sys.stderr)
         return 2
     return 0
 
@@ -200,12 +206,6 @@ def build_method(config: RunConfig) -> Any:
     return method
 
 
-def free_cores(processes: int) -> int:
-    """Loader processes for each of this node's training processes: its share of the cores, less one for itself."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return max(1, min(8, len(os.sched_getaffinity(0)) // local - 1))
-
-
 def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     """The run's folder, and the newest whole checkpoint in it if the run is to go on; writes nothing.
 
@@ -272,6 +272,8 @@ def finish_run(run: Run) -> None:
     print(
         f"next:    accelerate launch evaluation/linear_probe.py --checkpoint {run.output} "
         f"--train '{train_shards}' --val '{val_shards}'"
+        + " --no-augment"
+        * (run.config.data is None)  # a mirrored digit is another one
     )
 
 

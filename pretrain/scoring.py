@@ -43,7 +43,6 @@ class Scorer:
                     accelerator=self.accelerator,
                     image_size=self.image_size,
                     batch_size=self.config.batch_size,
-                    workers=0,
                     progress=False,
                 )
                 for shards in (self.bank, self.val)

@@ -30,6 +30,11 @@ class Method(nn.Module):
         """Prefixes of parameter names, and for how many steps they keep learning rate 0."""
         return {}
 
+    def collapse_bound(self) -> float | None:
+        """Entropy of a teacher that says nothing, in nats; None for methods without one."""
+        return None
+
     def health(self) -> dict[str, Any]:
-        """Numbers about the last forward that are too dear for every step. Called on all processes together."""
+        """Numbers about the last forward that are too dear for every step. Called on all processes together, on
+        which it is the same."""
         return {}

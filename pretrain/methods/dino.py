@@ -204,7 +204,7 @@ class DINO(Method):
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))
         self._sums: tuple[int, Tensor, int] | None = None  # step, sum of teacher logits (K,), their number
-        self._last: tuple[Tensor, Tensor] | None = None  # teacher's pooled features and targets, for health()
+        self._last: tuple[Tensor, Tensor] | None = None  # teacher's pooled features and first prototypes, for health()
         self.train()
 
     @staticmethod
@@ -248,7 +248,7 @@ class DINO(Method):
         # sums of an older step belong to a step that was skipped
         pending = self._sums if self._sums and self._sums[0] == step else (step, torch.zeros_like(self.center), 0)
         self._sums = (step, pending[1] + logits.sum(0), pending[2] + len(logits))
-        self._last = (pooled.float(), target)
+        self._last = (pooled.float(), target.argmax(-1))  # the targets themselves would be held to the next step
         spread = (logits - self.center).std(0).mean() / temperature
         return target.unflatten(0, (crops, -1)), spread
 
@@ -279,8 +279,8 @@ class DINO(Method):
     @torch.no_grad()
     def health(self) -> dict[str, float]:
         assert self._last is not None
-        pooled, target = self._last
-        used = all_reduce_sum(torch.bincount(target.argmax(-1), minlength=self.config.prototypes).float())
+        pooled, first = self._last  # (G * B, D), (G * B,)
+        used = all_reduce_sum(torch.bincount(first, minlength=self.config.prototypes).float())
         return {
             "prototypes_used": int((used > 0).sum()),
             "center_norm": self.center.norm().item(),
@@ -288,5 +288,4 @@ class DINO(Method):
         }
 
     def collapse_bound(self) -> float:
-        """Entropy of a teacher that says nothing, in nats."""
         return math.log(self.config.prototypes)

@@ -5,7 +5,7 @@ import yaml
 from pydantic import BaseModel
 
 from data.settings import SettingsError, names
-from pretrain.config import load, resolve, settings_model, to_yaml
+from pretrain.config import PRESETS, load, resolve, settings_model, to_yaml
 
 SHARDS = ["--data", "somewhere.tar"]
 
@@ -72,6 +72,16 @@ def test_without_data_the_preset_of_the_embedded_data_lies_below(tmp_path: Path)
     other = load(["--encoder", "vit_tiny"])
     assert other.encoder_settings == {"variant": "vit_tiny"}
     assert load(SHARDS).method_config.global_size == 224
+
+
+@pytest.mark.parametrize("file", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_valid(file: Path) -> None:
+    config = resolve(load([*SHARDS, "--config", str(file)]), 1_281_167)
+    assert config.method == "dino"
+    if file.stem == "imagenet_dino_vit_small":  # says in full what follows from the size of ImageNet anyway
+        derived = resolve(load([*SHARDS, "--encoder", "vit_small", "--precision", "bf16"]), 1_281_167)
+        ignored = {"config", "steps", "checkpoint", "checkpoint_every"}
+        assert config.model_dump(exclude=ignored) == derived.model_dump(exclude=ignored)
 
 
 def test_every_setting_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
