@@ -8,7 +8,7 @@ from data.augment import finish
 from data.crops import CenterCrop
 from data.loader import evaluation_batches
 from encoders.base import Encoder
-from evaluation.features import extract
+from evaluation.features import extract, resize_size
 from evaluation.knn import knn_accuracy
 from pretrain.config import EvaluationConfig
 
@@ -26,8 +26,8 @@ class Scorer:
         self.held_out = self._first_images(config.pictures)
 
     def _first_images(self, count: int) -> Tensor:
-        """(count, 3, H, W) normalised: the first held-out images, for pictures."""
-        transform = CenterCrop(self.image_size)
+        """(count, 3, H, W) normalised: the first held-out images as they are scored, for pictures."""
+        transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
         batches = evaluation_batches(self.val, transform, batch_size=max(count, 1), workers=0, labels=False)
         return finish(next(iter(batches)).to(self.accelerator.device)).views[0][:count]
 

@@ -1,0 +1,252 @@
+"""One pretraining run, from settings to a trained, exported and scored encoder."""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    broadcast_object_list,
+)
+
+import encoders
+from data.demo import demo_shards
+from data.loader import free_cores, training_batches
+from data.settings import SettingsError
+from data.shards import ShardList, open_sources
+from evaluation.features import resolve_checkpoint
+from evaluation.processes import accelerator as make_accelerator
+from pretrain import checkpoint
+from pretrain.config import RunConfig, resolve, to_yaml
+from pretrain.loop import Run, train
+from pretrain.methods import METHODS
+from pretrain.optim import parameter_groups
+from pretrain.preflight import report
+from pretrain.record import Recorder
+from pretrain.scoring import Scorer
+
+log = logging.getLogger(__name__)
+
+
+def pretrain(config: RunConfig) -> None:
+    """Run to the end: from settings to a trained, exported and scored encoder."""
+    accelerator = engine(config)
+    if not accelerator.is_main_process:
+        logging.disable(logging.INFO)
+    with accelerator.local_main_process_first():  # the first one fills the caches of indices and of the embedded data
+        shards, config = sources(config)
+        opened, _ = open_sources(shards)
+    images = sum(source.images for source in opened)
+    given, config = config, resolve(config, images)
+    if images < config.batch_size:
+        raise SettingsError(
+            f"{images} images do not fill one batch of {config.batch_size}: lower --batch_size to {images} or less, "
+            "or add images"
+        )
+    check_batch(config, accelerator.num_processes)
+    torch.manual_seed(config.seed)  # the same weights on every process
+    method = build_method(config)
+    workers = config.workers if config.workers is not None else free_cores(accelerator.num_processes)
+    output, newest = run_folder(config)
+    settings = config.model_dump(mode="json") | {"shards": fingerprint(opened)}
+    if newest:
+        checkpoint.check_fits(newest, settings)
+    if config.dry_run:
+        report(config, method, shards, images, accelerator.num_processes, workers)
+        return
+    accelerator.wait_for_everyone()  # nobody writes before all have looked
+    output.mkdir(parents=True, exist_ok=True)
+    method.to(accelerator.device)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(method, method.frozen()), lr=0.0, betas=config.optim.betas or (0.9, 0.999)
+    )
+    wrapped, optimizer = accelerator.prepare(method, optimizer)
+    torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
+    run = Run(config, output, accelerator, method, wrapped, optimizer, None, None, settings)
+    if newest:
+        run.position = checkpoint.restore(newest, accelerator, wrapped, optimizer)
+        log.info("resumed from %s", newest)
+    run.scorer = scorer(config, shards, accelerator)
+    if accelerator.is_main_process:
+        (output / "config.yaml").write_text(to_yaml(config))
+        run.recorder = Recorder(output, run.position.step)
+        announce(given, config, images, accelerator)
+    batches = training_batches(
+        shards,
+        METHODS[config.method].transform(config.method_config),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        workers=workers,
+        first_step=run.position.step,
+        steps=run.steps,
+        accumulation=config.accumulate,
+        block=config.stream.block,
+        window=config.stream.window,
+    )
+    train(run, iter(batches))
+    finish_run(run)
+
+
+def engine(config: RunConfig) -> Accelerator:
+    """accelerate, set up for this run.
+
+    Raises:
+        SettingsError: a precision or an engine that is not there.
+    """
+    precision = config.precision
+    if precision == "auto":
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if precision == "no" and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+            precision = "bf16"
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise SettingsError("precision fp16 needs a CUDA device: use bf16 or fp32 on this machine")
+    accelerator = make_accelerator(
+        mixed_precision={"fp32": "no"}.get(precision, precision),
+        # the loader is not prepared, so its end must not trigger a step of its own
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.accumulate, sync_with_dataloader=False
+        ),
+    )
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        raise SettingsError(
+            f"{accelerator.distributed_type} is not supported yet: launch with one process or --multi_gpu (DDP)"
+        )
+    return accelerator
+
+
+def sources(config: RunConfig) -> tuple[Any, RunConfig]:
+    """The SHARDS to train on, and the settings with the embedded data's evaluation shards where no data is given."""
+    if config.data is not None:
+        return config.data, config
+    train_shards, val_shards = demo_shards()
+    evaluation = config.evaluation.model_copy(
+        update={"train": config.evaluation.train or train_shards, "val": config.evaluation.val or val_shards}
+    )
+    return train_shards, config.model_copy(update={"evaluation": evaluation})
+
+
+def fingerprint(opened: list[ShardList]) -> str:
+    """Changes with the names, the sizes and the order of the shards: what the order of the samples follows from."""
+    counts = [
+        [Path(shard.path).name, int(n)]
+        for source in opened
+        for shard, n in zip(source.shards, source.counts, strict=True)
+    ]
+    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
+
+
+def check_batch(config: RunConfig, processes: int) -> None:
+    """Refuse a batch that processes and accumulated passes cannot share equally.
+
+    Raises:
+        SettingsError: names the nearest sizes that work.
+    """
+    share = processes * config.accumulate
+    if config.batch_size % share:
+        low = config.batch_size // share * share
+        sizes = f"{low} or {low + share}" if low else str(share)
+        raise SettingsError(
+            f"--batch_size {config.batch_size} does not divide by {processes} processes x {config.accumulate} "
+            f"accumulated passes: use {sizes}"
+        )
+
+
+def build_method(config: RunConfig) -> Any:
+    """The method with its encoder, as the settings say; equal on all processes for the same seed."""
+    encoder_settings = config.encoder_settings
+    try:
+        encoder = encoders.build(encoder_settings.pop("variant"), **encoder_settings)
+        if config.init_from:
+            folder = Path(config.init_from).is_dir()
+            source = resolve_checkpoint(config.init_from) if folder else config.init_from
+            log.info("%s", encoders.load_weights(encoder, source))
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"encoder: {error}") from error
+    assert config.steps is not None
+    method = METHODS[config.method](encoder, config.method_config, config.steps)
+    if config.compile:
+        for part in method.modules():
+            if isinstance(part, encoders.Encoder):
+                for block in part.blocks:
+                    block.compile()
+    return method
+
+
+def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
+    """The run's folder, and the newest whole checkpoint in it if the run is to go on; writes nothing.
+
+    Raises:
+        SettingsError: the folder holds another run, or `--resume` without `--output`.
+    """
+    if config.resume and not config.output:
+        raise SettingsError("--resume needs --output FOLDER: the run to continue")
+    name = f"{config.method}-{config.encoder_settings['variant']}-{time.strftime('%Y%m%d-%H%M%S')}"
+    (name,) = broadcast_object_list([config.output or str(Path("runs") / name)])
+    output = Path(name)
+    found = checkpoint.whole(output / "checkpoints")
+    holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
+    if holds_run and not config.resume:
+        raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")
+    if config.resume and not found:
+        log.info("%s has no checkpoint yet: starting from the beginning", output)
+    return output, found[-1] if found else None
+
+
+def scorer(config: RunConfig, shards: Any, accelerator: Accelerator) -> Scorer | None:
+    """The k-NN inside the run, or None where there is nothing to score on."""
+    if config.evaluation.val is None:
+        return None
+    bank = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
+    return Scorer(config.evaluation, bank, config.method_config.global_size, accelerator)
+
+
+def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Accelerator) -> None:
+    """Say what the run is, and which values were derived."""
+    derived = [
+        f"{section}.{name} {value}"
+        for section in ("optim", config.method)
+        for name, value in getattr(config, section)
+        if getattr(getattr(given, section), name) is None and value is not None
+    ]
+    assert config.steps is not None
+    log.info(
+        "%s of %s: %d images, %d steps of %d images (%.1f epochs), %d process(es), %s, precision %s",
+        config.method, config.encoder_settings["variant"], images, config.steps, config.batch_size,
+        config.steps * config.batch_size / images, accelerator.num_processes, accelerator.device,
+        accelerator.mixed_precision,
+    )  # fmt: skip
+    log.info("derived from data, batch and length: %s", ", ".join(derived))
+
+
+def finish_run(run: Run) -> None:
+    """Export the encoder and say what to do with it."""
+    run.accelerator.wait_for_everyone()
+    if run.recorder is None:
+        return
+    path = run.output / "encoder.safetensors"
+    encoders.save(run.method.trained_encoder(), path)
+    run.recorder.close()
+    evaluation = run.config.evaluation
+    train_shards, val_shards = evaluation.train or run.config.data, evaluation.val
+    if not isinstance(train_shards, str) or not isinstance(val_shards, str):
+        train_shards = val_shards = "SHARDS"
+    scores = run.recorder.values("knn_top1")
+    if scores:
+        before, after = (f"{100 * score:.1f} % after {step} steps" for step, score in (scores[0], scores[-1]))
+        print(f"\n{evaluation.k}-NN accuracy on held-out images: {before}, {after}")
+    print(f"encoder: {path}")
+    print(
+        f"next:    accelerate launch evaluation/linear_probe.py --checkpoint {run.output} "
+        f"--train '{train_shards}' --val '{val_shards}'"
+        + " --no-augment"
+        * (run.config.data is None)  # a mirrored digit is another one
+    )

@@ -1,0 +1,341 @@
+"""The training step and the loop around it, with methods small enough to be followed by hand."""
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+
+import encoders
+from data.batch import Batch
+from pretrain import checkpoint, ema
+from pretrain.config import RunConfig, load, resolve
+from pretrain.health import CollapseError, effective_rank
+from pretrain.loop import NonFiniteError, Run, train, training_step
+from pretrain.methods.base import Method
+from pretrain.methods.dino import DINO
+from pretrain.optim import parameter_groups
+from pretrain.record import Recorder
+from pretrain.run import engine
+
+MOMENTUM = 0.9
+
+
+@pytest.fixture(autouse=True)
+def fresh_engine() -> Iterator[None]:
+    """accelerate keeps its settings for the whole process: each test begins without any."""
+    for state in (AcceleratorState, GradientState):
+        state._reset_state(*([True] if state is AcceleratorState else []))
+    yield
+    for state in (AcceleratorState, GradientState):
+        state._reset_state(*([True] if state is AcceleratorState else []))
+
+
+class Root(torch.autograd.Function):
+    """0 for every x, with a gradient that is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return torch.tensor([torch.inf, 1.0, 1.0])
+
+
+class Quadratic(Method):
+    """Mean of (student(x) - 1)^2, with a teacher; a batch with the key `bad` has a gradient that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(3, 2)
+        with torch.no_grad():  # numbers whose sums and products float32 holds exactly
+            self.student.weight.copy_(torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.75, -0.5]]))
+            self.student.bias.copy_(torch.tensor([0.25, -1.0]))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.steps_after: list[int] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.student(batch.views[0].flatten(1))
+        self.dtypes.add(y.dtype)
+        loss = (y.float() - 1).square().mean()
+        if "bad" in batch.keys:
+            loss = loss + Root.apply(self.student.weight[0])
+        return loss, {"output": y.detach().float().mean()}
+
+    def after_step(self, step: int) -> None:
+        self.steps_after.append(step)
+        ema.update(self.teacher.parameters(), self.student.parameters(), MOMENTUM)
+
+    def trained_parts(self) -> list[nn.Module]:
+        return [self.student]
+
+
+def settings(*arguments: str) -> RunConfig:
+    """Resolved settings of a run of 8 steps of 8 images."""
+    tiny = (
+        "--data x.tar --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.global_size 16 "
+        "--dino.local_size 8 --dino.local_crops 1 --dino.hidden_dim 16 --dino.bottleneck_dim 8 --dino.prototypes 32 "
+        "--dino.freeze_steps 0 --dino.momentum 0.9 --steps 8 --batch_size 8 --optim.lr 0.5 --optim.warmup_steps 0 "
+        "--evaluation.pictures 0 --record_every 1 --checkpoint_every 100 --precision fp32"
+    )
+    return resolve(load([*tiny.split(), *arguments]), 1000)
+
+
+def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
+    accelerator = engine(config)
+    optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0)
+    wrapped, optimizer = accelerator.prepare(method, optimizer)
+    return Run(config, output, accelerator, method, wrapped, optimizer, None, None, config.model_dump(mode="json"))
+
+
+def integers(images: int, seed: int = 0, keys: list[str] | None = None) -> Batch:
+    x = torch.randint(-4, 5, (images, 3, 1, 1), generator=torch.Generator().manual_seed(seed)).float()
+    return Batch([x], (1,), keys or [])
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    return [Batch([view], batch.crops) for view in batch.views[0].chunk(parts)]
+
+
+def state(method: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in method.state_dict().items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("clip_by", ["tensor", "global"])
+def test_accumulation_equals_one_big_batch_exactly(clip_by: str) -> None:
+    limit = ["--optim.clip", "1", "--optim.clip_by", clip_by]
+    whole = make(Quadratic(), settings(*limit))
+    parts = make(Quadratic(), settings("--accumulate", "4", *limit))
+    start = state(whole.method)
+    for step in range(3):
+        results = []
+        for run, n in ((whole, 1), (parts, 4)):
+            GradientState().plugin_kwargs["num_steps"] = n  # accelerate shares it between the two
+            results.append(training_step(run, iter(split(integers(8, step), n))))
+        a, b = results
+        assert a.finite
+        assert b.finite
+        if step == 0:  # later the weights are no round numbers any more
+            assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+            assert torch.equal(a.metrics["output"], b.metrics["output"])
+            assert equal(state(whole.method), state(parts.method))
+            assert not torch.equal(state(whole.method)["student.weight"], start["student.weight"])
+            assert a.grad_norm > 1  # clipping was at work
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-6)
+    for p, q in zip(whole.method.parameters(), parts.method.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert parts.method.steps_after == [0, 1, 2]  # pyright: ignore
+    assert (parts.position.step, parts.position.images) == (3, 24)
+
+
+def test_a_step_is_adamw_then_the_teacher() -> None:
+    run = make(Quadratic(), settings("--optim.clip", "0", "--optim.weight_decay", "0.1"))
+    twin = Quadratic()
+    teacher = [p.double() for p in twin.teacher.parameters()]
+    step_size = 0.5 * 8 / 256
+    oracle = torch.optim.AdamW(
+        [{"params": [twin.student.weight], "weight_decay": 0.1}, {"params": [twin.student.bias], "weight_decay": 0.0}],
+        lr=step_size,
+    )
+    for step in range(3):
+        oracle.param_groups[0]["lr"] = oracle.param_groups[1]["lr"] = run.config.optim.min_lr + (
+            step_size - (run.config.optim.min_lr or 0)
+        ) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 8, dtype=torch.float64))).item()  # fmt: skip
+        decay = torch.cos(torch.tensor(torch.pi * step / 8, dtype=torch.float64)).item()
+        end = run.config.optim.weight_decay_end or 0
+        oracle.param_groups[0]["weight_decay"] = end + (0.1 - end) * 0.5 * (1 + decay)
+        oracle.zero_grad()
+        twin(integers(8, step), step)[0].backward()
+        oracle.step()
+        teacher = [
+            MOMENTUM * t + (1 - MOMENTUM) * s.detach().double()
+            for t, s in zip(teacher, twin.student.parameters(), strict=True)
+        ]
+        training_step(run, [integers(8, step)])
+    ours: Quadratic = run.method  # pyright: ignore
+    for p, q in zip(ours.student.parameters(), twin.student.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    for p, t in zip(ours.teacher.parameters(), teacher, strict=True):
+        torch.testing.assert_close(p.double(), t, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_teacher_and_moments_stay_float32(precision: str, dtype: torch.dtype) -> None:
+    run = make(Quadratic(), settings("--precision", precision))
+    method: Quadratic = run.method  # pyright: ignore
+    for step in range(2):
+        before = [t.double() for t in method.teacher.parameters()]
+        result = training_step(run, [integers(8, step)])
+        assert result.finite
+        for t, old, s in zip(method.teacher.parameters(), before, method.student.parameters(), strict=True):
+            torch.testing.assert_close(t.double(), MOMENTUM * old + (1 - MOMENTUM) * s.double(), rtol=1e-6, atol=1e-7)
+    assert method.dtypes == {dtype}
+    moments = [value for held in run.optimizer.state.values() for value in held.values()]
+    assert {t.dtype for t in [*method.parameters(), *moments]} == {torch.float32}
+
+
+@pytest.mark.parametrize("poison", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
+    run, twin = make(Quadratic(), settings()), make(Quadratic(), settings())
+    bad = integers(8, 5, keys=["bad"])
+    if poison == "loss":
+        bad = Batch([torch.full_like(bad.views[0], torch.nan)], (1,))
+    for other in (run, twin):
+        training_step(other, [integers(8, 0)])
+    before, moments = state(run.method), copy.deepcopy(run.optimizer.state_dict()["state"])
+    result = training_step(run, [bad])
+    assert not result.finite
+    assert (result.loss == result.loss) == (poison == "gradient")  # a finite loss is reported as it is
+    assert not torch.tensor(result.grad_norm).isfinite()
+    assert equal(state(run.method), before)
+    after = run.optimizer.state_dict()["state"]
+    assert all(torch.equal(after[i][name], moments[i][name]) for i in moments for name in moments[i])
+    twin.position.step = run.position.step  # the schedules went on
+    assert run.position.step == 2
+    for other in (run, twin):
+        assert training_step(other, [integers(8, 1)]).finite
+    assert equal(state(run.method), state(twin.method))
+    assert run.method.steps_after == [0, 2]  # pyright: ignore
+
+
+def test_loss_scaling_changes_nothing_but_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16's way through the step, with the scaler of the CPU in place of CUDA's."""
+    plain = make(Quadratic(), settings("--accumulate", "2"))
+    scaled = make(Quadratic(), settings("--accumulate", "2"))
+    accelerator = scaled.accelerator
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    accelerator.native_amp = True
+    monkeypatch.setattr(type(accelerator), "mixed_precision", "fp16")
+    accelerator._optimizers.clear()
+    scaled.optimizer = accelerator.prepare_optimizer(scaled.optimizer.optimizer)  # pyright: ignore
+    for step in range(4):
+        halves = split(integers(8, step), 2)
+        if step == 2:
+            halves[1].keys.append("bad")
+        results = [training_step(run, iter(halves)) for run in (plain, scaled)]
+        assert [r.finite for r in results] == [step != 2] * 2
+        assert results[0].loss == results[1].loss
+        assert accelerator.scaler.get_scale() == (1024.0 if step < 2 else 512.0)
+        if step != 2:
+            assert results[0].grad_norm == results[1].grad_norm
+    assert equal(state(plain.method), state(scaled.method))
+
+
+class Faulty(DINO):
+    """DINO whose loss is nan for a batch with a key in `nan`, and which says `claims` of itself."""
+
+    def __init__(self, config: RunConfig, claims: dict[str, float] | None = None) -> None:
+        torch.manual_seed(0)
+        chosen: dict[str, Any] = dict(config.encoder_settings)
+        super().__init__(encoders.build(chosen.pop("variant"), **chosen), config.method_config, config.steps or 0)
+        self.claims = claims or {}
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super().forward(batch, step)
+        if any(key.endswith("nan") for key in batch.keys):
+            loss = loss * torch.nan
+        if "loss" in self.claims:
+            loss = loss * 0 + self.claims["loss"]
+        return loss, metrics | {name: torch.tensor(v) for name, v in self.claims.items() if name != "loss"}
+
+
+def raw(step: int, rank: int, images: int, key: str = "fine", skipped: int = 0) -> Batch:
+    """A batch as the loader gives it."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    views = [torch.randint(0, 256, (n * images, 3, s, s), dtype=torch.uint8, generator=generator)
+             for n, s in ((2, 16), (1, 8))]  # fmt: skip
+    return Batch(views, (2, 1), [f"{rank}-{step}-{i}-{key}" for i in range(images)], skipped=["x"] * skipped)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_alarm_is_consulted_and_its_record_is_kept(tmp_path: Path) -> None:
+    config = settings("--health.on_collapse", "stop", "--health.grace", "0", "--health.patience", "3")
+    bound = torch.log(torch.tensor(32.0)).item()
+    run = make(Faulty(config, {"loss": bound, "teacher_entropy": bound}), config, tmp_path)
+    run.recorder = Recorder(tmp_path, 0)
+    with pytest.raises(CollapseError, match=r"at step 3: .* near ln K"):
+        train(run, (raw(step, 0, 8) for step in range(8)))
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    config = settings("--optim.nonfinite_limit", "2")
+    run = make(Faulty(config), config, tmp_path)
+    run.recorder = Recorder(tmp_path, 0)
+    bad = (0, 2, 4, 5)
+    with pytest.raises(NonFiniteError, match="2 steps in a row up to step 6"):
+        train(run, (raw(step, 0, 8, "nan" if step in bad else "fine") for step in range(8)))
+    assert [line["step"] for line in lines(tmp_path / "skipped.jsonl")] == [step + 1 for step in bad]
+    recorded = lines(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["skipped_steps"], line["loss"] is None) for line in recorded] == [
+        (1, 1, True), (2, 1, False), (3, 2, True), (4, 2, False), (5, 3, True),
+    ]  # fmt: skip
+
+
+def _process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    config = settings("--steps", "3", "--accumulate", "2")
+    run = make(Faulty(config), config, Path(folder))
+    if rank == 0:
+        run.recorder = Recorder(run.output, 0)
+    snapshots = []
+
+    def batches() -> Iterator[Batch]:
+        for step in range(3):
+            moments = run.optimizer.state_dict()["state"]
+            snapshots.append((state(run.method), copy.deepcopy(moments)))
+            for micro in range(2):  # one pass of one process is broken
+                broken = (step, micro, rank) == (1, 0, 1)
+                yield raw(step, 2 * micro + rank, 2, "nan" if broken else "fine", skipped=rank)
+
+    train(run, batches())
+    features = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)) * torch.tensor([9.0, 3, 1, 1, 0.1]) + 2
+    rank_of_all = effective_rank(features.chunk(2)[rank])
+    torch.save((snapshots, state(run.method), rank_of_all), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_port: int) -> None:
+    mp.spawn(_process, (free_port, str(tmp_path)), nprocs=2)
+    (snapshots, last, rank_of_all), (others, other_last, other_rank) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
+    (start, _), (before, moments), (after, moments_after) = snapshots
+    for name in ("student.head.last_layer.weight_v", "teacher.head.last_layer.weight_v", "center"):
+        assert not torch.equal(start[name], before[name]), name  # step 1 moved
+        assert not torch.equal(after[name], last[name]), name  # and step 3
+    assert equal(before, after)
+    assert all(torch.equal(moments[i][name], moments_after[i][name]) for i in moments for name in moments[i])
+    assert all(equal(a[0], b[0]) for a, b in zip(snapshots, others, strict=True))
+    assert equal(last, other_last)
+    (skip,) = lines(tmp_path / "skipped.jsonl")
+    expected = {f"{r}-1-{i}-{'nan' if r == 1 else 'fine'}" for r in range(4) for i in range(2)}
+    assert (skip["step"], set(skip["samples"]), len(skip["samples"])) == (2, expected, 8)
+    recorded = lines(tmp_path / "metrics.jsonl")
+    assert [line["corrupt_images"] for line in recorded] == [2, 4, 6]  # those of both
+    assert [line["skipped_steps"] for line in recorded] == [0, 1, 1]
+    assert checkpoint.whole(tmp_path / "checkpoints")[-1].name == "step-00000003"
+    features = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)) * torch.tensor([9.0, 3, 1, 1, 0.1]) + 2
+    values = torch.linalg.svdvals((features - features.mean(0)).double())
+    share = values / values.sum()
+    assert rank_of_all == other_rank == pytest.approx((-(share * share.log()).sum()).exp().item(), rel=1e-6)

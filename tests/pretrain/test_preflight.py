@@ -1,0 +1,107 @@
+"""What a dry run says against counts by hand and a real forward pass."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import encoders
+from data.batch import Batch
+from pretrain.config import RunConfig, load, resolve
+from pretrain.methods.base import Method
+from pretrain.methods.dino import DINO
+from pretrain.preflight import activation_bytes, report, state_bytes
+from tests.evaluation.conftest import write_shard
+
+WIDTH, HIDDEN = 3 * 16 * 16, 32
+
+
+class TwoLayers(Method):
+    """Two linear layers over the 16-pixel global crops, a frozen copy of the second, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+        self.teacher = nn.Linear(HIDDEN, 1).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(7))
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.student(batch.views[0].flatten(1)).float().mean(), {}
+
+
+def settings(*arguments: str) -> RunConfig:
+    tiny = (
+        "--data x.tar --encoder vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2 --dino.global_size 16 "
+        "--dino.local_size 8 --dino.local_crops 3 --dino.hidden_dim 32 --dino.bottleneck_dim 16 --dino.prototypes 64 "
+        "--steps 8 --batch_size 8"
+    )
+    return resolve(load([*tiny.split(), *arguments]), 1000)
+
+
+def dino(config: RunConfig) -> DINO:
+    chosen: dict[str, Any] = dict(config.encoder_settings)
+    return DINO(encoders.build(chosen.pop("variant"), **chosen), config.method_config, config.steps or 0)
+
+
+def test_state_is_weights_gradients_and_two_moments() -> None:
+    trained = WIDTH * HIDDEN + HIDDEN + HIDDEN + 1
+    assert state_bytes(TwoLayers()) == 4 * (4 * trained + (HIDDEN + 1) + 7)
+
+
+@pytest.mark.parametrize("images", [1, 5])
+def test_activations_of_two_layers_counted_by_hand(images: int) -> None:
+    crops = 2 * images
+    kept = activation_bytes(TwoLayers(), settings("--precision", "fp32"), images)
+    assert kept == 4 * crops * (WIDTH + HIDDEN)  # each layer's input
+    kept = activation_bytes(TwoLayers(), settings("--precision", "bf16"), images)
+    assert kept == 2 * crops * (WIDTH + HIDDEN) + 2 * HIDDEN  # a weight's bfloat16 copy is there once, for any batch
+
+
+def test_activations_equal_those_of_a_real_forward_pass() -> None:
+    config = settings("--precision", "fp32", "--encoder.drop_path", "0")
+    method = dino(config)
+    weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
+    kept: dict[int, Tensor] = {}  # alive, so that no address comes twice
+
+    def count(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = Batch([torch.randn(2 * 4, 3, 16, 16), torch.randn(3 * 4, 3, 8, 8)], (2, 3))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        method(batch, 0)
+    real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
+    fresh = dino(config)
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    assert activation_bytes(fresh, config, 4) == pytest.approx(real, rel=0.02)
+    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
+    assert fresh._last is None
+    recomputed = settings("--precision", "fp32", "--encoder.drop_path", "0", "--encoder.checkpoint_activations", "true")
+    assert activation_bytes(dino(recomputed), recomputed, 4) < 0.7 * real
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    for name, count in (("a", 30), ("b", 20)):
+        write_shard(tmp_path / f"{name}.tar", np.zeros((count, 16, 16, 3), np.uint8), None)
+    config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
+    method = dino(config)
+    report(config, method, str(tmp_path / "*.tar"), 50, 2, 3)
+    said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
+    trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
+    for part in (
+        f"trained parameters {trained:,}",
+        "optimizer steps 8 of 8 images",
+        "images 50 in 2 shards",
+        "epochs 1.3",
+        "processes x loader workers 2 x 3",
+        "images a process holds at once 2",
+        "checkpoints 3, the newest 1 stay",
+        "prototypes: 64",
+    ):
+        assert part in said, part
