@@ -120,6 +120,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             micro_batches = list(itertools.islice(batches, config.accumulate))
             waited = time.perf_counter() - started
             corrupt += sum(len(b.skipped) for b in micro_batches)
+            if run.recorder and run.position.step == 0:  # at once: a wrong augmentation is seen before it has cost a day
+                run.recorder.pictures({"crops": pictures.crops(micro_batches[0])}, 0)
             result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
             window.add(config.batch_size, waited)
             skipped_in_a_row = 0 if result.finite else skipped_in_a_row + 1

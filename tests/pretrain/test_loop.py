@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,12 @@ from data.batch import Batch
 from pretrain import checkpoint, ema
 from pretrain.config import RunConfig, load, resolve
 from pretrain.health import CollapseError, effective_rank
+from pretrain.job import engine
 from pretrain.loop import NonFiniteError, Run, train, training_step
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.optim import parameter_groups
 from pretrain.record import Recorder
-from pretrain.run import engine
 
 MOMENTUM = 0.9
 
@@ -150,13 +151,12 @@ def test_a_step_is_adamw_then_the_teacher() -> None:
         [{"params": [twin.student.weight], "weight_decay": 0.1}, {"params": [twin.student.bias], "weight_decay": 0.0}],
         lr=step_size,
     )
+    lr_end, decay_end = run.config.optim.min_lr or 0, run.config.optim.weight_decay_end or 0
     for step in range(3):
-        oracle.param_groups[0]["lr"] = oracle.param_groups[1]["lr"] = run.config.optim.min_lr + (
-            step_size - (run.config.optim.min_lr or 0)
-        ) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 8, dtype=torch.float64))).item()  # fmt: skip
-        decay = torch.cos(torch.tensor(torch.pi * step / 8, dtype=torch.float64)).item()
-        end = run.config.optim.weight_decay_end or 0
-        oracle.param_groups[0]["weight_decay"] = end + (0.1 - end) * 0.5 * (1 + decay)
+        share = 0.5 * (1 + math.cos(math.pi * step / 8))
+        for group in oracle.param_groups:
+            group["lr"] = lr_end + (step_size - lr_end) * share
+        oracle.param_groups[0]["weight_decay"] = decay_end + (0.1 - decay_end) * share
         oracle.zero_grad()
         twin(integers(8, step), step)[0].backward()
         oracle.step()
@@ -266,7 +266,7 @@ def lines(path: Path) -> list[dict]:
 
 def test_the_alarm_is_consulted_and_its_record_is_kept(tmp_path: Path) -> None:
     config = settings("--health.on_collapse", "stop", "--health.grace", "0", "--health.patience", "3")
-    bound = torch.log(torch.tensor(32.0)).item()
+    bound = math.log(32)
     run = make(Faulty(config, {"loss": bound, "teacher_entropy": bound}), config, tmp_path)
     run.recorder = Recorder(tmp_path, 0)
     with pytest.raises(CollapseError, match=r"at step 3: .* near ln K"):
@@ -316,7 +316,7 @@ def _process(rank: int, port: int, folder: str) -> None:
 
 
 def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_port: int) -> None:
-    mp.spawn(_process, (free_port, str(tmp_path)), nprocs=2)
+    mp.spawn(_process, (free_port, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
     (snapshots, last, rank_of_all), (others, other_last, other_rank) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )

@@ -90,7 +90,7 @@ def test_pca_shows_the_components_of_all_images_together() -> None:
     assert picture.shape == (2 * (8 + GAP), 3 * (8 + GAP), 3)
     flat = tokens.flatten(0, 1).double().numpy()
     fitted = PCA(3).fit(flat)
-    signs = np.sign(np.take_along_axis(fitted.components_, np.abs(fitted.components_).argmax(1)[:, None], axis=1))[:, 0]
+    signs = [np.sign(component[np.abs(component).argmax()]) for component in np.asarray(fitted.components_)]
     projected = fitted.transform(flat) * signs
     low, high = np.quantile(projected, 0.02, axis=0), np.quantile(projected, 0.98, axis=0)
     colours = np.clip((projected - low) / (high - low), 0, 1) * 255
