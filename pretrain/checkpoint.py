@@ -19,7 +19,7 @@ import random
 import re
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -45,12 +46,20 @@ class CheckpointError(RuntimeError):
 
 @dataclass
 class Position:
-    """How far a run is."""
+    """How far a run is, and what it remembers on the way."""
 
     step: int = 0
     """optimizer steps done, skipped ones included"""
     images: int = 0
     """images seen over all processes"""
+    skipped_steps: int = 0
+    """steps whose loss or gradient was not finite"""
+    skipped_in_a_row: int = 0
+    """those of them since the last good step"""
+    corrupt_images: int = 0
+    """images that were replaced, over all processes"""
+    alarm: dict[str, Any] = field(default_factory=dict)
+    """the memory of the collapse alarm"""
 
 
 def whole(folder: Path) -> list[Path]:
@@ -80,37 +89,38 @@ def save(
     model_state, optimizer_state = get_state_dict(wrapped, optimizer)
     needed = sum(t.numel() * t.element_size() for t in _tensors([model_state, optimizer_state]))
     problem = ""
-    if accelerator.is_main_process:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            problem = f"the disk of {folder} has {free / 1e9:.2f} GB free"
-    accelerator.wait_for_everyone()
     try:
-        if not problem:
-            state_dict_saver.save(
-                {"method": model_state, "optimizer": optimizer_state},
-                checkpoint_id=part,
-                no_dist=not dist.is_initialized(),
-            )
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                problem = f"the disk of {folder} has {free / 1e9:.2f} GB free"
+    except OSError as error:
+        problem = _first_line(error)
+    problems = gather_object([problem])  # all must know before the first collective of the save
+    if not any(problems):
+        try:
+            state = {"method": model_state, "optimizer": optimizer_state}
+            state_dict_saver.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
             torch.save(_random_states(), part / f"random-{accelerator.process_index:05d}.pt")
             if accelerator.is_main_process:
                 encoders.save(encoder, part / "encoder.safetensors")
                 (part / "trainer.json").write_text(json.dumps(_trainer(accelerator, position, settings), indent=1))
-    except (Exception, CheckpointException) as error:  # the latter, around what the disk says, is no Exception
-        problem = problem or f"{type(error).__name__}: {_first_line(error)}"
-    if _any(accelerator, bool(problem)):
+                _sync(part)
+        except (Exception, CheckpointException) as error:  # the latter, around what the disk says, is no Exception
+            problem = f"{type(error).__name__}: {_first_line(error)}"
+        problems = gather_object([problem])
+    if any(problems):
         if accelerator.is_main_process:
             shutil.rmtree(part, ignore_errors=True)
         latest = [p.name for p in whole(folder)][-1:]
         raise CheckpointError(
-            f"could not save {final}: {problem or 'another process failed'}. A checkpoint of this run needs "
+            f"could not save {final}: {next(filter(None, problems))}. A checkpoint of this run needs "
             f"{needed / 1e9:.2f} GB; free that much and continue with --resume from "
             + (f"{latest[0]}, which is whole." if latest else "the beginning.")
         )
     if accelerator.is_main_process:
-        _sync(part)
         os.rename(part, final)
         _link(folder / "latest", final.name)
         _sync(folder, files=False)
@@ -119,18 +129,21 @@ def save(
 
 
 def retain(folder: Path, keep: int, keep_every: int | None) -> None:
-    """Remove what a kill left half written, and old checkpoints.
+    """Remove what a kill left half written, and old checkpoints. What cannot be removed stays, with a warning.
 
     Those stay that are among the `keep` newest or at a multiple of `keep_every` steps.
     """
-    for part in folder.glob(".step-*.part"):
-        shutil.rmtree(part, ignore_errors=True)
-    for old in whole(folder)[:-keep]:
-        if not (keep_every and int(old.name[5:]) % keep_every == 0):
-            # renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name
-            gone = folder / f".{old.name}.part"
-            os.rename(old, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    try:
+        for part in folder.glob(".step-*.part"):
+            shutil.rmtree(part)
+        for old in whole(folder)[:-keep]:
+            if not (keep_every and int(old.name[5:]) % keep_every == 0):
+                # renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name
+                gone = folder / f".{old.name}.part"
+                os.rename(old, gone)
+                shutil.rmtree(gone)
+    except OSError as error:
+        log.warning("could not remove an old checkpoint: %s", error)
 
 
 def restore(
@@ -138,17 +151,25 @@ def restore(
 ) -> Position:
     """Load a checkpoint into the method and the optimizer, and set the random states; on all processes together.
 
+    Returns where the run was.
+
     Raises:
         CheckpointError: it belongs to another method or encoder.
     """
     trainer = json.loads((path / "trainer.json").read_text())
+    if accelerator.is_main_process:  # a kill may have come between the rename and the link
+        _link(path.parent / "latest", path.name)
     model_state, optimizer_state = get_state_dict(wrapped, optimizer)
     try:
         state = {"method": model_state, "optimizer": optimizer_state}
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{path} does not fit this run or is damaged: {_first_line(error)}") from error
+    # what the checkpoint's groups say of themselves gives way to this run's settings
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     set_state_dict(wrapped, optimizer, model_state_dict=state["method"], optim_state_dict=state["optimizer"])
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
     if accelerator.scaler is not None and trainer["loss_scale"]:
         accelerator.scaler.load_state_dict(trainer["loss_scale"])
     states = path / f"random-{accelerator.process_index:05d}.pt"
@@ -156,7 +177,12 @@ def restore(
         _set_random_states(torch.load(states, weights_only=True))
     else:
         log.info("%s was written by %d processes: random states start anew", path.name, trainer["processes"])
-    return Position(trainer["step"], trainer["images"])
+    return position(path)
+
+
+def position(path: Path) -> Position:
+    """Where the run was when it wrote a checkpoint."""
+    return Position(**json.loads((path / "trainer.json").read_text())["position"])
 
 
 def check_fits(path: Path, settings: dict[str, Any]) -> None:
@@ -186,8 +212,7 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
 
 def _trainer(accelerator: Accelerator, position: Position, settings: dict[str, Any]) -> dict[str, Any]:
     return {
-        "step": position.step,
-        "images": position.images,
+        "position": asdict(position),
         "processes": accelerator.num_processes,
         "loss_scale": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "settings": settings,
@@ -222,11 +247,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
         return [tree]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
     return [tensor for value in values for tensor in _tensors(value)]
-
-
-def _any(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether `flag` holds on any process."""
-    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum").item())  # pyright: ignore
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,8 @@
 """Signs that a run learns nothing: the rank of its features, and an alarm with a hint."""
 
-import logging
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from data.settings import Section
 from pretrain.collectives import all_reduce_sum, world_size
-
-log = logging.getLogger(__name__)
 
 
 class HealthConfig(Section):
@@ -55,11 +52,13 @@ def effective_rank(features: Tensor) -> float:
 class CollapseAlarm:
     """Looks at the records of a run; rings once for each kind of collapse."""
 
-    def __init__(self, config: HealthConfig, steps: int) -> None:
+    def __init__(self, config: HealthConfig, steps: int, memory: dict[str, Any] | None = None) -> None:
+        """`memory`: what an alarm knew when the run was stopped. It is kept up to date, so that it can be saved."""
         self.config, self.steps = config, steps
-        self.in_a_row: dict[str, int] = {}
-        self.largest_rank = 0.0
-        self.rung: set[str] = set()
+        self.memory = {} if memory is None else memory
+        self.memory.setdefault("in_a_row", {})
+        self.memory.setdefault("largest_rank", 0.0)
+        self.memory.setdefault("rung", [])
 
     def signs(self, record: Mapping[str, float], max_entropy: float | None) -> dict[str, str]:
         """What looks collapsed in `record`, and what to do about it. `max_entropy`: ln K of the method, in nats."""
@@ -78,29 +77,30 @@ class CollapseAlarm:
                     "Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower optim.lr."
                 )
         if rank is not None:
-            self.largest_rank = max(self.largest_rank, rank)
-            if rank < self.config.min_rank * self.largest_rank:
+            largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)
+            if rank < self.config.min_rank * largest:
                 found["rank"] = (
-                    f"the features' effective rank fell from {self.largest_rank:.1f} to {rank:.1f}. "
+                    f"the features' effective rank fell from {largest:.1f} to {rank:.1f}. "
                     "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
                 )
         return found
 
-    def look(self, record: Mapping[str, float], max_entropy: float | None) -> list[str]:
-        """Kinds of collapse that ring now.
+    def look(self, record: Mapping[str, float], max_entropy: float | None) -> dict[str, str]:
+        """Kinds of collapse that ring now, each with a message that says what to try.
 
         Raises:
             CollapseError: `health.on_collapse` is `stop`.
         """
         signs = self.signs(record, max_entropy)
-        self.in_a_row = {kind: self.in_a_row.get(kind, 0) + 1 for kind in signs}
+        in_a_row = self.memory["in_a_row"] = {kind: self.memory["in_a_row"].get(kind, 0) + 1 for kind in signs}
         if record["step"] < self.config.grace * self.steps:
-            return []
-        ringing = [k for k in signs if self.in_a_row[k] >= self.config.patience and k not in self.rung]
-        self.rung.update(ringing)
-        for kind in ringing:
-            message = f"collapse ({kind}) at step {record['step']:.0f}: {signs[kind]}"
-            if self.config.on_collapse == "stop":
-                raise CollapseError(message)
-            log.warning(message)
+            return {}
+        ringing = {
+            kind: f"collapse ({kind}) at step {record['step']:.0f}: {sign}"
+            for kind, sign in signs.items()
+            if in_a_row[kind] >= self.config.patience and kind not in self.memory["rung"]
+        }
+        self.memory["rung"] += ringing
+        if ringing and self.config.on_collapse == "stop":
+            raise CollapseError("; ".join(ringing.values()))
         return ringing

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -18,12 +18,13 @@ from accelerate.utils import (
 
 import encoders
 from data.demo import demo_shards
-from data.loader import free_cores, training_batches
+from data.loader import Batches, free_cores, training_batches
 from data.settings import SettingsError
-from data.shards import ShardList, open_sources
+from data.shards import ShardError, ShardList, open_sources
 from evaluation.features import resolve_checkpoint
 from evaluation.processes import accelerator as make_accelerator
 from pretrain import checkpoint
+from pretrain.checkpoint import Position
 from pretrain.config import RunConfig, resolve, to_yaml
 from pretrain.loop import Run, train
 from pretrain.methods import METHODS
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 def pretrain(config: RunConfig) -> None:
     """Run to the end: from settings to a trained, exported and scored encoder."""
+    config = config.model_copy(update={"precision": arithmetic(config.precision)})
     accelerator = engine(config)
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
@@ -45,72 +47,103 @@ def pretrain(config: RunConfig) -> None:
         opened, _ = open_sources(shards)
     images = sum(source.images for source in opened)
     given, config = config, resolve(config, images)
-    if images < config.batch_size:
-        raise SettingsError(
-            f"{images} images do not fill one batch of {config.batch_size}: lower --batch_size to {images} or less, "
-            "or add images"
-        )
-    check_batch(config, accelerator.num_processes)
-    torch.manual_seed(config.seed)  # the same weights on every process
-    method = build_method(config)
-    workers = config.workers if config.workers is not None else free_cores(accelerator.num_processes)
     output, newest = run_folder(config)
     settings = config.model_dump(mode="json") | {"shards": fingerprint(opened)}
+    position = Position()
     if newest:
         checkpoint.check_fits(newest, settings)
+        position = checkpoint.position(newest)
+    batches = loader(config, shards, position.step, accelerator)
+    torch.manual_seed(config.seed)  # the same weights on every process
+    method = build_method(config, fresh=newest is None)
     if config.dry_run:
-        report(config, method, shards, images, accelerator.num_processes, workers)
+        if accelerator.is_main_process:
+            report(config, method, shards, images, accelerator.num_processes, workers(config, accelerator))
         return
     accelerator.wait_for_everyone()  # nobody writes before all have looked
     output.mkdir(parents=True, exist_ok=True)
     method.to(accelerator.device)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(method, method.frozen()), lr=0.0, betas=config.optim.betas or (0.9, 0.999)
-    )
+    betas = cast(tuple[float, float], config.optim.betas)
+    optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
     wrapped, optimizer = accelerator.prepare(method, optimizer)
     torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
-    run = Run(config, output, accelerator, method, wrapped, optimizer, None, None, settings)
     if newest:
-        run.position = checkpoint.restore(newest, accelerator, wrapped, optimizer)
+        checkpoint.restore(newest, accelerator, wrapped, optimizer)
         log.info("resumed from %s", newest)
-    run.scorer = scorer(config, shards, accelerator)
+    judge = scorer(config, shards, accelerator)
+    recorder = None
     if accelerator.is_main_process:
-        (output / "config.yaml").write_text(to_yaml(config))
-        run.recorder = Recorder(output, run.position.step)
+        write_settings(output, config)
+        recorder = Recorder(output, position.step)
         announce(given, config, images, accelerator)
-    batches = training_batches(
-        shards,
-        METHODS[config.method].transform(config.method_config),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        workers=workers,
-        first_step=run.position.step,
-        steps=run.steps,
-        accumulation=config.accumulate,
-        block=config.stream.block,
-        window=config.stream.window,
-    )
+    run = Run(config, output, accelerator, method, wrapped, optimizer, recorder, judge, settings, position)
     train(run, iter(batches))
     finish_run(run)
 
 
-def engine(config: RunConfig) -> Accelerator:
-    """accelerate, set up for this run.
+def loader(config: RunConfig, shards: Any, first_step: int, accelerator: Accelerator) -> Batches:
+    """This process's batches from `first_step` to the end.
 
     Raises:
-        SettingsError: a precision or an engine that is not there.
+        SettingsError: the images do not fill a batch, or processes and accumulated passes cannot share one equally.
     """
-    precision = config.precision
+    assert config.steps is not None
+    try:
+        return training_batches(
+            shards,
+            METHODS[config.method].transform(config.method_config),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            workers=workers(config, accelerator),
+            first_step=first_step,
+            steps=config.steps,
+            accumulation=config.accumulate,
+            block=config.stream.block,
+            window=config.stream.window,
+        )
+    except ShardError:
+        raise
+    except ValueError as error:
+        raise SettingsError(f"--batch_size: {error}") from error
+
+
+def workers(config: RunConfig, accelerator: Accelerator) -> int:
+    """Loader processes of this process."""
+    return free_cores(accelerator.num_processes) if config.workers is None else config.workers
+
+
+def write_settings(output: Path, config: RunConfig) -> None:
+    """`config.yaml`, whole or not at all: --resume reads it."""
+    part = output / ".config.yaml.part"
+    part.write_text(to_yaml(config))
+    os.replace(part, output / "config.yaml")
+
+
+def arithmetic(precision: str) -> str:
+    """The precision of the forward pass where `auto` leaves it open: the launcher's, else bf16 where a GPU has it.
+
+    Raises:
+        SettingsError: fp16 without CUDA.
+    """
     if precision == "auto":
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision == "no" and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
         raise SettingsError("precision fp16 needs a CUDA device: use bf16 or fp32 on this machine")
+    return {"no": "fp32"}.get(precision, precision)
+
+
+def engine(config: RunConfig) -> Accelerator:
+    """accelerate, set up for this run.
+
+    Raises:
+        SettingsError: an engine that is not there.
+    """
     accelerator = make_accelerator(
-        mixed_precision={"fp32": "no"}.get(precision, precision),
+        mixed_precision={"fp32": "no"}.get(config.precision, config.precision),
         # the loader is not prepared, so its end must not trigger a step of its own
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
@@ -144,28 +177,15 @@ def fingerprint(opened: list[ShardList]) -> str:
     return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
-def check_batch(config: RunConfig, processes: int) -> None:
-    """Refuse a batch that processes and accumulated passes cannot share equally.
+def build_method(config: RunConfig, *, fresh: bool) -> Any:
+    """The method with its encoder, as the settings say; equal on all processes for the same seed.
 
-    Raises:
-        SettingsError: names the nearest sizes that work.
+    Only a `fresh` run starts from `init_from`; a resumed one has its weights in the checkpoint.
     """
-    share = processes * config.accumulate
-    if config.batch_size % share:
-        low = config.batch_size // share * share
-        sizes = f"{low} or {low + share}" if low else str(share)
-        raise SettingsError(
-            f"--batch_size {config.batch_size} does not divide by {processes} processes x {config.accumulate} "
-            f"accumulated passes: use {sizes}"
-        )
-
-
-def build_method(config: RunConfig) -> Any:
-    """The method with its encoder, as the settings say; equal on all processes for the same seed."""
     encoder_settings = config.encoder_settings
     try:
         encoder = encoders.build(encoder_settings.pop("variant"), **encoder_settings)
-        if config.init_from:
+        if config.init_from and fresh:
             folder = Path(config.init_from).is_dir()
             source = resolve_checkpoint(config.init_from) if folder else config.init_from
             log.info("%s", encoders.load_weights(encoder, source))
@@ -192,7 +212,7 @@ def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     name = f"{config.method}-{config.encoder_settings['variant']}-{time.strftime('%Y%m%d-%H%M%S')}"
     (name,) = broadcast_object_list([config.output or str(Path("runs") / name)])
     output = Path(name)
-    found = checkpoint.whole(output / "checkpoints")
+    (found,) = broadcast_object_list([checkpoint.whole(output / "checkpoints")])  # without a shared disk: rank 0's
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")
@@ -221,8 +241,7 @@ def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Acce
     log.info(
         "%s of %s: %d images, %d steps of %d images (%.1f epochs), %d process(es), %s, precision %s",
         config.method, config.encoder_settings["variant"], images, config.steps, config.batch_size,
-        config.steps * config.batch_size / images, accelerator.num_processes, accelerator.device,
-        accelerator.mixed_precision,
+        config.steps * config.batch_size / images, accelerator.num_processes, accelerator.device, config.precision,
     )  # fmt: skip
     log.info("derived from data, batch and length: %s", ", ".join(derived))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class Step:
     """global norm before clipping"""
     finite: bool
     """whether the optimizer and the teacher moved"""
+    overflow: bool
+    """whether they stood still because float16 overflowed under the loss scale, which falls after it"""
     metrics: dict[str, Tensor]
 
 
@@ -87,16 +90,21 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     finite = (mean.isfinite() & norm.isfinite()).to(mean.dtype)
     # all processes must agree, and this is the one place in a step that waits for the device
     total, agreed, norm_value = accelerator.reduce(torch.stack([mean, finite, norm]), "mean").tolist()  # pyright: ignore
-    if agreed == 1.0:
+    moved, scaler = agreed == 1.0, accelerator.scaler
+    # a finite loss whose scaled gradients overflow float16 is the loss scale's business, until it can fall no lower
+    overflow = not moved and scaler is not None and math.isfinite(total) and scaler.get_scale() > 1
+    if moved:
         run.optimizer.step()
         method.after_step(step)
-    elif accelerator.scaler is not None:
-        accelerator.scaler.update()  # lowers the scale of float16
+    elif scaler is not None:
+        scaler.update()  # lowers the scale
     run.optimizer.zero_grad()
+    run.position.skipped_steps += not moved
+    run.position.skipped_in_a_row = 0 if moved else run.position.skipped_in_a_row + (not overflow)
     run.position.step += 1
     run.position.images += run.config.batch_size
     means = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
-    return Step(total, norm_value, agreed == 1.0, means)
+    return Step(total, norm_value, moved, overflow, means)
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
@@ -108,10 +116,9 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
     """
     config, accelerator = run.config, run.accelerator
-    alarm = CollapseAlarm(config.health, run.steps)
+    alarm = CollapseAlarm(config.health, run.steps, run.position.alarm)
     progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
-    skipped_in_a_row = skipped = corrupt = 0
-    window = Window()
+    window, corrupt = Window(), 0
     if run.position.step == 0:
         _record_and_score(run, {}, None)
     with progress:
@@ -120,25 +127,26 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             micro_batches = list(itertools.islice(batches, config.accumulate))
             waited = time.perf_counter() - started
             corrupt += sum(len(b.skipped) for b in micro_batches)
-            if run.recorder and run.position.step == 0:  # at once: a wrong augmentation is seen before it has cost a day
-                run.recorder.pictures({"crops": pictures.crops(micro_batches[0])}, 0)
+            if run.recorder and run.position.step == 0:  # at once: a wrong augmentation must not cost a day
+                run.recorder.pictures({"crops": pictures.crops(_on_device(run, micro_batches[0]))}, 0)
             result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
             window.add(config.batch_size, waited)
-            skipped_in_a_row = 0 if result.finite else skipped_in_a_row + 1
-            skipped += not result.finite
             if not result.finite:
-                _report_skipped(run, result, micro_batches, skipped_in_a_row)
+                _report_skipped(run, result, micro_batches)
             step = run.position.step
             progress.update(step, result.loss, window.images_per_second, window.data_wait)
             if step % config.record_every == 0 or step == run.steps or _due(config.evaluate_every, step):
-                record = _record(run, result, window) | {"skipped_steps": skipped}
-                record["corrupt_images"] = int(all_sum(torch.tensor(corrupt), accelerator))
+                run.position.corrupt_images += int(all_sum(torch.tensor(corrupt), accelerator))
+                record = _record(run, result, window)
                 _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
-                alarm.look(record, run.method.collapse_bound())
-                window = Window()
+                for message in alarm.look(record, run.method.collapse_bound()).values():
+                    log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
+                window, corrupt = Window(), 0
             if step % config.checkpoint_every == 0 or step == run.steps:
+                started = time.perf_counter()
                 save(run)
+                window.leave_out(time.perf_counter() - started)
 
 
 def save(run: Run) -> None:
@@ -160,6 +168,10 @@ class Window:
     def add(self, images: int, waited: float) -> None:
         self.images += images
         self.waited += waited
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not training."""
+        self.started += seconds
 
     @property
     def images_per_second(self) -> float:
@@ -195,6 +207,8 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
         "grad_norm": result.grad_norm,
         "images_per_second": window.images_per_second,
         "data_wait": window.data_wait,
+        "skipped_steps": run.position.skipped_steps,
+        "corrupt_images": run.position.corrupt_images,
     }
     if torch.cuda.is_available():
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -221,16 +235,19 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
         run.recorder.scalars({"step": step, "images": run.position.images} | record)
 
 
-def _report_skipped(run: Run, result: Step, batches: list[Batch], in_a_row: int) -> None:
+def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
     """Name the samples of a skipped step, and stop after too many in a row."""
     step = run.position.step
+    if result.overflow:
+        log.info("step %d skipped: float16 overflowed, the loss scale falls", step)
+        return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
     keys = run.accelerator.gather_for_metrics([key for b in batches for key in b.keys], use_gather_object=True)
     if run.recorder:
         run.recorder.skipped(step, reason, list(keys))
         log.warning("step %d skipped: %s; its samples are in skipped.jsonl", step, reason)
     limit = run.config.optim.nonfinite_limit
-    if in_a_row >= limit:
+    if run.position.skipped_in_a_row >= limit:
         raise NonFiniteError(
             f"{limit} steps in a row up to step {step} gave no finite loss or gradient ({reason}). Their samples are "
             f"in {run.output / 'skipped.jsonl'}; the last checkpoint is from before. Try a lower optim.lr, a longer "

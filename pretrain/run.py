@@ -31,8 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         pretrain(load(sys.argv[1:] if argv is None else argv))
     except FOR_THE_USER as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"\nrun.py: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == 0 or isinstance(error, ShardError):  # of a shard perhaps only this process knows
+            print(f"\nrun.py: {f'process {rank}: ' * (rank > 0)}{error}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

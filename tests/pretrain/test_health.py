@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -32,22 +33,30 @@ LN_K = math.log(256)
         (record(0, 3.0, 2.0, rank=1.0), "rank"),
     ],
 )
-def test_alarm_rings_once_after_patience_and_grace(sick: dict, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_alarm_rings_once_after_patience_and_grace(sick: dict, kind: str) -> None:
     alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.1), steps=100)
-    assert alarm.look(record(1, 3.0, 2.0), LN_K) == []
+    assert alarm.look(record(1, 3.0, 2.0), LN_K) == {}
     rung = {step: alarm.look(sick | {"step": step}, LN_K) for step in range(2, 30)}
-    assert {step: kinds for step, kinds in rung.items() if kinds} == {10: [kind]}  # silent within the grace
+    assert {step: list(kinds) for step, kinds in rung.items() if kinds} == {10: [kind]}  # silent within the grace
+    assert "Try" in rung[10][kind]
     alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), steps=100)
     alarm.look(record(1, 3.0, 2.0), LN_K)
     interrupted = [sick, sick, record(0, 3.0, 2.0), sick, sick, sick]
-    rung = [alarm.look(line | {"step": 40 + i}, LN_K) for i, line in enumerate(interrupted)]
+    rung = [list(alarm.look(line | {"step": 40 + i}, LN_K)) for i, line in enumerate(interrupted)]
     assert rung == [[], [], [], [], [], [kind]]
-    assert "Try" in caplog.text
+
+
+def test_alarm_goes_on_where_a_stopped_run_left_it() -> None:
+    memory: dict = {}
+    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, memory)
+    assert [list(alarm.look(record(s, 3.0, 2.0, rank=r), LN_K)) for s, r in enumerate([20.0, 1.0, 1.0])] == [[]] * 3
+    resumed = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, json.loads(json.dumps(memory)))
+    assert list(resumed.look(record(3, 3.0, 2.0, rank=1.0), LN_K)) == ["rank"]
 
 
 def test_alarm_is_silent_when_the_loss_alone_is_near_ln_k() -> None:
     alarm = CollapseAlarm(HealthConfig(patience=1, grace=0.0), steps=100)
-    assert all(alarm.look(record(step, 0.99 * LN_K, 0.8 * LN_K), LN_K) == [] for step in range(50))
+    assert all(alarm.look(record(step, 0.99 * LN_K, 0.8 * LN_K), LN_K) == {} for step in range(50))
 
 
 def test_alarm_stops_the_run_when_asked() -> None:
