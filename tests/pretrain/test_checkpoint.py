@@ -91,6 +91,56 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     checkpoint.restore(first, accelerator, wrapped, optimizer)
 
 
+def _save_on_a_full_disk(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator, wrapped, optimizer = make()
+    assert accelerator.num_processes == 2
+    encoder = accelerator.unwrap_model(wrapped).trained_encoder()
+    checkpoint.save(Path(folder), accelerator, wrapped, optimizer, encoder, Position(1, 1), SETTINGS)
+    if rank == 0:  # the other process sees nothing of it
+        checkpoint.shutil.disk_usage = lambda _: type("Usage", (), {"free": 1000})()
+    with pytest.raises(CheckpointError, match=r"has 0\.00 GB free.*step-00000001, which is whole"):
+        checkpoint.save(Path(folder), accelerator, wrapped, optimizer, encoder, Position(2, 2), SETTINGS)
+    Path(folder, f"said-{rank}").touch()
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_one_whose_disk_is_full(tmp_path: Path, free_port: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_save_on_a_full_disk, args=(rank, free_port, str(tmp_path))) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()  # it hangs, if it still runs
+    assert {p.name for p in tmp_path.iterdir()} == {"said-0", "said-1", "step-00000001", "latest"}
+
+
+def test_a_resumed_run_heeds_its_own_settings(tmp_path: Path) -> None:
+    accelerator, wrapped, optimizer = make()
+    path = checkpoint.save(
+        tmp_path,
+        accelerator,
+        wrapped,
+        optimizer,
+        wrapped.trained_encoder(),
+        Position(7, 70, alarm={"rung": ["rank"]}),
+        SETTINGS,
+    )
+    (tmp_path / "latest").unlink()  # as a kill between the rename and the link leaves it
+    accelerator, wrapped, optimizer = make()
+    for group in optimizer.param_groups:
+        group |= {"betas": (0.5, 0.6), "frozen_steps": 99}
+    position = checkpoint.restore(path, accelerator, wrapped, optimizer)
+    assert position.alarm == {"rung": ["rank"]}
+    assert all(g["betas"] == (0.5, 0.6) and g["frozen_steps"] == 99 for g in optimizer.param_groups)
+    assert (tmp_path / "latest").resolve() == path.resolve()
+
+
 def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, wrapped, optimizer = make()
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
