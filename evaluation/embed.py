@@ -7,37 +7,23 @@ all samples have one, `labels` (N,) int64.
 """
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
-from data.settings import Settings, parse
+from data.settings import parse
 from data.shards import open_shards
-from evaluation.features import extract, load_encoder
+from evaluation.features import FeatureSettings, extract, load_encoder
 from evaluation.processes import EvaluationError, accelerator, messages
 from evaluation.results import part_of
 
 
-class EmbedSettings(Settings):
+class EmbedSettings(FeatureSettings):
     """Write an encoder's features of all images to a file."""
 
-    checkpoint: str
-    """run folder, checkpoint in it, or exported encoder; `pixels` for the pixels themselves"""
     data: str | list[str]
     """SHARDS"""
     output: str
     """file to write, .npz"""
-    image_size: int | None = Field(None, ge=1)
-    """side of the images in pixels; without it, what the encoder was built for"""
-    resize: int | None = Field(None, ge=1)
-    """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
-    batch_size: int = Field(256, ge=1)
-    """images of one forward pass"""
-    workers: int | None = Field(None, ge=0)
-    """loader processes of each process; without it, one a free core, at most 8"""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """arithmetic of the encoder"""
 
 
 def run(settings: EmbedSettings) -> None:
@@ -60,7 +46,7 @@ def run(settings: EmbedSettings) -> None:
         accelerator=accelerate,
         keys=keys,
         labels=labelled,
-        **settings.model_dump(include={"image_size", "resize", "batch_size", "workers", "precision"}),
+        **settings.extraction_options(),
     )
     arrays = {"features": features.numpy(), "keys": np.array(keys)}
     if labelled:

@@ -5,9 +5,11 @@ B images of S x S pixels, N images of this process's part of the shards, D featu
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from pydantic import Field
 from rich.progress import track
 from safetensors import SafetensorError
 from torch import Tensor
@@ -16,6 +18,7 @@ import encoders
 from data.augment import finish
 from data.crops import CenterCrop
 from data.loader import Transform, evaluation_batches, free_cores
+from data.settings import Settings
 from data.shards import Shards
 from encoders.base import Encoder, Features
 from encoders.images import patch_grids
@@ -23,6 +26,27 @@ from evaluation.processes import EvaluationError
 
 WEIGHTS = "encoder.safetensors"
 PIXELS = "pixels"
+
+
+class FeatureSettings(Settings):
+    """What every job over features is told."""
+
+    checkpoint: str
+    """run folder, checkpoint in it, or exported encoder; `pixels` for the pixels themselves"""
+    image_size: int | None = Field(None, ge=1)
+    """side of the images in pixels; without it, what the encoder was built for"""
+    resize: int | None = Field(None, ge=1)
+    """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
+    batch_size: int = Field(256, ge=1)
+    """images of one forward pass in each process"""
+    workers: int | None = Field(None, ge=0)
+    """loader processes of each process; without it, one a free core, at most 8"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """arithmetic of the encoder"""
+
+    def extraction_options(self) -> dict[str, Any]:
+        """Arguments of `extract`."""
+        return self.model_dump(include={"image_size", "resize", "batch_size", "workers", "precision"})
 
 
 class Pixels(Encoder):

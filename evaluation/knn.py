@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,8 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.settings import Settings, parse
-from evaluation.features import PIXELS, check_labels, extract, input_size, load_encoder, resize_size
+from data.settings import parse
+from evaluation.features import PIXELS, FeatureSettings, check_labels, extract, input_size, load_encoder, resize_size
 from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
 from evaluation.results import NEVER, places, report, result_path
 
@@ -35,11 +34,9 @@ LOW = 2**32 - 1
 NONE = -(2**63)
 
 
-class KNNSettings(Settings):
+class KNNSettings(FeatureSettings):
     """k-NN accuracy of an encoder's frozen features."""
 
-    checkpoint: str
-    """run folder, checkpoint in it, or exported encoder; `pixels` for the pixels themselves"""
     train: str | list[str]
     """labelled SHARDS of the bank"""
     val: str | list[str]
@@ -48,16 +45,6 @@ class KNNSettings(Settings):
     """numbers of neighbours; the headline is 20, or the first when 20 is not among them"""
     temperature: float = Field(0.07, gt=0)
     """a neighbour votes with exp(similarity / temperature)"""
-    image_size: int | None = Field(None, ge=1)
-    """side of the images in pixels; without it, what the encoder was built for"""
-    resize: int | None = Field(None, ge=1)
-    """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
-    batch_size: int = Field(256, ge=1)
-    """images of one forward pass in each process"""
-    workers: int | None = Field(None, ge=0)
-    """loader processes of each process; without it, one a free core, at most 8"""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """arithmetic of the encoder"""
     output: str | None = None
     """JSON file; without it, evaluation/knn.json in the run folder or beside the encoder"""
 
@@ -219,7 +206,7 @@ def run(settings: KNNSettings) -> None:
     accelerate = accelerator()
     encoder, file = load_encoder(settings.checkpoint, settings.image_size)
     encoder.to(accelerate.device)
-    options = settings.model_dump(include={"image_size", "resize", "batch_size", "workers", "precision"})
+    options = settings.extraction_options()
     train, train_labels = extract(encoder, settings.train, accelerator=accelerate, **options)
     val, val_labels = extract(encoder, settings.val, accelerator=accelerate, **options)
     if settings.checkpoint == PIXELS:

@@ -32,9 +32,9 @@ from pydantic import Field
 from torch import Tensor
 
 from data.crops import Crops, RandomCrop, RandomCropConfig
-from data.settings import Settings, parse
+from data.settings import parse
 from encoders.base import Encoder
-from evaluation.features import check_labels, extract, input_size, load_encoder, resize_size
+from evaluation.features import FeatureSettings, check_labels, extract, input_size, load_encoder, resize_size
 from evaluation.heads import Heads, Part, normaliser, score, train_heads
 from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
 from evaluation.results import report, result_path
@@ -42,11 +42,9 @@ from evaluation.results import report, result_path
 RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]  # DINOv2's
 
 
-class ProbeSettings(Settings):
+class ProbeSettings(FeatureSettings):
     """Accuracy of linear classifiers on an encoder's frozen features."""
 
-    checkpoint: str
-    """run folder, checkpoint in it, or exported encoder"""
     train: str | list[str]
     """labelled SHARDS to train on"""
     val: str | list[str]
@@ -69,16 +67,6 @@ class ProbeSettings(Settings):
     """share of the training images that choose rate and input"""
     seed: int = Field(0, ge=0, lt=2**31)
     """initial weights and order of the images"""
-    image_size: int | None = Field(None, ge=1)
-    """side of the images in pixels; without it, what the encoder was built for"""
-    resize: int | None = Field(None, ge=1)
-    """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
-    batch_size: int = Field(256, ge=1)
-    """images of one forward pass of the encoder in each process"""
-    workers: int | None = Field(None, ge=0)
-    """loader processes of each process; without it, one a free core, at most 8"""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """arithmetic of the encoder"""
     output: str | None = None
     """JSON file; without it, evaluation/linear_probe.json in the run folder or beside the encoder"""
 
@@ -225,7 +213,7 @@ def run(settings: ProbeSettings) -> None:
     encoder, file = load_encoder(settings.checkpoint, settings.image_size)
     encoder.to(accelerate.device)
     size = input_size(encoder, settings.image_size)
-    options: dict[str, Any] = settings.model_dump(include={"resize", "batch_size", "workers", "precision"})
+    options: dict[str, Any] = settings.extraction_options()
     options |= {"image_size": size, "take": Take(max(settings.blocks), settings.average_pool != "no")}
     keys: list[str] = []
     train, train_labels = extract(encoder, settings.train, accelerator=accelerate, keys=keys, **options)

@@ -144,8 +144,8 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Pat
     ("arguments", "message"),
     [
         (["--data", "/nowhere/x-{0..3}.tar"], "/nowhere/x-"),
-        (["--batch_size", "100000"], "1437 images do not fill one batch"),
-        (["--accumulate", "3"], "use 15 or 18"),
+        (["--batch_size", "100000"], "1437 images are fewer than the 100000"),
+        (["--accumulate", "3"], "the nearest that does: 15 and 18"),
         (["--resume"], "--resume needs --output"),
         (["--precision", "fp16"], "use bf16 or fp32"),
         (["--encoder.heads", "5"], "heads"),
