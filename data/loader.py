@@ -161,11 +161,14 @@ class Batches:
     def __init__(self, stream: "_Stream", total: int, workers: int):
         self.total = total
         self._count = len(stream.work)
+        workers = min(workers, self._count)
         self._loader = DataLoader(
             stream,
             batch_size=None,
             collate_fn=_same,
-            num_workers=min(workers, self._count),
+            num_workers=workers,
+            # Others start threads before signals are arranged, and are no children of this process.
+            multiprocessing_context="fork" if workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # the global one would lose a draw at each start, also at a resumed one
@@ -223,7 +226,7 @@ class _Training:
 
     @functools.cached_property
     def _readers(self) -> list[Reader]:
-        return [Reader(source) for source in self.sources]  # in the process that reads
+        return [Reader(source, len(self.sources)) for source in self.sources]  # in the process that reads
 
     def __call__(self, number: int) -> Batch:
         step, micro = divmod(number, self.accumulation)

@@ -93,7 +93,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"cannot read the settings file {path}: {error}") from error
     if not isinstance(values or {}, dict):
         raise SettingsError(f"the settings file {path} must hold `name: value` lines, not a {type(values).__name__}")

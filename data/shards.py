@@ -179,7 +179,8 @@ class _File:
     def __init__(self, path: str):
         self.descriptor = -1
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size = os.fstat(self.descriptor).st_size
+        status = os.fstat(self.descriptor)
+        self.size, self.modified = status.st_size, status.st_mtime_ns
 
     def __del__(self):
         if self.descriptor >= 0:
@@ -187,13 +188,18 @@ class _File:
 
 
 class Reader:
-    """Reads samples of a list of shards. It opens files when they are first needed: make one in each process."""
+    """Reads samples of a list of shards. It opens files when they are first needed: make one in each process.
 
-    def __init__(self, shards: ShardList):
+    Args:
+        readers: of this process, which share what is kept in memory and open.
+    """
+
+    def __init__(self, shards: ShardList, readers: int = 1):
         self._shards = shards
-        kept = max(KEPT_SAMPLES // int(shards.counts.max()), 4)
+        kept = max(KEPT_SAMPLES // int(shards.counts.max()) // readers, 4)
         self._index = functools.lru_cache(kept)(functools.partial(_load_index, shards))
-        self._file = functools.lru_cache(KEPT_FILES)(lambda shard: _File(shards.shards[shard].tar()))
+        files = max(KEPT_FILES // readers, 1)
+        self._file = functools.lru_cache(files)(lambda shard: _File(shards.shards[shard].tar()))
 
     def name(self, shard: int, sample: int) -> str:
         """`shard.tar/key`."""
@@ -218,17 +224,20 @@ class Reader:
             raise ShardError(f"labels are needed here, and {self.name(shard, sample)} has none; add KEY.cls members")
         text = self._read(shard, offset, min(size, 64))
         try:
-            return int(text)
-        except ValueError:
+            return int(np.int64(int(text)))
+        except (ValueError, OverflowError):
             name = self.name(shard, sample)
             raise ShardError(f"labels are needed here, and that of {name} is {text!r}, not an integer") from None
 
     def _read(self, shard: int, offset: int, size: int) -> bytes:
-        path = self._shards.shards[shard].path
+        opened = self._shards.shards[shard]
+        path = opened.path
         try:
             file, expected = self._file(shard), int(self._index(shard).summary[2])
             if file.size != expected:
                 raise ShardError(f"{path}: was {expected} bytes when it was opened and is now {file.size}; {REMEDY}")
+            if not path.endswith(".gz") and file.modified != opened.modified:
+                raise ShardError(f"{path}: has changed since it was opened; start again")
             data = os.pread(file.descriptor, size, offset)
         except OSError as error:
             raise ShardError(f"{path}: {error.strerror}; restore the shard or remove it from the list") from error

@@ -6,7 +6,8 @@ cut in blocks of neighbouring samples, all blocks are shuffled, and each lane ge
 just as long as its part of the epoch. Within its stretch a lane shuffles windows of samples. So at any time a lane
 reads from few places (window / block), neighbours of a shard end up far apart, and no process has to know of another.
 
-All draws are raw words of Philox, whose stream is fixed for all versions of numpy; those of `Generator` are not.
+All draws of the order are raw words of Philox, whose stream is fixed for all versions of numpy; those of `Generator`,
+which `sample_rng` gives, are not.
 """
 
 from collections import OrderedDict

@@ -164,12 +164,14 @@ def _index(samples: list[tuple[str, dict[str, tuple[int, int]]]], size: int, sha
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar file as it was when it was opened. Path, size and time of change name what the cache knows of it."""
+    """A tar file as it was when it was opened. Path, size and times of change name what the cache knows of it."""
 
     path: str
     size: int
     modified: int
     """nanoseconds since 1970"""
+    changed: int
+    """the same, of the last change by the system's own clock: a copy may keep the time of the file that it replaces"""
 
     @classmethod
     def at(cls, path: str) -> "Shard":
@@ -186,7 +188,7 @@ class Shard:
             raise ShardError(f"{path}: {error.strerror}; restore the shard or remove it from the list") from error
         if not status.st_size:
             raise ShardError(f"{path}: has 0 bytes; {REMEDY}")
-        return cls(path, status.st_size, status.st_mtime_ns)
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     @property
     def name(self) -> str:
@@ -205,8 +207,11 @@ class Shard:
             with exclusive(target):
                 part = target.with_name(target.name + ".part")  # the lock lets us overwrite what a killed process left
                 if not target.exists():
-                    _unpack(self.path, part)
-                    part.replace(target)
+                    try:
+                        _unpack(self.path, part)
+                        part.replace(target)
+                    finally:  # what did not fit must not keep the disk full
+                        part.unlink(missing_ok=True)
         return str(target)
 
     def index(self) -> Index:
@@ -232,7 +237,9 @@ class Shard:
         return self.index().summary if cached is None else cached["summary"]
 
     def _cached(self, folder: str, ending: str) -> Path:
-        identity = f"{os.path.realpath(self.path)}\n{self.size}\n{self.modified}".encode(errors="surrogateescape")
+        identity = f"{os.path.realpath(self.path)}\n{self.size}\n{self.modified}\n{self.changed}".encode(
+            errors="surrogateescape"
+        )
         return cache_folder() / folder / (hashlib.sha256(identity).hexdigest()[:32] + ending)
 
     def _load(self, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
@@ -269,7 +276,6 @@ def _unpack(path: str, target: Path) -> None:
         for chunk in _chunks(path):
             done += len(chunk)
             if done > limit:
-                target.unlink()
                 raise ShardError(
                     f"{path}: needs more than the {limit} bytes that one shard may take in {target.parent}"
                 )

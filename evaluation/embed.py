@@ -31,6 +31,13 @@ def run(settings: EmbedSettings) -> None:
     output = Path(settings.output)
     if output.suffix != ".npz":
         raise EvaluationError(f"--output {output} must end in .npz")
+    part = part_of(output)
+    try:  # now, not after hours
+        output.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise EvaluationError(f"cannot write --output {output}: {error.strerror}") from error
     accelerate = accelerator()
     if accelerate.num_processes > 1:
         raise EvaluationError(
@@ -51,8 +58,6 @@ def run(settings: EmbedSettings) -> None:
     arrays = {"features": features.numpy(), "keys": np.array(keys)}
     if labelled:
         arrays["labels"] = labels.numpy()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = part_of(output)
     with part.open("wb") as file:
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
     part.replace(output)

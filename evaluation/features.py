@@ -76,7 +76,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if path.is_file():
         if path.suffix != ".safetensors":
             raise EvaluationError(
-                f"{path} is not an exported encoder (.safetensors); `python -m encoders.weights` makes one"
+                f"{path} is not an exported encoder (.safetensors); make one with encoders.build, encoders.load_weights and "
+                "encoders.save"
             )
         return path
     wanted = [path / WEIGHTS, path / "checkpoints" / "latest" / WEIGHTS]
@@ -191,9 +192,7 @@ def extract(
         found_labels.append(batch.labels if batch.labels is not None else torch.full((len(images),), -1))
         if keys is not None:
             keys += batch.keys
-    if not batches.total:
-        raise EvaluationError(f"no images in {shards}")
-    if not found:  # more processes than images
+    if not found:  # more processes than images, or all of them corrupt
         found = [_take(encoder, torch.zeros(1, 3, size, size, device=device), take, precision)[:0]]
         found_labels = [torch.zeros(0, dtype=torch.int64)]
     return torch.cat(found), torch.cat(found_labels)  # (N, D), (N,): outside of inference mode, so of the usual kind
@@ -213,8 +212,13 @@ def check_labels(train: Tensor, val: Tensor) -> None:
     """Labels of all images of both sets.
 
     Raises:
-        EvaluationError: a class is scored that is not trained on.
+        EvaluationError: a set without a good image, a negative label, or a class that is scored and not trained on.
     """
+    for name, labels in (("train", train), ("val", val)):
+        if not len(labels):
+            raise EvaluationError(f"--{name} has no image that is not corrupt")
+        if int(labels.min()) < 0:
+            raise EvaluationError(f"--{name} has the label {int(labels.min())}: classes are numbered from 0")
     missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
     if missing:
         raise EvaluationError(

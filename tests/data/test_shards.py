@@ -75,16 +75,24 @@ def test_samples_by_number(write_shards, png, ending):
 
 def test_labels_that_are_missing_or_no_integers(write_tar, png):
     path = write_tar(
-        "t.tar", [("a.png", png(0)), ("b.png", png(0)), ("b.cls", b"dog"), ("c.png", png(0)), ("c.cls", b" 7\n")]
+        "t.tar",
+        [
+            ("a.png", png(0)),
+            *(("b.png", png(0)), ("b.cls", b"dog")),
+            *(("c.png", png(0)), ("c.cls", b" 7\n")),
+            *(("d.png", png(0)), ("d.cls", b"9" * 20)),
+        ],
     )
     shards = open_shards(path)
-    assert shards.labelled.tolist() == [2]
+    assert shards.labelled.tolist() == [3]
     reader = Reader(shards)
     assert reader.label(0, 2) == 7
     with pytest.raises(ShardError, match=r"t.tar/a has none"):
         reader.label(0, 0)
     with pytest.raises(ShardError, match=r"t.tar/b is b'dog', not an integer"):
         reader.label(0, 1)
+    with pytest.raises(ShardError, match=r"t.tar/d is b'9{20}'"):
+        reader.label(0, 3)
 
 
 def test_shards_that_change_while_they_are_read(write_shards):
@@ -101,15 +109,21 @@ def test_shards_that_change_while_they_are_read(write_shards):
         reader.image(1, 1)
     with pytest.raises(ShardError, match=rf"data-000001.tar: was {size} bytes when it was opened and is now 1000"):
         Reader(shards).image(1, 0)
+    before = os.stat(paths[2])
+    os.utime(paths[2], ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # written again, with the same size
+    with pytest.raises(ShardError, match=r"data-000002.tar: has changed since it was opened"):
+        Reader(shards).image(2, 0)
 
 
 def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.shards.KEPT_FILES", 3)
-    reader = Reader(open_shards(write_shards([1] * 20)))
+    monkeypatch.setattr("data.shards.KEPT_FILES", 6)
+    shards = open_shards(write_shards([1] * 20))
+    readers = [Reader(shards, 2) for _ in range(2)]
     for shard in range(20):
-        reader.image(shard, 0)
+        for reader in readers:
+            reader.image(shard, 0)
     links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
-    assert sum(link.startswith(str(tmp_path)) for link in links) == 3
+    assert sum(link.startswith(str(tmp_path)) for link in links) == 6
 
 
 def test_sources_and_plan(write_shards):

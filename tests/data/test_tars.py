@@ -4,6 +4,7 @@ import os
 import pickle
 import tarfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,10 @@ def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkey
     write_tar("t.tar", [("b.png", png(0))])
     os.utime(path, ns=(1, 1))  # of the same size, but of another time
     assert keys(Shard.at(path).index()) == ["b"]
+    time.sleep(0.02)  # a tick of the file system's clock
+    write_tar("t.tar", [("c.png", png(0))])
+    os.utime(path, ns=(1, 1))  # now of the same time as well
+    assert keys(Shard.at(path).index()) == ["c"]
 
 
 def test_without_a_cache_all_still_works(write_tar, png, tmp_path, monkeypatch, caplog):
@@ -228,6 +233,7 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, tmp_path, cache, m
     path.write_bytes(gzip.compress(bytes(2**22)))
     with pytest.raises(ShardError, match=r"t.tar.gz: needs more than the 1048576 bytes"):
         Shard.at(str(path)).index()
+    assert not list(cache.rglob("*.part"))
     assert not [file for file in cache.rglob("*.tar") if file.stat().st_size > 2**20]
 
 

@@ -35,3 +35,5 @@ def test_images_without_labels_are_embedded(shards, tmp_path):
     assert set(found) == {"features", "keys"}
     with pytest.raises(EvaluationError, match=r"\.npz"):
         run(EmbedSettings(output=str(tmp_path / "bare.csv"), **settings))
+    with pytest.raises(EvaluationError, match="cannot write --output"):
+        run(EmbedSettings(output=str(tmp_path / "bare.npz" / "in a file.npz"), **settings))

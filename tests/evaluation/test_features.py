@@ -83,7 +83,7 @@ def test_checkpoints_are_found_in_every_place(tmp_path):
     for path in (tmp_path / "run", tmp_path / "run" / "encoder.safetensors"):
         assert resolve_checkpoint(path) == tmp_path / "run" / "encoder.safetensors"
     (tmp_path / "model.pth").write_bytes(b"")
-    with pytest.raises(EvaluationError, match=r"encoders\.weights"):
+    with pytest.raises(EvaluationError, match=r"encoders\.load_weights"):
         resolve_checkpoint(tmp_path / "model.pth")
 
 
@@ -115,3 +115,7 @@ def test_classes_that_are_not_trained_on_are_refused():
     check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 5, 0]))
     with pytest.raises(EvaluationError, match="2 classes of --val are not in --train, for example 3"):
         check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 7, 3, 3]))
+    with pytest.raises(EvaluationError, match="--train has the label -1"):
+        check_labels(torch.tensor([0, -1]), torch.tensor([0]))
+    with pytest.raises(EvaluationError, match="--val has no image"):
+        check_labels(torch.tensor([0]), torch.tensor([], dtype=torch.int64))

@@ -238,7 +238,8 @@ def test_two_processes_equal_one(centering: str, tmp_path, free_port: int) -> No
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for result in results:
         torch.testing.assert_close(result.pop("loss"), loss.detach(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(result.pop("center"), method.center, rtol=1e-5, atol=1e-7)
+        # logits are cosines, sums of products up to 1 that float32 rounds at 6e-8 each
+        torch.testing.assert_close(result.pop("center"), method.center, rtol=1e-5, atol=1e-6)
         assert result.pop("used") == method.health()["prototypes_used"]
         for name, p in method.student.named_parameters():
             if p.grad is not None:
