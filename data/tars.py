@@ -237,10 +237,9 @@ class Shard:
         return self.index().summary if cached is None else cached["summary"]
 
     def _cached(self, folder: str, ending: str) -> Path:
-        identity = f"{os.path.realpath(self.path)}\n{self.size}\n{self.modified}\n{self.changed}".encode(
-            errors="surrogateescape"
-        )
-        return cache_folder() / folder / (hashlib.sha256(identity).hexdigest()[:32] + ending)
+        identity = f"{os.path.realpath(self.path)}\n{self.size}\n{self.modified}\n{self.changed}"
+        digest = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
+        return cache_folder() / folder / (digest[:32] + ending)
 
     def _load(self, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
         try:

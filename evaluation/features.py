@@ -3,6 +3,7 @@
 B images of S x S pixels, N images of this process's part of the shards, D features of an image.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from data.augment import finish
 from data.crops import CenterCrop
 from data.loader import Transform, evaluation_batches, free_cores
 from data.settings import Settings
-from data.shards import Shards
+from data.shards import Shards, expand
 from encoders.base import Encoder, Features
 from encoders.images import patch_grids
 from evaluation.processes import EvaluationError
@@ -76,8 +77,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if path.is_file():
         if path.suffix != ".safetensors":
             raise EvaluationError(
-                f"{path} is not an exported encoder (.safetensors); make one with encoders.build, encoders.load_weights and "
-                "encoders.save"
+                f"{path} is not an exported encoder (.safetensors); "
+                "make one with encoders.build, encoders.load_weights and encoders.save"
             )
         return path
     wanted = [path / WEIGHTS, path / "checkpoints" / "latest" / WEIGHTS]
@@ -206,6 +207,17 @@ def _take(encoder: Encoder, images: Tensor, take: Callable[[Encoder, Tensor], Te
         except (ValueError, NotImplementedError) as error:
             size = " x ".join(str(side) for side in images.shape[2:])
             raise EvaluationError(f"{type(encoder).__name__} on images of {size} pixels: {error}") from error
+
+
+def check_disjoint(train: Shards, val: Shards) -> None:
+    """Refuse to score images that the bank or the classifier has seen: each would find itself.
+
+    Raises:
+        EvaluationError: names a shard of both.
+    """
+    seen = {os.path.realpath(path) for path in expand(train)}
+    if both := [path for path in expand(val) if os.path.realpath(path) in seen]:
+        raise EvaluationError(f"{both[0]} is among the shards to train on and those to score: hold some shards out")
 
 
 def check_labels(train: Tensor, val: Tensor) -> None:

@@ -25,7 +25,16 @@ from pydantic import Field
 from torch import Tensor
 
 from data.settings import parse
-from evaluation.features import PIXELS, FeatureSettings, check_labels, extract, input_size, load_encoder, resize_size
+from evaluation.features import (
+    PIXELS,
+    FeatureSettings,
+    check_disjoint,
+    check_labels,
+    extract,
+    input_size,
+    load_encoder,
+    resize_size,
+)
 from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
 from evaluation.results import NEVER, places, report, result_path
 
@@ -204,6 +213,7 @@ def centre(train: Tensor, val: Tensor, accelerator: Accelerator) -> tuple[Tensor
 def run(settings: KNNSettings) -> None:
     """The command."""
     accelerate = accelerator()
+    check_disjoint(settings.train, settings.val)
     encoder, file = load_encoder(settings.checkpoint, settings.image_size)
     encoder.to(accelerate.device)
     options = settings.extraction_options()

@@ -34,7 +34,15 @@ from torch import Tensor
 from data.crops import Crops, RandomCrop, RandomCropConfig
 from data.settings import parse
 from encoders.base import Encoder
-from evaluation.features import FeatureSettings, check_labels, extract, input_size, load_encoder, resize_size
+from evaluation.features import (
+    FeatureSettings,
+    check_disjoint,
+    check_labels,
+    extract,
+    input_size,
+    load_encoder,
+    resize_size,
+)
 from evaluation.heads import Heads, Part, normaliser, score, train_heads
 from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
 from evaluation.results import report, result_path
@@ -210,6 +218,7 @@ def _chosen(
 def run(settings: ProbeSettings) -> None:
     """The command."""
     accelerate = accelerator()
+    check_disjoint(settings.train, settings.val)
     encoder, file = load_encoder(settings.checkpoint, settings.image_size)
     encoder.to(accelerate.device)
     size = input_size(encoder, settings.image_size)

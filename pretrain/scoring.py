@@ -8,7 +8,7 @@ from data.augment import finish
 from data.crops import CenterCrop
 from data.loader import evaluation_batches
 from encoders.base import Encoder
-from evaluation.features import extract, resize_size
+from evaluation.features import check_disjoint, extract, resize_size
 from evaluation.knn import knn_accuracy
 from pretrain.config import EvaluationConfig
 
@@ -21,6 +21,7 @@ class Scorer:
     ) -> None:
         """`bank`: labelled SHARDS of the neighbours; `image_size`: side in pixels of the encoded images."""
         assert config.val is not None
+        check_disjoint(bank, config.val)
         self.config, self.bank, self.val = config, bank, config.val
         self.image_size, self.accelerator = image_size, accelerator
         self.held_out = self._first_images(config.pictures)

@@ -9,6 +9,7 @@ from PIL import Image
 import encoders
 from evaluation.features import (
     Pixels,
+    check_disjoint,
     check_labels,
     extract,
     input_size,
@@ -119,3 +120,12 @@ def test_classes_that_are_not_trained_on_are_refused():
         check_labels(torch.tensor([0, -1]), torch.tensor([0]))
     with pytest.raises(EvaluationError, match="--val has no image"):
         check_labels(torch.tensor([0]), torch.tensor([], dtype=torch.int64))
+
+
+def test_images_are_not_scored_against_themselves(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.tar").touch()
+    (tmp_path / "alias.tar").symlink_to(tmp_path / "b.tar")
+    check_disjoint(str(tmp_path / "{a,b}.tar"), str(tmp_path / "c.tar"))
+    with pytest.raises(EvaluationError, match=r"alias\.tar is among the shards to train on and those to score"):
+        check_disjoint(str(tmp_path / "{a,b}.tar"), [str(tmp_path / "c.tar"), str(tmp_path / "alias.tar")])
