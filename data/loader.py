@@ -339,5 +339,5 @@ def _check_enough(mixture: Mixture, batch_size: int) -> None:
         if order.images < needed:
             raise ValueError(
                 f"{order.images} images are fewer than the {needed} that a batch of {batch_size} takes of them: "
-                "lower the batch size or add images"
+                f"lower it to {order.images * PATTERN // int(quota)} or less, or add images"
             )

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
+OTHER_IMAGES = ("bmp", "gif", "tif", "tiff", "heic", "avif", "jp2")  # not read, and worth a word
 LABEL = "cls"
 LARGEST_MEMBER = 256 * 2**20  # bytes of one image or label
 LARGEST_HEADER = 2**20  # bytes of an extended header; names and sizes need less
@@ -100,6 +101,7 @@ def walk(path: str, shard: str) -> Index:
         ShardError: not a tar, cut short, a broken header, a member that is too large or there twice, no images.
     """
     samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    unread: list[str] = []
     try:
         size = os.path.getsize(path)
         with _Headers(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
@@ -108,7 +110,8 @@ def walk(path: str, shard: str) -> Index:
                 end = member.offset_data + member.size
                 if member.size < 0 or end > size:
                     raise ShardError(f"{shard}: truncated at byte {size}, expected {end} ({member.name}); {REMEDY}")
-                _add(samples, member, shard)
+                if not _add(samples, member, shard) and _ending(member.name) in (*IMAGES, *OTHER_IMAGES):
+                    unread.append(member.name)
             file.seek(archive.offset)
             rest = file.read(tarfile.BLOCKSIZE)
     except ShardError:
@@ -123,24 +126,34 @@ def walk(path: str, shard: str) -> Index:
         log.warning("%s: ends at byte %d without an end mark; it may have been longer", shard, size)
     elif size - archive.offset > LARGEST_HEADER:
         log.warning("%s: the %d bytes after its end mark are not read", shard, size - archive.offset)
+    if unread and samples:
+        log.warning(
+            "%s: %d images are not read, the first %s: KEY has no dot, and the ending is %s",
+            shard, len(unread), unread[0], ", ".join(IMAGES),
+        )  # fmt: skip
     return _index(samples, size, shard)
 
 
-def _add(samples: list[tuple[str, dict[str, tuple[int, int]]]], member: tarfile.TarInfo, shard: str) -> None:
-    """Adds a member to the last sample or to a new one; ignores what is neither an image nor a label."""
+def _ending(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def _add(samples: list[tuple[str, dict[str, tuple[int, int]]]], member: tarfile.TarInfo, shard: str) -> bool:
+    """Adds a member to the last sample or to a new one, if it is an image or a label; says whether it is."""
     found = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)  # webdataset's rule
     if not found or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        return
+        return False
     key, extension = found[1], found[2].lower()
     if not samples or samples[-1][0] != key:
         samples.append((key, {}))
     if extension not in (*IMAGES, LABEL):
-        return
+        return False
     if extension in samples[-1][1]:
         raise ShardError(f"{shard}: holds {member.name} twice; make the shard again with one name a sample")
     if member.size > LARGEST_MEMBER:
         raise ShardError(f"{shard}: {member.name} has {member.size} bytes, more than {LARGEST_MEMBER}; leave it out")
     samples[-1][1][extension] = (member.offset_data, member.size)
+    return True
 
 
 def _index(samples: list[tuple[str, dict[str, tuple[int, int]]]], size: int, shard: str) -> Index:

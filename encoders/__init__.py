@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 
 from encoders import vit
 from encoders.base import Encoder, Features
@@ -68,7 +69,7 @@ def save(encoder: Encoder, path: str | Path):
     if not hasattr(encoder, "settings"):
         raise ValueError("the settings of this encoder are not known: make it with encoders.build")
     state = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
-    _replace(weights, lambda file: save_file(state, file))
+    _replace(weights, lambda file: file.write_bytes(to_bytes(state)))  # save_file lets nobody else read
     _replace(description, lambda file: file.write_text(json.dumps(encoder.settings, indent=2) + "\n"))
 
 

@@ -262,6 +262,8 @@ def run(settings: ProbeSettings) -> None:
         [f"{row[c]:g}" if c == "rate" else row[c] for c in columns] + ["<- chosen" * (row is result["chosen"])]
         for row in result["all"]
     ]
+    if result["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
+        print("the chosen rate is an end of the grid: other --rates, or --batch_norm, may do better")
     report(path, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
 
 

@@ -192,9 +192,16 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
         CheckpointError: names every setting that differs.
     """
     saved = json.loads((path / "trainer.json").read_text())["settings"]
-    changed = [name for name in ("seed", "batch_size", "stream", "shards") if saved[name] != settings[name]]
+    old, new = _flat(saved), _flat(settings)
+    changed = [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in sorted(old | new)
+        if old.get(name) != new.get(name) and name not in ("resume", "config", "output", "dry_run", "workers")
+    ]
     if changed:
-        log.warning("%s changed since %s: the samples go on in another order", ", ".join(changed), path.name)
+        log.warning("changed since %s: %s", path.name, ", ".join(changed))
+    if any(saved[name] != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
+        log.warning("the samples go on in another order than before")
     differ = []
     for section in ("method", "encoder"):
         old, new = saved[section], settings[section]
@@ -208,6 +215,14 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
             f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
             "(leave these flags out) or start anew in another --output."
         )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names."""
+    flat = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _trainer(accelerator: Accelerator, position: Position, settings: dict[str, Any]) -> dict[str, Any]:

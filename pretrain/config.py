@@ -161,9 +161,16 @@ def load(argv: Sequence[str]) -> RunConfig:
         file = read_yaml(Path(first.output) / "config.yaml")
     if isinstance(file.get("encoder"), str):
         file["encoder"] = {"variant": file["encoder"]}
+    method = first.method or file.get("method", "dino")
+    if method not in METHODS:
+        raise SettingsError(
+            f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
+        )
+    if first.config and not first.data and "data" not in file:  # a run's own config.yaml says `data: null` itself
+        raise SettingsError(f"{first.config} names no data: give --data SHARDS")
     preset = {}
     if not (first.data or file.get("data")):
-        preset = read_yaml(PRESETS / f"digits_{first.method or file.get('method', 'dino')}.yaml")
+        preset = read_yaml(PRESETS / f"digits_{method}.yaml")
     preset_variant = preset.get("encoder", {}).get("variant")
     variant = encoder.encoder or file.get("encoder", {}).get("variant") or preset_variant or "vit_small"
     if variant != preset_variant:  # the preset's details belong to its own variant

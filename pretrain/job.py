@@ -61,7 +61,7 @@ def pretrain(config: RunConfig) -> None:
             report(config, method, shards, images, accelerator.num_processes, workers(config, accelerator))
         return
     accelerator.wait_for_everyone()  # nobody writes before all have looked
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     method.to(accelerator.device)
     betas = cast(tuple[float, float], config.optim.betas)
     optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
@@ -69,7 +69,7 @@ def pretrain(config: RunConfig) -> None:
     torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
     if newest:
         checkpoint.restore(newest, accelerator, wrapped, optimizer)
-        log.info("resumed from %s", newest)
+        log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
     judge = scorer(config, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
@@ -112,6 +112,20 @@ def loader(config: RunConfig, shards: Any, first_step: int, accelerator: Acceler
 def workers(config: RunConfig, accelerator: Accelerator) -> int:
     """Loader processes of this process."""
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
+
+
+def make_folder(output: Path) -> None:
+    """The run folder.
+
+    Raises:
+        SettingsError: it cannot be made or written to.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"cannot make {output}: {error.strerror}; choose another --output") from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise SettingsError(f"{output} cannot be written to: choose another --output")
 
 
 def write_settings(output: Path, config: RunConfig) -> None:
@@ -216,6 +230,8 @@ def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")
+    if config.resume and not holds_run and config.data is None and config.config is None:
+        raise SettingsError(f"{output} holds no run to continue; to begin one there, name its --data or --config too")
     if config.resume and not found:
         log.info("%s has no checkpoint yet: starting from the beginning", output)
     return output, found[-1] if found else None
@@ -239,11 +255,13 @@ def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Acce
     ]
     assert config.steps is not None
     log.info(
-        "%s of %s: %d images, %d steps of %d images (%.1f epochs), %d process(es), %s, precision %s",
-        config.method, config.encoder_settings["variant"], images, config.steps, config.batch_size,
+        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es), %s, precision %s",
+        config.method, config.encoder_settings["variant"], config.data or "the embedded digits", images, config.steps,
+        config.batch_size,
         config.steps * config.batch_size / images, accelerator.num_processes, accelerator.device, config.precision,
     )  # fmt: skip
-    log.info("derived from data, batch and length: %s", ", ".join(derived))
+    if derived:
+        log.info("derived from data, batch and length: %s", ", ".join(derived))
 
 
 def finish_run(run: Run) -> None:
@@ -266,6 +284,6 @@ def finish_run(run: Run) -> None:
     print(
         f"next:    accelerate launch evaluation/linear_probe.py --checkpoint {run.output} "
         f"--train '{train_shards}' --val '{val_shards}'"
-        + " --no-augment"
+        + " --no-augment --batch_norm"
         * (run.config.data is None)  # a mirrored digit is another one
     )

@@ -24,7 +24,7 @@ FOR_THE_USER = (SettingsError, ShardError, CheckpointError, CollapseError, NonFi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the user has something to change."""
+    """Exit code: 0 done, 2 the user has something to change, 130 interrupted from the keyboard."""
     # rich breaks lines at the width of a terminal, which a log file does not have
     handler = RichHandler(show_path=False, show_time=False) if sys.stderr.isatty() else logging.StreamHandler()
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
@@ -35,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         if rank == 0 or isinstance(error, ShardError):  # of a shard perhaps only this process knows
             print(f"\nrun.py: {f'process {rank}: ' * (rank > 0)}{error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(
+            "\nrun.py: interrupted; --resume with this run's --output continues from its last checkpoint",
+            file=sys.stderr,
+        )
+        return 130
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -1,4 +1,5 @@
 import gzip
+import io
 import logging
 import os
 import pickle
@@ -244,3 +245,15 @@ def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "tessera"
+
+
+def test_images_that_are_not_read_are_said(tmp_path, caplog):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("a.jpg", "b.1.jpg", "c.tiff", "d.txt", "e.cls"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"0"))
+    index = tars.walk(str(tmp_path / "a.tar"), "a.tar")
+    assert index.key(0) == "a"
+    assert len(index.images) == 1
+    assert "a.tar: 2 images are not read, the first b.1.jpg" in caplog.text

@@ -157,7 +157,8 @@ def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, ca
     checkpoint.check_fits(path, SETTINGS)
     assert "another order" not in caplog.text
     checkpoint.check_fits(path, SETTINGS | {"shards": "abd", "seed": 1})
-    assert "seed, shards changed since step-00000001: the samples go on in another order" in caplog.text
+    assert "changed since step-00000001: seed 0 -> 1, shards abc -> abd" in caplog.text
+    assert "the samples go on in another order" in caplog.text
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
         checkpoint.check_fits(path, SETTINGS | {"encoder": {"variant": "vit_micro", "depth": 2}})
 

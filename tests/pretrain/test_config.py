@@ -29,7 +29,7 @@ def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
         (["--encoder.depht", "6"], "did you mean '--encoder.depth'"),
         (["--encoder", "vit_smal"], "did you mean 'vit_small'"),
         (["--lr", "1"], "did you mean '--optim.lr'"),
-        (["--method", "dinosaur"], "'dino'"),
+        (["--method", "dinosaur"], "unknown method 'dinosaur'; did you mean 'dino'?"),
         (["--dino.momentum", "3"], "dino.momentum: Input should be less than or equal to 1"),
         (["--batch_size", "0"], "batch_size: Input should be greater than or equal to 1"),
         (["--dino.local_scale", "0.5,0.1"], "local_scale"),
@@ -102,3 +102,8 @@ def undescribed(model: type[BaseModel]) -> list[str]:
         elif not field.description:
             found.append(name)
     return found
+
+
+def test_a_file_without_data_does_not_train_the_embedded_digits() -> None:
+    with pytest.raises(SettingsError, match="names no data: give --data SHARDS"):
+        load(["--config", str(PRESETS / "imagenet_dino_vit_small.yaml")])

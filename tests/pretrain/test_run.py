@@ -147,6 +147,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Pat
         (["--batch_size", "100000"], "1437 images are fewer than the 100000"),
         (["--accumulate", "3"], "the nearest that does: 15 and 18"),
         (["--resume"], "--resume needs --output"),
+        (["--resume", "--output", "/nowhere/run"], "/nowhere/run holds no run to continue"),
         (["--precision", "fp16"], "use bf16 or fp32"),
         (["--encoder.heads", "5"], "heads"),
         (["--dino.loca_crops", "5"], "did you mean '--dino.local_crops'"),
