@@ -107,7 +107,6 @@ def save(
             if accelerator.is_main_process:
                 encoders.save(encoder, part / "encoder.safetensors")
                 (part / "trainer.json").write_text(json.dumps(_trainer(accelerator, position, settings), indent=1))
-                _sync(part)
         except (Exception, CheckpointException) as error:  # the latter, around what the disk says, is no Exception
             problem = f"{type(error).__name__}: {_first_line(error)}"
         problems = gather_object([problem])
@@ -121,6 +120,7 @@ def save(
             + (f"{latest[0]}, which is whole." if latest else "the beginning.")
         )
     if accelerator.is_main_process:
+        _sync(part)  # the files of all processes
         os.rename(part, final)
         _link(folder / "latest", final.name)
         _sync(folder, files=False)

@@ -118,7 +118,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     config, accelerator = run.config, run.accelerator
     alarm = CollapseAlarm(config.health, run.steps, run.position.alarm)
     progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
-    window, corrupt = Window(), 0
+    window, corrupt, due = Window(), 0, False
     if run.position.step == 0:
         _record_and_score(run, {}, None)
     with progress:
@@ -143,7 +143,10 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                 for message in alarm.look(record, run.method.collapse_bound()).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window, corrupt = Window(), 0
-            if step % config.checkpoint_every == 0 or step == run.steps:
+            due = due or step % config.checkpoint_every == 0
+            # amid skipped steps it waits for a good one, or it would push out checkpoints from before the trouble
+            if (due and result.finite) or step == run.steps:
+                due = False
                 started = time.perf_counter()
                 save(run)
                 window.leave_out(time.perf_counter() - started)
@@ -250,6 +253,6 @@ def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
     if run.position.skipped_in_a_row >= limit:
         raise NonFiniteError(
             f"{limit} steps in a row up to step {step} gave no finite loss or gradient ({reason}). Their samples are "
-            f"in {run.output / 'skipped.jsonl'}; the last checkpoint is from before. Try a lower optim.lr, a longer "
-            "optim.warmup_steps, a smaller optim.clip, or --precision fp32."
+            f"in {run.output / 'skipped.jsonl'}; no checkpoint was written since they began. Try a lower optim.lr, a "
+            "longer optim.warmup_steps, a smaller optim.clip, or --precision fp32."
         )

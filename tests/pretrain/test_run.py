@@ -99,11 +99,13 @@ def test_non_finite_steps_are_skipped_named_and_in_the_end_stop_the_run(launch, 
         "--dino.momentum",
         "0.5",
     ]
+    arguments += ["--checkpoint_every", "2"]  # due at step 2, which is skipped, and so never written
     run = launch([*arguments, "--optim.clip", "0", "--optim.nonfinite_limit", "3"], processes=2)
     log = run.wait()
     assert run.process.returncode != 0
     assert "3 steps in a row" in log
     assert "Try a lower optim.lr" in log
+    assert not (output / "checkpoints").exists()
     skipped = [json.loads(line) for line in (output / "skipped.jsonl").read_text().splitlines()]
     assert len(skipped) == 3
     assert all(len(line["samples"]) == len(set(line["samples"])) == 16 for line in skipped)
