@@ -16,8 +16,9 @@ from safetensors.torch import save as to_bytes
 
 from encoders import vit
 from encoders.base import Encoder, Features
+from encoders.formats.report import Report
 from encoders.vit import ViT
-from encoders.weights import Report, load_weights
+from encoders.weights import load_weights
 
 __all__ = ["VARIANTS", "Encoder", "Features", "Report", "build", "family", "load", "load_weights", "save"]
 

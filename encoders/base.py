@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from encoders.images import Mask
+from encoders.images import Images, Mask, PackedImages
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Encoder(nn.Module):
     """width D of `pooled` and `tokens`"""
     stride: int
     """pixels of a side of one token"""
+    channels: int
+    """channels of an image"""
     blocks: nn.ModuleList
     """the repeated parts, compiled one by one"""
     settings: dict[str, Any]
@@ -34,16 +37,62 @@ class Encoder(nn.Module):
     can_drop: bool = False
     """whether hidden tokens can be left out of the computation (`drop=True`)"""
     takes_packed: bool = False
-    """whether images of many sizes can be packed in one sequence"""
+    """whether images of many sizes can be packed in one batch"""
 
-    def forward(self, images: Tensor, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode `images` (B, C, H, W), normalised floats.
+    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
+        """Encode `images` (B, C, H, W), normalised floats, or packed ones.
 
         With `mask`, hidden tokens carry no information of their pixels: they are replaced by a learned token, or with
         `drop` left out of the computation altogether.
         """
         raise NotImplementedError
 
-    def intermediate(self, images: Tensor, blocks: int = 1) -> list[Features]:
+    def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         """Features after each of the last `blocks` blocks, final norm applied, the last block last."""
         raise NotImplementedError(f"{type(self).__name__} has no intermediate features")
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tokens of an image of `height` x `width` pixels."""
+        return height // self.stride, width // self.stride
+
+    def grids(self, images: Images) -> Tensor:
+        """Grid (rows, columns) of each image: (B, 2) int64 on the CPU."""
+        if isinstance(images, PackedImages):
+            return images.grids
+        return torch.tensor([self.grid(*images.shape[-2:])]).expand(len(images), 2)
+
+    def check(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> None:
+        """What every encoder asks of what it is given.
+
+        Raises:
+            ValueError: packed images, a mask or dropping where the encoder cannot take it, a wrong number of channels,
+                images without a single token, or a mask of another grid.
+        """
+        name = type(self).__name__
+        pixels = images.patches if isinstance(images, PackedImages) else images
+        if not pixels.is_floating_point():
+            raise ValueError(f"images must be normalised floats, not {pixels.dtype}")
+        if isinstance(images, PackedImages):
+            if not self.takes_packed:
+                raise ValueError(f"{name} takes images of one size, (B, {self.channels}, H, W), not packed ones")
+        elif images.ndim != 4 or images.shape[1] != self.channels:
+            raise ValueError(
+                f"{name} takes images of shape (B, {self.channels}, H, W), not {tuple(images.shape)}; "
+                "for another number of channels build it with channels=N"
+            )
+        elif min(self.grid(*images.shape[-2:])) < 1:
+            raise ValueError(
+                f"images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
+                f"{self.stride} x {self.stride}"
+            )
+        if drop and mask is None:
+            raise ValueError("drop=True leaves out what a mask hides, and there is no mask")
+        if drop and not self.can_drop:
+            raise ValueError(
+                f"{name} cannot drop hidden tokens, its grid must be full: hide them in place (drop=False)"
+            )
+        if mask is not None:
+            mask.check(self.grids(images))
+            if not drop and getattr(self, "mask_token", None) is None:
+                hint = ", or drop=True" if self.can_drop else ""
+                raise ValueError(f"hiding in place needs a mask token: build the encoder with mask_token=True{hint}")

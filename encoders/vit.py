@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
-from encoders.images import Mask, patch_grids
+from encoders.images import Images, Mask
 from encoders.layers import (
     MLP,
     DropPath,
@@ -201,8 +201,8 @@ class ViT(Encoder):
         self.mask_token = _tokens(1, dim) if mask_token else None
         self.placed = class_token + distillation_token
         self.special = self.placed + registers
-        self.grid = _table_grid(image_size, patch_size)
-        self.pos_embed = _position_table(self.placed, self.grid, dim, positions, position_init)
+        self.table_grid = _table_grid(image_size, patch_size)
+        self.pos_embed = _position_table(self.placed, self.table_grid, dim, positions, position_init)
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
         block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale)
         self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
@@ -221,7 +221,7 @@ class ViT(Encoder):
         self.head = nn.Linear(width, classes) if classes else None
         self.head_dist = nn.Linear(width, classes) if classes and self.dist_token is not None else None
 
-    def forward(self, images: Tensor, mask: Mask | None = None, *, drop: bool = False) -> Features:
+    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode `images` (B, C, H, W), normalised floats.
 
         With `mask`, hidden tokens are replaced by the mask token, which gets their positions. With `drop` they are left
@@ -232,7 +232,7 @@ class ViT(Encoder):
         """
         return self._features(self._run(self.blocks, self._embed(images, mask, drop)), images)
 
-    def intermediate(self, images: Tensor, blocks: int = 1) -> list[Features]:
+    def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         if not 1 <= blocks <= len(self.blocks):
             raise ValueError(f"{blocks} blocks asked of an encoder that has {len(self.blocks)}")
         x = self._run(self.blocks[:-blocks], self._embed(images))
@@ -264,24 +264,23 @@ class ViT(Encoder):
         distilled = self.head_dist(self.fc_norm(self.norm(x[:, 1])))
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
-    def _embed(self, images: Tensor, mask: Mask | None = None, drop: bool = False) -> Tensor:
+    def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
         """What the first block gets: (B, C, H, W) -> (B, S + N, D)."""
-        self._check_images(images)
+        self.check(images, mask, drop=drop)
+        assert isinstance(images, Tensor)
         positions = self._positions(images.shape[-2], images.shape[-1])  # (1, placed + N, D)
         x = self.patch_embed(images)  # (B, N, D)
-        if mask is not None:
-            self._check_mask(mask, drop, patch_grids(images, self.stride))
-        elif drop:
-            raise ValueError("drop=True leaves out what a mask hides, and there is no mask")
         if mask is not None and not drop:
-            if self.mask_token is None:
-                raise ValueError(
-                    "hiding in place needs a mask token: build the encoder with mask_token=True, or drop=True"
-                )
+            assert self.mask_token is not None
             x = torch.where(mask.hidden.view(len(x), -1, 1), self.mask_token, x)
         x = x + positions[:, self.placed :]
         if mask is not None and drop:
             visible = int(mask.lengths[0])
+            if not 0 < visible == int(mask.lengths.max()) == int(mask.lengths.min()):
+                raise ValueError(
+                    "with drop=True each image must keep the same number of tokens, at least one, not "
+                    f"{int(mask.lengths.min())} to {int(mask.lengths.max())}"
+                )
             x = x.flatten(0, 1).index_select(0, mask.visible).unflatten(0, (len(x), visible))  # (B, V / B, D)
         special: list[Tensor] = [
             token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None
@@ -294,14 +293,14 @@ class ViT(Encoder):
 
     def _positions(self, height: int, width: int) -> Tensor:
         """Rows of the table for the special tokens and for the grid of an image: (1, placed + N, D)."""
-        grid = (height // self.stride, width // self.stride)
-        fits = grid == self.grid
-        if self.interpolation == "dino" and self.grid[0] == self.grid[1]:
+        grid = self.grid(height, width)
+        fits = grid == self.table_grid
+        if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
             fits = fits and height == width  # the published code resizes for every image that is not square
         if fits:
             return self.pos_embed
-        placed, patches = self.pos_embed.split([self.placed, self.grid[0] * self.grid[1]], dim=1)
-        return torch.cat([placed, resize_table(patches, self.grid, grid, self.interpolation)], 1)
+        placed, patches = self.pos_embed.split([self.placed, self.table_grid[0] * self.table_grid[1]], dim=1)
+        return torch.cat([placed, resize_table(patches, self.table_grid, grid, self.interpolation)], 1)
 
     def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
         """(B, S + N, D) -> (B, S + N, D)."""
@@ -310,36 +309,13 @@ class ViT(Encoder):
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return x
 
-    def _features(self, x: Tensor, images: Tensor) -> Features:
+    def _features(self, x: Tensor, images: Images) -> Features:
         """From the last block's output (B, S + N, D)."""
         x = self.norm(x)
         patches = x[:, self.special :]
         pooled = x[:, 0] if self.pool == "class" else patches.mean(1)
         tokens = patches.flatten(0, 1)  # (B * N, D)
-        return Features(self.fc_norm(pooled), self.fc_norm(tokens), patch_grids(images, self.stride))
-
-    def _check_images(self, images: Tensor):
-        if images.ndim != 4 or images.shape[1] != self.channels or not images.is_floating_point():
-            raise ValueError(
-                f"images must be floats (B, {self.channels}, H, W), not {images.dtype} of {tuple(images.shape)}"
-            )
-        height, width = images.shape[-2:]
-        if min(height, width) < self.stride:
-            raise ValueError(
-                f"images of {height} x {width} pixels are smaller than a patch of {self.stride} pixels a side"
-            )
-
-    def _check_mask(self, mask: Mask, drop: bool, grids: Tensor):
-        if len(mask.lengths) != len(grids) or len(mask.hidden) != int(grids.prod(1).sum()):
-            raise ValueError(
-                f"a mask of {len(mask.hidden)} tokens for {len(mask.lengths)} images does not fit {len(grids)} images "
-                f"of {int(grids[0, 0])} x {int(grids[0, 1])} tokens; make it on patch_grids(images, {self.stride})"
-            )
-        fewest, most = int(mask.lengths.min()), int(mask.lengths.max())
-        if drop and not 0 < fewest == most:
-            raise ValueError(
-                f"with drop=True each image must keep the same number of tokens, at least one, not {fewest} to {most}"
-            )
+        return Features(self.fc_norm(pooled), self.fc_norm(tokens), self.grids(images))
 
 
 def _tokens(*shape: int) -> nn.Parameter:

@@ -22,7 +22,7 @@ from data.loader import Transform, evaluation_batches, free_cores
 from data.settings import Settings
 from data.shards import Shards, expand
 from encoders.base import Encoder, Features
-from encoders.images import patch_grids
+from encoders.images import Images
 from evaluation.processes import EvaluationError
 
 WEIGHTS = "encoder.safetensors"
@@ -59,11 +59,11 @@ class Pixels(Encoder):
         super().__init__()
         self.dim, self.settings = 3 * image_size**2, {"image_size": image_size}
 
-    def forward(self, images: Tensor, mask: object = None, *, drop: bool = False) -> Features:
+    def forward(self, images: Images, mask: object = None, *, drop: bool = False) -> Features:
         """(B, 3, S, S) -> pooled (B, 3 * S * S)."""
-        if mask is not None or drop:
-            raise ValueError("pixels take no mask")
-        return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), patch_grids(images, 1))
+        if mask is not None or drop or not isinstance(images, Tensor):
+            raise ValueError("pixels take images of one size, and no mask")
+        return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 
 def resolve_checkpoint(path: str | Path) -> Path:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from encoders.images import Mask, patch_grids, patchify
+from encoders.images import Mask, best_fit, first_fit, pack, patchify
 
 
 def test_mask_lists_the_visible_places_and_counts_them_for_each_image():
@@ -35,6 +35,33 @@ def test_patchify_keeps_rows_columns_channels_in_this_order():
         for column in range(3)
     ]
     assert patchify(images, 2).tolist() == expected
-    assert patch_grids(images, 2).tolist() == [[2, 3], [2, 3]]
     with pytest.raises(ValueError, match="4 x 6 pixels do not divide into patches of 4"):
         patchify(images, 4)
+
+
+def test_images_of_many_sizes_are_packed_in_their_order_and_unpacked():
+    images = [torch.arange(b * 3 * h * w).reshape(b, 3, h, w) for b, h, w in ((2, 4, 6), (1, 2, 8))]
+    packed = pack(images, 2)
+    assert packed.grids.tolist() == [[2, 3], [2, 3], [1, 4]]
+    assert packed.lengths.tolist() == [6, 6, 4]
+    assert packed.patches[12].tolist() == patchify(images[1], 2)[0].tolist()
+    again = pack([packed, images[1]], 2).unpack()
+    for image, expected in zip(again, [*images[0], *images[1], *images[1]], strict=True):
+        torch.testing.assert_close(image, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="patches of 2 pixels, not of 4"):
+        pack([packed], 4)
+
+
+@pytest.mark.parametrize("fit", [best_fit, first_fit])
+def test_sequences_hold_every_image_once_and_no_more_than_their_budget(fit):
+    lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    sequences = fit(lengths, 64)
+    assert sorted(image for sequence in sequences for image in sequence) == list(range(200))
+    assert max(sum(lengths[image] for image in sequence) for sequence in sequences) <= 64
+    with pytest.raises(ValueError, match="65 tokens does not fit a sequence of 64"):
+        fit([3, 65], 64)
+
+
+def test_best_fit_chooses_the_fullest_sequence_and_first_fit_the_first():
+    assert best_fit([5, 6, 3, 4, 2], 10) == [[1, 3], [0, 2, 4]]
+    assert first_fit([5, 7, 3, 2, 4], 10) == [[0, 2, 3], [1], [4]]

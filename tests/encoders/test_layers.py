@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from encoders import layers
 from encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
 
 
@@ -102,3 +103,35 @@ def test_linear_layers_start_as_named(init, deviation):
     assert layer.weight.std().item() == pytest.approx(deviation, rel=0.02)
     assert (layer.weight.abs().max() <= math.sqrt(6 / 1000)) == (init == "xavier")
     assert not layer.bias.any()
+
+
+def test_packed_attention_is_that_of_each_image_alone_by_every_way():
+    generator = torch.Generator().manual_seed(0)
+    lengths, query_lengths, sequences = torch.tensor([3, 7, 1, 4]), torch.tensor([2, 1, 5, 3]), torch.tensor([1, 2, 1])
+    k, v = (torch.randn(2, 15, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    q = torch.randn(2, 11, 8, generator=generator, dtype=torch.float64)
+    images = zip(q.split(query_lengths.tolist(), 1), *(x.split(lengths.tolist(), 1) for x in (k, v)), strict=True)
+    expected = [(0.3 * a @ b.mT).softmax(-1) @ c for a, b, c in images]
+    inputs = (q, k, v, 0.3, query_lengths, lengths)
+    ways = {
+        "chosen": attention(q, k, v, scale=0.3, lengths=lengths, query_lengths=query_lengths),
+        "by image": layers._attention_by_image(*inputs),
+        "in sequences": layers._attention_in_sequences(*inputs, sequences),
+    }
+    for way, out in ways.items():
+        torch.testing.assert_close(out, torch.cat(expected, 1), msg=lambda text, way=way: f"{way}: {text}")
+    equal = attention(k, k, v, lengths=torch.tensor([5, 5, 5]))
+    torch.testing.assert_close(equal, layers._attention_by_image(k, k, v, None, *[torch.tensor([5, 5, 5])] * 2))
+    with pytest.raises(ValueError, match="no bias"):
+        attention(q, k, v, bias=torch.zeros(1), lengths=lengths)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or layers.varlen_attn is None, reason="varlen_attn runs on CUDA only")
+def test_packed_attention_by_the_varlen_kernel():
+    lengths, query_lengths = torch.tensor([30, 7, 100, 4]), torch.tensor([2, 1, 50, 3])
+    q, k, v = (
+        torch.randn(4, int(n.sum()), 32, device="cuda", dtype=torch.bfloat16) for n in (query_lengths, lengths, lengths)
+    )
+    out = layers._attention_varlen(q, k, v, 0.3, query_lengths, lengths)
+    expected = layers._attention_by_image(*(x.float() for x in (q, k, v)), 0.3, query_lengths, lengths)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

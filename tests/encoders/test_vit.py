@@ -7,7 +7,7 @@ import timm
 import torch
 
 from encoders import Features, build, load_weights
-from encoders.images import Mask, patch_grids
+from encoders.images import Mask
 from encoders.vit import VARIANTS, ViT
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
@@ -36,7 +36,7 @@ def small(**settings) -> ViT:
 
 def mask_of(images: torch.Tensor, stride: int, hidden_each: int, seed: int = 2) -> Mask:
     """The same number of hidden tokens in each image, at different places."""
-    grids = patch_grids(images, stride)
+    grids = torch.tensor([[images.shape[2] // stride, images.shape[3] // stride]]).expand(len(images), 2)
     noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
     return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
 
@@ -382,12 +382,12 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_inputs_that_do_not_fit_are_refused():
     encoder, images = small(), images_of(2, 3, 32, 32)
-    uneven = Mask.from_hidden(torch.arange(32) < 2, patch_grids(images, 8))
+    uneven = Mask.from_hidden(torch.arange(32) < 2, encoder.grids(images))
     for inputs, drop, message in [
-        ((images[..., :7],), False, "smaller than a patch of 8"),
-        ((images.byte(),), False, r"floats \(B, 3, H, W\), not torch.uint8"),
-        ((images[:, :2],), False, r"not torch.float32 of \(2, 2, 32, 32\)"),
-        ((images, mask_of(images[:1], 8, 4)), True, "16 tokens for 1 images does not fit 2 images of 4 x 4"),
+        ((images[..., :7],), False, "smaller than one patch of 8 x 8"),
+        ((images.byte(),), False, "must be normalised floats, not torch.uint8"),
+        ((images[:, :2],), False, r"\(B, 3, H, W\), not \(2, 2, 32, 32\)"),
+        ((images, mask_of(images[:1], 8, 4)), True, "16 tokens in 1 images does not fit 2 images of 4 x 4"),
         ((images, mask_of(images, 8, 4)), False, "mask_token=True"),
         ((images,), True, "there is no mask"),
         ((images, uneven), True, "same number of tokens, at least one, not 14 to 16"),

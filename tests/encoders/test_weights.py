@@ -198,9 +198,8 @@ def test_heads_are_used_where_there_are_any():
         (lambda state: state.update({"head.weight": torch.ones(9, 48)}), "missing from the checkpoint: head.bias"),
         (lambda state: state.pop("pos_embed"), "missing from the checkpoint: pos_embed"),
         (lambda state: state.update({"norm.bias": torch.ones(2)}), r"norm.bias \(2,\), not \(48,\)"),
-        (lambda state: state.pop("patch_embed.proj.weight"), "not weights of a ViT"),
+        (lambda state: state.pop("patch_embed.proj.weight"), "these are not weights of a ViT"),
         (lambda state: state.update({"epoch": 3}), "no weights found"),
-        (lambda state: state.update({"layers.0.relative_position_bias_table": torch.ones(2)}), "weights of a Swin"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
@@ -218,12 +217,19 @@ def test_messages_say_what_would_fit():
         ValueError, match=r"96 wide with 4 blocks .* this encoder 48 .* build vit_micro with patch_size=8"
     ):
         load_weights(small(), state)
-    with pytest.raises(ValueError, match=r"for images of 4 channels, this encoder for 3: build it with channels=4"):
-        load_weights(small(), small(channels=4).state_dict())
     with pytest.raises(ValueError, match=r"unknown to the encoder: .*qkv.bias.* settings to look at: qkv_bias"):
         load_weights(small(qkv_bias=False), small().state_dict())
     with pytest.raises(ValueError, match="source must be one of auto, ours"):
         load_weights(small(), state, "dion")
+
+
+@torch.no_grad()
+def test_filters_for_three_channels_are_repeated_for_more():
+    three, six = small(), small(channels=6)
+    report = load_weights(six, three.state_dict())
+    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
 
 
 class Order:

@@ -9,7 +9,6 @@ import encoders
 from data.augment import finish
 from data.batch import Batch
 from encoders.base import Encoder, Features
-from encoders.images import patch_grids
 from pretrain import pictures
 
 GAP = 2
@@ -19,13 +18,14 @@ class Known(Encoder):
     """Gives the tokens (N, T, D) and the attention (N, heads, T, T) that it was made with, for patches of 4 pixels."""
 
     cls_token = True
+    stride = 4
 
     def __init__(self, tokens: Tensor, attention: Tensor) -> None:
         super().__init__()
         self.tokens, self.attention = tokens, attention
 
     def forward(self, images: Tensor, mask: object = None, *, drop: bool = False) -> Features:
-        return Features(self.tokens[:, 0], self.tokens.flatten(0, 1), patch_grids(images, 4))
+        return Features(self.tokens[:, 0], self.tokens.flatten(0, 1), self.grids(images))
 
     def last_attention(self, images: Tensor) -> Tensor:
         return self.attention
