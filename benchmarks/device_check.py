@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import encoders
 from data.augment import finish
-from data.batch import Batch
+from data.batch import Batch, collate
 from data.loader import training_batches
 from data.settings import Settings, parse
 from pretrain.methods import METHODS
@@ -58,20 +58,18 @@ def build(name: str, variant: str, batch_size: int, steps: int, **settings: Any)
     torch.manual_seed(0)
     kind = METHODS[name]
     config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), 50_000, batch_size, steps)
-    encoder = encoders.build(variant, **(kind.encoder_defaults(config) | {"drop_path": 0.0}))
-    return kind(encoder, config, steps), optim, kind.transform(config)
+    defaults = kind.encoder_defaults(config, encoders.family(variant))
+    method = kind(encoders.build(variant, **(defaults | {"drop_path": 0.0})), config, steps)
+    return method, optim, method.transform()
 
 
 def random_batch(transform, images: int, seed: int) -> Batch:
     """What the loader would yield for noise images; uint8, on the CPU."""
-    from data.crops import collate
-
     rng = np.random.default_rng(seed)
     samples = [
         transform(torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)), rng) for _ in range(images)
     ]
-    views, photometric = collate(samples)
-    return Batch(views, transform.crops, photometric=photometric)
+    return collate(samples, transform.crops, [str(i) for i in range(images)], packing=transform.packing)
 
 
 def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool) -> Tensor:
@@ -81,7 +79,7 @@ def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: in
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         loss, _ = method(finish(batch.to(device, non_blocking=True)), number)
     loss.backward()
-    clip_gradients(method.trained_parts(), optim.clip, optim.clip_by)
+    clip_gradients(method.trained_parts(), cast(float, optim.clip), optim.clip_by)
     optimizer.step()
     optimizer.zero_grad()
     method.after_step(number)

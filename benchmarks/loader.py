@@ -24,10 +24,12 @@ from PIL import Image, ImageFilter
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torchvision import transforms
 
 from data.augment import IMAGENET_MEAN, IMAGENET_STD, photometric
-from data.crops import MultiCrop, MultiCropConfig, collate
+from data.batch import collate
+from data.crops import MultiCrop, MultiCropConfig
 from data.decode import decode
 from data.loader import training_batches
 from data.settings import Settings, parse
@@ -166,8 +168,12 @@ def device() -> torch.device:
 def photometric_part(files: list[bytes], seconds: float) -> float:
     """Measures the change of pixels of one batch, copied to the device before."""
     rng, transform = np.random.default_rng(0), MultiCrop(MultiCropConfig())
-    views, drawn = collate([transform(decode(file), rng) for file in files])
-    pairs = [(view.to(device()), p) for view, p in zip(views, drawn, strict=True) if p is not None]
+    batch = collate([transform(decode(file), rng) for file in files], transform.crops, [""] * len(files))
+    pairs = [
+        (view.to(device()), p)
+        for view, p in zip(batch.views, batch.photometric, strict=True)
+        if p and isinstance(view, Tensor)
+    ]
 
     def once() -> int:
         for view, p in pairs:

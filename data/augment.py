@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data.batch import Batch, Photometric
 from data.settings import Section
+from encoders.images import Images, PackedImages
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -136,11 +137,17 @@ def finish(
     Raises:
         ValueError: the views are floats already.
     """
-    if any(view.is_floating_point() for view in batch.views):
+    pixels = [view.patches if isinstance(view, PackedImages) else view for view in batch.views]
+    if any(view.is_floating_point() for view in pixels):
         raise ValueError("the views of this batch are floats already: `finish` takes the uint8 views of the loader")
-    views = []
+    views: list[Images] = []
     for view, p in zip(batch.views, batch.photometric or [None] * len(batch.views), strict=True):
-        if p is None:
+        if isinstance(view, PackedImages):
+            if p is not None:
+                raise ValueError("packed images take no photometric changes")
+            x = view.patches.to(torch.float32).div_(255).view(-1, 3)  # channels vary fastest in a patch
+            views.append(replace(view, patches=_normalize(x, mean, std).to(dtype).view_as(view.patches)))
+        elif p is None:
             x = view.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
             views.append(_normalize(x, mean, std).to(dtype))
         else:

@@ -1,15 +1,17 @@
-"""What the loader yields.
+"""What the loader yields, and what a transform makes of one image on the way there.
 
-B images; a view is a stack of crops of one size, crop-major: crop c of image b lies at row c * B + b.
+B images; a view is a stack of crops of one size, crop-major: crop c of image b lies at row c * B + b. Images of many
+sizes are packed instead, one crop each.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from encoders.images import Mask
+from encoders.images import Images, Mask, best_fit, pack
 
 
 @dataclass
@@ -46,11 +48,34 @@ class Photometric:
 
 
 @dataclass
+class Crops:
+    """The views of one image."""
+
+    views: list[Tensor]
+    """one (n, 3, S, S) uint8 a view"""
+    photometric: list[Photometric | None]
+    """one a view, of n crops"""
+    hidden: Tensor | None = None
+    """(h, w) bool: the hidden tokens of the one crop of a transform that masks"""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How crops of many sizes make one batch."""
+
+    patch: int
+    """side of a patch in pixels"""
+    budget: int
+    """patches of a sequence that images share"""
+
+
+@dataclass
 class Batch:
     """The part of one optimizer step's images that one process gets in one forward pass."""
 
-    views: list[Tensor]
-    """one (crops * B, 3, H, W) tensor a view; uint8 from the loader, normalised floats after `data.augment.finish`"""
+    views: list[Images]
+    """one (crops * B, 3, H, W) tensor a view, or packed images; uint8 from the loader, normalised floats after
+    `data.augment.finish`"""
     crops: tuple[int, ...]
     """crops per image in each view, e.g. (2, 8)"""
     keys: list[str] = field(default_factory=list)
@@ -60,6 +85,7 @@ class Batch:
     photometric: list[Photometric | None] = field(default_factory=list)
     """one a view, always on the CPU; None: nothing to do but normalise"""
     masks: Mask | None = None
+    """of the images of the one view of a method that masks"""
     skipped: list[str] = field(default_factory=list)
     """`shard.tar/key: reason` of each corrupt image that was met on the way, and replaced or left out"""
 
@@ -83,3 +109,60 @@ class Batch:
             labels=None if self.labels is None else self.labels.pin_memory(),
             masks=self.masks and self.masks.pin_memory(),
         )
+
+
+def collate(
+    samples: Sequence[Crops],
+    crops: tuple[int, ...],
+    keys: Sequence[str],
+    labels: Sequence[int] | None = None,
+    *,
+    packing: Packing | None = None,
+    skipped: Sequence[str] = (),
+) -> Batch:
+    """B images as one batch. With `packing` they come in the order in which they fill sequences best.
+
+    Raises:
+        ValueError: an image has more patches than a sequence.
+    """
+    order, counts = list(range(len(samples))), None
+    if packing is not None:
+        areas = [sample.views[0].shape[-2] * sample.views[0].shape[-1] for sample in samples]
+        sequences = best_fit([area // packing.patch**2 for area in areas], packing.budget)
+        order = [image for sequence in sequences for image in sequence]
+        counts = torch.tensor([len(sequence) for sequence in sequences])
+        samples = [samples[i] for i in order]
+    views = [_stack(stacked, packing, counts) for stacked in zip(*(sample.views for sample in samples), strict=True)]
+    return Batch(
+        views=views,
+        crops=crops,
+        keys=[keys[i] for i in order],
+        labels=None if labels is None else torch.tensor([labels[i] for i in order]),
+        photometric=[_together(drawn) for drawn in zip(*(sample.photometric for sample in samples), strict=True)],
+        masks=_mask([sample.hidden for sample in samples]),
+        skipped=list(skipped),
+    )
+
+
+def _stack(view: Sequence[Tensor], packing: Packing | None, counts: Tensor | None) -> Images:
+    """One view of B images, each (n, 3, S, S): (n * B, 3, S, S) crop-major, or packed.
+
+    Pixels stay in the order row, column, channel, in which images are decoded and resized: this is plain copying.
+    """
+    if packing is not None:
+        return replace(pack(view, packing.patch), sequences=counts)
+    pixels = torch.stack([crops.permute(0, 2, 3, 1) for crops in view], dim=1)  # (n, B, S, S, 3)
+    return pixels.flatten(0, 1).permute(0, 3, 1, 2)  # (n * B, 3, S, S)
+
+
+def _together(drawn: Sequence[Photometric | None]) -> Photometric | None:
+    """Photometric changes of one view of B images, each of n crops: of n * B, crop-major."""
+    known = [part for part in drawn if part is not None]
+    columns = ([getattr(part, f.name) for part in known] for f in fields(Photometric))
+    return Photometric(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns)) if known else None
+
+
+def _mask(hidden: Sequence[Tensor | None]) -> Mask | None:
+    known = [h for h in hidden if h is not None]
+    grids = torch.tensor([h.shape for h in known])
+    return Mask.from_hidden(torch.cat([h.flatten() for h in known]), grids) if known else None

@@ -5,8 +5,8 @@ follow torchvision's RandomResizedCrop: an area uniform in `scale`, a log-unifor
 H x W pixels; n crops; S x S pixels of a crop.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Annotated
 
 import numpy as np
@@ -16,13 +16,15 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from data.augment import ColorConfig, Share, ascending, draw
-from data.batch import Photometric
+from data.batch import Crops, Packing, Photometric
 from data.settings import Section
 
 TRIES = 10
 """boxes tried before the central one is taken"""
 BOX_DRAWS = 2 * TRIES + 4
 """random numbers a crop"""
+LONGEST = 4
+"""a crop that keeps the aspect ratio is at most this many times as long as it is wide"""
 
 Positive = Annotated[float, Field(gt=0)]
 Areas = Annotated[
@@ -30,16 +32,6 @@ Areas = Annotated[
 ]
 Ratios = Annotated[tuple[Positive, Positive], AfterValidator(ascending)]
 Degrees = Annotated[float, Field(ge=0, le=180)]
-
-
-@dataclass
-class Crops:
-    """The views of one image."""
-
-    views: list[Tensor]
-    """one (n, 3, S, S) uint8 a view"""
-    photometric: list[Photometric | None]
-    """one a view, of n crops"""
 
 
 class RandomCropConfig(Section):
@@ -89,6 +81,8 @@ class MultiCropConfig(ColorConfig):
 class MultiCrop:
     """Two global crops and some local ones, with drawn photometric changes that are yet to be applied."""
 
+    packing = None
+
     def __init__(self, config: MultiCropConfig) -> None:
         c = self.config = config
         self.crops: tuple[int, ...] = (2, c.local_crops) if c.local_crops else (2,)
@@ -114,6 +108,7 @@ class RandomCrop:
     """One random crop, and no photometric change."""
 
     crops = (1,)
+    packing = None
 
     def __init__(self, config: RandomCropConfig) -> None:
         self.config = config
@@ -123,10 +118,65 @@ class RandomCrop:
         return Crops([random_crops(image, rng, 1, self.config)], [None])
 
 
+class NativeCrop:
+    """One random crop that keeps the image's own aspect ratio, up to whole patches: NaViT's input (2307.06304).
+
+    Its area is that of a square whose side is drawn uniformly from `smallest` to `config.size`. The crop has the share
+    `config.scale` of the image's area; `config.ratio` plays no part.
+    """
+
+    crops = (1,)
+
+    def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
+        """`patch` and `smallest` in pixels; the crops of a batch are packed into sequences of `token_budget` patches.
+
+        Raises:
+            ValueError: sizes that cannot be.
+        """
+        if not patch <= smallest <= config.size:
+            raise ValueError(f"smallest_size {smallest} must lie between a patch, {patch}, and size, {config.size}")
+        if (config.size // patch) ** 2 > token_budget:
+            raise ValueError(
+                f"an image of {(config.size // patch) ** 2} tokens does not fit a token_budget of {token_budget}: "
+                "raise it, or lower size"
+            )
+        self.config, self.patch, self.smallest = config, patch, smallest
+        self.packing = Packing(patch, token_budget)
+
+    def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
+        """(3, H, W) uint8 -> one view (1, 3, rows * patch, columns * patch) uint8."""
+        u = rng.random(6)
+        least, most = self.config.scale
+        height, width = image.shape[1:]
+        height, width = min(height, LONGEST * width), min(width, LONGEST * height)
+        share = math.sqrt(least + (most - least) * u[0])
+        sides = [max(round(side * share), 1) for side in (height, width)]
+        top, left = (int(v * (whole - side + 1)) for v, whole, side in zip(u[1:3], image.shape[1:], sides, strict=True))
+        budget = int(((self.smallest + (self.config.size - self.smallest) * u[3]) / self.patch) ** 2)
+        rows, columns = native_grid(sides[0], sides[1], budget)
+        pixels = image.permute(1, 2, 0)[None, top : top + sides[0], left : left + sides[1]]
+        crop = resize(pixels, rows * self.patch, columns * self.patch)
+        view = crop.flip(3) if u[4] < self.config.flip else crop
+        turn = (2 * u[5:] - 1) * self.config.rotation
+        return Crops([rotate(view, turn) if self.config.rotation else view], [None])
+
+
+def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
+    """Rows and columns of at most `tokens` patches, nearest to the aspect ratio of `height` x `width`.
+
+    Of the whole numbers about the exact sides those that use most tokens.
+    """
+    rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
+    near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]
+    near += [(1, min(int(columns), tokens)), (min(int(rows), tokens), 1)]
+    return max(((r, c) for r, c in near if 0 < r * c <= tokens), key=lambda sides: sides[0] * sides[1])
+
+
 class CenterCrop:
     """The transform of evaluation: shorter side to `resize` pixels, then the central `size` x `size`."""
 
     crops = (1,)
+    packing = None
 
     def __init__(self, size: int = 224, resize: int | None = None) -> None:
         """`resize` is 256 / 224 of `size` unless given.
@@ -150,23 +200,6 @@ class CenterCrop:
         top, left = (round((side - self.size) / 2) for side in (height, width))
         view = resized[..., top : top + self.size, left : left + self.size]
         return Crops([view.contiguous(memory_format=torch.channels_last)], [None])
-
-
-def collate(samples: Sequence[Crops]) -> tuple[list[Tensor], list[Photometric | None]]:
-    """Views (n * B, 3, S, S) and photometric changes of B images, crop-major: crop c of image b at row c * B + b.
-
-    Pixels stay in the order row, column, channel, in which images are decoded and resized: this is plain copying.
-    """
-    views = []
-    for stacked in zip(*(sample.views for sample in samples), strict=True):
-        pixels = torch.stack([view.permute(0, 2, 3, 1) for view in stacked], dim=1)  # (n, B, S, S, 3)
-        views.append(pixels.flatten(0, 1).permute(0, 3, 1, 2))  # (n * B, 3, S, S)
-    drawn: list[Photometric | None] = []
-    for parts in zip(*(sample.photometric for sample in samples), strict=True):
-        known = [part for part in parts if part is not None]
-        columns = ([getattr(part, f.name) for part in known] for f in fields(Photometric))
-        drawn.append(Photometric(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns)) if known else None)
-    return views, drawn
 
 
 def random_crops(image: Tensor, rng: np.random.Generator, n: int, config: RandomCropConfig) -> Tensor:

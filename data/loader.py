@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from data.batch import Batch
-from data.crops import Crops, collate
+from data.batch import Batch, Crops, Packing, collate
 from data.decode import ImageError, decode
 from data.shards import Reader, ShardError, ShardList, Shards, WeightedShards, open_shards, open_sources
 from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, sample_rng, step_positions
@@ -36,6 +35,11 @@ class Transform(Protocol):
     @property
     def crops(self) -> tuple[int, ...]:
         """Crops per image in each view."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the crops are packed, where they are of many sizes."""
         ...
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
@@ -237,7 +241,7 @@ class _Training:
             keys.append(key)
             images.append(crops)
             skipped += corrupt
-        return _batch(images, self.transform.crops, keys, skipped)
+        return collate(images, self.transform.crops, keys, packing=self.transform.packing, skipped=skipped)
 
     def _good(self, position: int, source: int, shard: int, sample: int) -> tuple[str, Crops, list[str]]:
         """Key and crops of the sample at a position, or of the next good one of its lane; and the corrupt ones."""
@@ -282,24 +286,10 @@ class _Evaluation:
                 continue
             keys.append(key)
             labels.append(label)
-        return _batch(images, self.transform.crops, keys, skipped, labels if self.labels else None)
-
-
-def _batch(
-    images: list[Crops], crops: tuple[int, ...], keys: list[str], skipped: list[str], labels: list[int] | None = None
-) -> Batch:
-    """Without any image, a batch that only says what was skipped."""
-    if not images:
-        return Batch([], crops, skipped=skipped)
-    views, photometric = collate(images)
-    return Batch(
-        views=views,
-        crops=crops,
-        keys=keys,
-        labels=None if labels is None else torch.tensor(labels),
-        photometric=photometric,
-        skipped=skipped,
-    )
+        if not images:  # a batch that only says what was skipped
+            return Batch([], self.transform.crops, skipped=skipped)
+        known = labels if self.labels else None
+        return collate(images, self.transform.crops, keys, known, packing=self.transform.packing, skipped=skipped)
 
 
 def _same(batch: Any) -> Any:

@@ -145,6 +145,15 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
     )
 
 
+def places(grids: Tensor) -> Tensor:
+    """Row and column of every token of a batch: (B, 2) -> (2, T) int64 on the CPU."""
+    each = [
+        torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")).flatten(1)
+        for rows, columns in grids.tolist()
+    ]
+    return torch.cat(each, 1)
+
+
 def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Images into sequences of at most `budget` tokens, best fit decreasing: the longest first, each into the fullest
     sequence that still has room.

@@ -56,7 +56,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention: (B, N, D) -> (B, N, D)."""
+    """Self-attention: (B, N, D), or packed images (T, D) with their `lengths`, -> the same shape."""
 
     def __init__(self, dim: int, heads: int, *, qkv_bias: bool, qk_norm: bool, qk_scale: float | None, norm_eps: float):
         super().__init__()
@@ -68,13 +68,14 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values: (B, N, D) -> three of (B, heads, N, d)."""
-        q, k, v = rearrange(self.qkv(x), "b n (three heads d) -> three b heads n d", three=3, heads=self.heads)
+        """Queries, keys and values: (..., N, D) -> three of (..., heads, N, d)."""
+        q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
         return self.q_norm(q), self.k_norm(k), v
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         q, k, v = self._split(x)
-        return self.proj(rearrange(attention(q, k, v, scale=self.scale), "b heads n d -> b n (heads d)"))
+        out = attention(q, k, v, scale=self.scale, lengths=lengths)
+        return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
     def weights(self, x: Tensor) -> Tensor:
         """What each token takes from each: (B, N, D) -> (B, heads, N, N), rows sum to 1."""
@@ -83,7 +84,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each a residual branch with its norm in front: (B, N, D) -> (B, N, D)."""
+    """Attention and MLP, each a residual branch with its norm in front.
+
+    (B, N, D), or packed images (T, D) with their `lengths`, which know no drop path, -> the same shape.
+    """
 
     def __init__(
         self,
@@ -107,8 +111,8 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), lengths)))
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
 

@@ -6,7 +6,7 @@ B images of S x S pixels, N images of this process's part of the shards, D featu
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -188,7 +188,7 @@ def extract(
     found, found_labels = [], []
     shown = progress and accelerator.is_main_process
     for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=not shown):
-        images = finish(batch.to(device, non_blocking=True)).views[0]  # (B, 3, S, S)
+        images = cast(Tensor, finish(batch.to(device, non_blocking=True)).views[0])  # (B, 3, S, S)
         found.append(_take(encoder, images, take, precision))
         found_labels.append(batch.labels if batch.labels is not None else torch.full((len(images),), -1))
         if keys is not None:

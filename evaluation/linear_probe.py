@@ -31,7 +31,8 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.crops import Crops, RandomCrop, RandomCropConfig
+from data.batch import Crops
+from data.crops import RandomCrop, RandomCropConfig
 from data.settings import parse
 from encoders.base import Encoder
 from evaluation.features import (
@@ -128,6 +129,7 @@ class EpochCrop:
     """The random crop of an image in one epoch, a function of seed, epoch and place of the image."""
 
     crops = (1,)
+    packing = None
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self.crop = RandomCrop(RandomCropConfig(size=size, scale=(0.08, 1.0)))

@@ -191,7 +191,8 @@ def resolve(config: RunConfig, images: int) -> RunConfig:
     warmup = optim.warmup_steps or 0
     if warmup >= steps:
         raise SettingsError(f"optim.warmup_steps is {warmup}, which must be less than the run's {steps} steps")
-    given = method.encoder_defaults(method_config) | config.encoder_settings
+    chosen = encoders.family(config.encoder_settings["variant"])
+    given = method.encoder_defaults(method_config, chosen) | config.encoder_settings
     section = type(cast(Any, config).encoder)
     values = {"steps": steps, "optim": optim, config.method: method_config, "encoder": section(**given)}
     return config.model_copy(update=values)

@@ -28,6 +28,7 @@ from pretrain.checkpoint import Position
 from pretrain.config import RunConfig, resolve, to_yaml
 from pretrain.loop import Run, train
 from pretrain.methods import METHODS
+from pretrain.methods.base import Method
 from pretrain.optim import parameter_groups
 from pretrain.preflight import report
 from pretrain.record import Recorder
@@ -53,9 +54,9 @@ def pretrain(config: RunConfig) -> None:
     if newest:
         checkpoint.check_fits(newest, settings)
         position = checkpoint.position(newest)
-    batches = loader(config, shards, position.step, accelerator)
     torch.manual_seed(config.seed)  # the same weights on every process
     method = build_method(config, fresh=newest is None)
+    batches = loader(config, method, shards, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:
             report(config, method, shards, images, accelerator.num_processes, workers(config, accelerator))
@@ -70,7 +71,7 @@ def pretrain(config: RunConfig) -> None:
     if newest:
         checkpoint.restore(newest, accelerator, wrapped, optimizer)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    judge = scorer(config, shards, accelerator)
+    judge = scorer(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         write_settings(output, config)
@@ -81,7 +82,7 @@ def pretrain(config: RunConfig) -> None:
     finish_run(run)
 
 
-def loader(config: RunConfig, shards: Any, first_step: int, accelerator: Accelerator) -> Batches:
+def loader(config: RunConfig, method: Method, shards: Any, first_step: int, accelerator: Accelerator) -> Batches:
     """This process's batches from `first_step` to the end.
 
     Raises:
@@ -89,9 +90,13 @@ def loader(config: RunConfig, shards: Any, first_step: int, accelerator: Acceler
     """
     assert config.steps is not None
     try:
+        transform = method.transform()
+    except ValueError as error:
+        raise SettingsError(f"{config.method}: {error}") from error
+    try:
         return training_batches(
             shards,
-            METHODS[config.method].transform(config.method_config),
+            transform,
             batch_size=config.batch_size,
             seed=config.seed,
             rank=accelerator.process_index,
@@ -191,7 +196,7 @@ def fingerprint(opened: list[ShardList]) -> str:
     return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
-def build_method(config: RunConfig, *, fresh: bool) -> Any:
+def build_method(config: RunConfig, *, fresh: bool) -> Method:
     """The method with its encoder, as the settings say; equal on all processes for the same seed.
 
     Only a `fresh` run starts from `init_from`; a resumed one has its weights in the checkpoint.
@@ -206,7 +211,10 @@ def build_method(config: RunConfig, *, fresh: bool) -> Any:
     except (ValueError, OSError) as error:
         raise SettingsError(f"encoder: {error}") from error
     assert config.steps is not None
-    method = METHODS[config.method](encoder, config.method_config, config.steps)
+    try:
+        method = METHODS[config.method](encoder, config.method_config, config.steps)
+    except ValueError as error:
+        raise SettingsError(f"{config.method}: {error}") from error
     if config.compile:
         for part in method.modules():
             if isinstance(part, encoders.Encoder):
@@ -237,12 +245,12 @@ def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     return output, found[-1] if found else None
 
 
-def scorer(config: RunConfig, shards: Any, accelerator: Accelerator) -> Scorer | None:
+def scorer(config: RunConfig, method: Method, shards: Any, accelerator: Accelerator) -> Scorer | None:
     """The k-NN inside the run, or None where there is nothing to score on."""
     if config.evaluation.val is None:
         return None
     bank = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
-    return Scorer(config.evaluation, bank, config.method_config.global_size, accelerator)
+    return Scorer(config.evaluation, bank, method.image_size, accelerator)
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Accelerator) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     """One optimizer step over this process's `batches`, `config.accumulate` of them, one a forward pass."""
     accelerator, method, step = run.accelerator, run.method, run.position.step
     apply_schedules(run.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
+    clip, clip_by = cast(float, run.config.optim.clip), run.config.optim.clip_by
     losses, metrics, norm = [], [], torch.zeros((), device=accelerator.device)
     for batch in batches:
         with accelerator.accumulate(run.wrapped):
@@ -83,7 +84,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.unscale_gradients()
-                norm = clip_gradients(method.trained_parts(), run.config.optim.clip, run.config.optim.clip_by)
+                norm = clip_gradients(method.trained_parts(), clip, clip_by)
         losses.append(loss.detach())
         metrics.append(numbers)
     mean = torch.stack(losses).mean()
@@ -127,8 +128,10 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             micro_batches = list(itertools.islice(batches, config.accumulate))
             waited = time.perf_counter() - started
             corrupt += sum(len(b.skipped) for b in micro_batches)
-            if run.recorder and run.position.step == 0:  # at once: a wrong augmentation must not cost a day
-                run.recorder.pictures({"crops": pictures.crops(_on_device(run, micro_batches[0]))}, 0)
+            if (
+                run.recorder and config.evaluation.pictures and run.position.step == 0
+            ):
+                run.recorder.pictures(_pictures(run, _on_device(run, micro_batches[0])), 0)
             result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
             window.add(config.batch_size, waited)
             if not result.finite:
@@ -229,13 +232,20 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
                 log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
         if run.recorder and run.config.evaluation.pictures:
             if batch is not None:
-                shown["crops"] = pictures.crops(_on_device(run, batch), run.config.evaluation.pictures)
+                shown |= _pictures(run, _on_device(run, batch))
             if run.scorer is not None:
                 encoder, images = run.method.trained_encoder(), run.scorer.held_out
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
             run.recorder.pictures({k: v for k, v in shown.items() if v is not None}, step)
     if run.recorder and record:
         run.recorder.scalars({"step": step, "images": run.position.images} | record)
+
+
+def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
+    """What the network sees of a batch, and what the method does to it."""
+    images = run.config.evaluation.pictures
+    panels = run.method.panels(batch, images)
+    return {"crops": pictures.crops(batch, images)} | {name: pictures.panels(rows) for name, rows in panels.items()}
 
 
 def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:

@@ -26,7 +26,7 @@ class OptimConfig(Section):
     """weight decay at the end (cosine in between)"""
     betas: tuple[float, float] | None = None
     """AdamW's decay rates of the two moments"""
-    clip: float = Field(default=3.0, ge=0)
+    clip: float | None = Field(default=None, ge=0)
     """largest gradient norm; 0 leaves gradients as they are"""
     clip_by: Literal["tensor", "module", "global"] = "tensor"
     """what the norm is taken of: each parameter tensor (DINO), each part of the student (DINOv2), or all"""

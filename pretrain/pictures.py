@@ -11,6 +11,7 @@ from torch import Tensor
 from data.augment import IMAGENET_MEAN, IMAGENET_STD
 from data.batch import Batch
 from encoders.base import Encoder
+from encoders.images import PackedImages
 
 
 def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
@@ -18,10 +19,17 @@ def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
     rows = []
     shown = min(images, batch.images)
     for view, count in zip(batch.views, batch.crops, strict=True):
+        if isinstance(view, PackedImages):  # one crop each, of many sizes
+            return panels([[image] for image in view.unpack()[:shown]], side)
         per_crop = view.unflatten(0, (count, -1))[:, :shown].float()  # (count, shown, C, H, W)
         for crop in per_crop:
             rows.append(_enlarge(_unnormalise(crop), side))
     return _grid(torch.stack(rows, dim=1))
+
+
+def panels(rows: list[list[Tensor]], side: int = 112) -> np.ndarray:
+    """Rows of normalised pictures (3, H, W) of any size, each fitted into a square."""
+    return _grid(torch.stack([torch.stack([_enlarge(_unnormalise(p)[None], side)[0] for p in row]) for row in rows]))
 
 
 @torch.no_grad()

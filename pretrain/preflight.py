@@ -9,12 +9,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from data.batch import Batch
+from data.augment import finish
+from data.batch import collate
 from data.shards import plan
 from pretrain.config import RunConfig, to_yaml
-from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 
 
@@ -26,29 +25,30 @@ def state_bytes(method: Method) -> int:
 
 
 def activation_bytes(method: Method, config: RunConfig, images: int) -> int:
-    """Bytes that a forward pass of `images` keeps for the backward pass, counted on tensors without content."""
+    """Bytes that a forward pass of `images` keeps for the backward pass: from real passes of two and of four."""
+    method = copy.deepcopy(method)  # a pass leaves its traces
+    two, four = (_kept_bytes(method, config, n) for n in (2, 4))
+    return two + (four - two) * (images - 2) // 2
+
+
+def _kept_bytes(method: Method, config: RunConfig, images: int) -> int:
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed address would be given out twice
 
     def count(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         alive.append(tensor)
         return tensor
 
-    transform = METHODS[config.method].transform(config.method_config)
+    transform = method.transform()
     sample = transform(torch.zeros(3, 64, 64, dtype=torch.uint8), np.random.default_rng(0))
-    phantom = copy.deepcopy(method)
-    with FakeTensorMode() as mode:
-        state: dict[str, Tensor] = {
-            name: mode.from_tensor(t) for name, t in [*phantom.named_parameters(), *phantom.named_buffers()]
-        }
-        weights = {t.untyped_storage()._cdata for t in state.values()}
-        batch = Batch([torch.zeros(len(v) * images, *v.shape[1:]) for v in sample.views], transform.crops)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16, enabled=config.precision != "fp32"),
-        ):
-            torch.func.functional_call(phantom, state, (batch, 0))
+    batch = finish(collate([sample] * images, transform.crops, [""] * images, packing=transform.packing))
+    weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=config.precision != "fp32"),
+    ):
+        method(batch, 0)
     return sum(size for address, size in kept.items() if address not in weights)
 
 

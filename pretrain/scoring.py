@@ -1,5 +1,7 @@
 """k-NN inside pretraining: how good the encoder's features are right now."""
 
+from typing import cast
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -30,7 +32,7 @@ class Scorer:
         """(count, 3, H, W) normalised: the first held-out images as they are scored, for pictures."""
         transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
         batches = evaluation_batches(self.val, transform, batch_size=max(count, 1), workers=0, labels=False)
-        return finish(next(iter(batches)).to(self.accelerator.device)).views[0][:count]
+        return cast(Tensor, finish(next(iter(batches)).to(self.accelerator.device)).views[0])[:count]
 
     def score(self, encoder: Encoder) -> dict[str, float]:
         """`knn_top1`, 0 to 1. Leaves the encoder in the mode it was in and draws no random numbers."""

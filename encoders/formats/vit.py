@@ -6,6 +6,7 @@ R rows of a position table, D width.
 import math
 
 import torch
+from torch import Tensor
 
 from encoders import vit
 from encoders.base import Encoder
@@ -36,7 +37,9 @@ DECIDES = {
 def recognises(state: State) -> bool:
     """Whether these are weights of a ViT."""
     first = state.get("patch_embed.proj.weight")
-    return first is not None and first.ndim == 4 and any(name.startswith("blocks.0.mlp.fc1") for name in state)
+    if first is None or first.ndim != 4 or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
+        return False
+    return any(name.startswith("blocks.0.mlp.fc1") for name in state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
@@ -81,23 +84,15 @@ def _check_size(encoder: ViT, state: State):
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Give the table (1, R, D) a row for the class and the distillation token each, none for registers, and our grid.
 
-    Published tables have rows for the special tokens that have a position, timm's may have none or one for registers as
-    well. What a table lacks is a position of zero; what it has too much is added to the register itself.
+    What a table lacks is a position of zero; what it has too much is added to the register itself.
     """
-    state, table = dict(state), state["pos_embed"]
-    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
-    for front in (encoder.placed, 0, encoder.placed + registers):
-        grid = _grid_of(table.shape[1] - front, encoder, source)
-        if grid:
-            break
-    else:
-        raise ValueError(f"the rows and columns of a position table of {table.shape[1]} rows are not known")
-    special, patches = table[:, :front], table[:, front:]
-    if front > encoder.placed:
+    special, patches, grid = split_positions(state, encoder.placed, encoder.table_grid, source)
+    state = dict(state)
+    if special.shape[1] > encoder.placed:
         state["reg_token"] = state["reg_token"] + special[:, encoder.placed :]
         special = special[:, : encoder.placed]
-    elif front < encoder.placed:
-        special = torch.zeros_like(table[:, :1]).expand(-1, encoder.placed, -1)
+    elif special.shape[1] < encoder.placed:
+        special = torch.zeros_like(patches[:, :1]).expand(-1, encoder.placed, -1)
     if grid != encoder.table_grid:
         patches = resize_table(patches, grid, encoder.table_grid, encoder.interpolation)
         report.resized.append(
@@ -107,9 +102,32 @@ def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -
     return state | {"pos_embed": torch.cat([special, patches], 1)}
 
 
-def _grid_of(count: int, encoder: ViT, source: Source) -> tuple[int, int] | None:
-    """Rows and columns of a table for `count` patches: square, as all published ones are, or the encoder's own."""
-    rows, columns = encoder.table_grid
+def split_positions(
+    state: State, placed: int, own: tuple[int, int], source: Source
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """The rows of `pos_embed` (1, R, D) for special tokens, those for patches, and the grid of the latter.
+
+    Published tables have rows for the special tokens that have a position, timm's may have none or one for registers as
+    well. The grid is square, as all published ones are, or the encoder's `own`.
+
+    Args:
+        placed: class and distillation tokens.
+
+    Raises:
+        ValueError: the grid is not known.
+    """
+    table = state["pos_embed"]
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    for front in (placed, 0, placed + registers):
+        grid = _grid_of(table.shape[1] - front, own, source)
+        if grid:
+            return table[:, :front], table[:, front:], grid
+    raise ValueError(f"the rows and columns of a position table of {table.shape[1]} rows are not known")
+
+
+def _grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int] | None:
+    """Rows and columns of a table for `count` patches."""
+    rows, columns = own
     side = math.isqrt(max(count, 0))
     square = count > 0 and side * side == count
     if count == rows * columns and square and rows != columns and source != "ours":
@@ -118,5 +136,5 @@ def _grid_of(count: int, encoder: ViT, source: Source) -> tuple[int, int] | None
             'say source="ours" if it is the latter, or build the encoder for a square image_size'
         )
     if count == rows * columns:
-        return encoder.table_grid
+        return own
     return (side, side) if square else None

@@ -1,5 +1,6 @@
 """Methods by the name of `--method`."""
 
 from pretrain.methods.dino import DINO
+from pretrain.methods.mae import MAE
 
-METHODS = {"dino": DINO}
+METHODS = {"dino": DINO, "mae": MAE}

@@ -5,14 +5,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.loader import Transform
 from encoders.base import Encoder
 
 
 class Method(nn.Module):
-    """One module that holds everything a method trains or averages, wrapped whole by the engine."""
+    """One module that holds everything a method trains or averages, wrapped whole by the engine.
+
+    A method's class also has its settings, `Config`; `resolve(config, optim, images, batch_size, steps)`, what of them
+    and of the optimizer's follows from the data and the length of the run; and `encoder_defaults(config, family)`, the
+    encoder settings that hold for it unless the user gives others.
+    """
+
+    image_size: int
+    """side in pixels of the images on which the encoder is scored while it trains"""
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss () float32 of this process's images, and metrics () that cost no wait for the device."""
+        raise NotImplementedError
+
+    def transform(self) -> Transform:
+        """What happens to a sample in the loader."""
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
@@ -38,3 +51,20 @@ class Method(nn.Module):
         """Numbers about the last forward that are too dear for every step. Called on all processes together, on
         which it is the same."""
         return {}
+
+    def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
+        """Pictures of what the method does to the first `images` of a batch: name -> one row an image, of normalised
+        pictures (C, H, W)."""
+        return {}
+
+
+def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
+    """Parts of an encoder that a method does not train: a trained parameter without gradient would stop DDP."""
+    for name, parameter in encoder.named_parameters():
+        if name.partition(".")[0] in unused:
+            parameter.requires_grad_(False)
+
+
+def fill(config: Any, defaults: dict[str, Any]) -> Any:
+    """The settings with values for those that the user left open."""
+    return config.model_copy(update={name: value for name, value in defaults.items() if getattr(config, name) is None})

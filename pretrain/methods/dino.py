@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
+from encoders.images import Images, pack
 from pretrain import ema
 from pretrain.collectives import all_reduce_max, all_reduce_sum, world_size
 from pretrain.health import effective_rank
-from pretrain.methods.base import Method
+from pretrain.methods.base import Method, fill, freeze
 from pretrain.optim import OptimConfig
 from pretrain.schedules import cosine, linear
-
-UNUSED = ("mask_token", "pre_logits", "head", "head_dist")
-"""parts of an encoder that DINO does not train"""
 
 
 class DINOConfig(MultiCropConfig):
@@ -79,6 +77,7 @@ def resolve(
         "weight_decay": 0.04,
         "weight_decay_end": 0.4 if large else 0.04,
         "betas": (0.9, 0.999),
+        "clip": 3.0,
     }
     defaults = {
         "prototypes": 2 ** round(math.log2(min(max(images / 8, 256), 65536))),
@@ -87,11 +86,7 @@ def resolve(
         "teacher_temperature_steps": min(30 * epoch, steps // 3),
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 250), 6),
     }
-    return _fill(config, defaults), _fill(optim, optim_defaults)
-
-
-def _fill(config: Any, defaults: dict[str, Any]) -> Any:
-    return config.model_copy(update={name: value for name, value in defaults.items() if getattr(config, name) is None})
+    return fill(config, defaults), fill(optim, optim_defaults)
 
 
 class Prototypes(nn.Module):
@@ -196,9 +191,8 @@ class DINO(Method):
         super().__init__()
         self.config: Any = config  # resolved: no value is None any more
         self.steps = steps
-        for name, parameter in encoder.named_parameters():
-            if name.partition(".")[0] in UNUSED:  # a trained parameter without gradient would stop DDP
-                parameter.requires_grad_(False)
+        self.image_size = config.global_size
+        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
         self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, config)})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
@@ -208,14 +202,13 @@ class DINO(Method):
         self.train()
 
     @staticmethod
-    def transform(config: DINOConfig) -> MultiCrop:
-        """What happens to a sample in the loader."""
-        return MultiCrop(config)
-
-    @staticmethod
-    def encoder_defaults(config: DINOConfig) -> dict[str, Any]:
+    def encoder_defaults(config: DINOConfig, family: type[Encoder]) -> dict[str, Any]:
         """Encoder settings that hold unless the user gives others."""
+        del family  # the same for all
         return {"image_size": config.global_size, "drop_path": 0.1}
+
+    def transform(self) -> MultiCrop:
+        return MultiCrop(self.config)
 
     def train(self, mode: bool = True) -> "DINO":
         super().train(mode)
@@ -225,7 +218,7 @@ class DINO(Method):
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of B images with `batch.views` (G * B, C, H, W) and (L * B, C, h, w)."""
         target, spread = self._targets(batch.views[0], batch.crops[0], step)  # (G, B, K)
-        pooled = torch.cat([self.student["encoder"](view).pooled for view in batch.views])  # (S * B, D)
+        pooled = self._pooled(self.student["encoder"], batch.views)  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
         with torch.autocast(logits.device.type, enabled=False):
             log_probabilities = F.log_softmax(logits.float() / self.config.student_temperature, dim=-1)
@@ -234,8 +227,15 @@ class DINO(Method):
         metrics = {"teacher_entropy": entropy, "teacher_student_kl": loss.detach() - entropy, "teacher_spread": spread}
         return loss, metrics
 
+    @staticmethod
+    def _pooled(encoder: nn.Module, views: list[Images]) -> Tensor:
+        """(S * B, D): view after view, or all of them packed in one batch where the encoder takes that."""
+        if isinstance(encoder, Encoder) and encoder.takes_packed:
+            return encoder(pack(views, encoder.stride)).pooled
+        return torch.cat([encoder(view).pooled for view in views])
+
     @torch.no_grad()
-    def _targets(self, images: Tensor, crops: int, step: int) -> tuple[Tensor, Tensor]:
+    def _targets(self, images: Images, crops: int, step: int) -> tuple[Tensor, Tensor]:
         """The teacher's distributions (G, B, K) for `images` (G * B, C, H, W), and the spread of its logits ()."""
         pooled = self.teacher["encoder"](images).pooled  # (G * B, D)
         logits = self.teacher["head"](pooled).float()  # (G * B, K)

@@ -10,17 +10,15 @@ from PIL import Image
 from scipy import ndimage, stats
 from torchvision.transforms import RandomResizedCrop
 
-from data.batch import Photometric
+from data.batch import Crops, Photometric, collate
 from data.crops import (
     BOX_DRAWS,
     CenterCrop,
-    Crops,
     MultiCrop,
     MultiCropConfig,
     RandomCrop,
     RandomCropConfig,
     boxes,
-    collate,
     random_crops,
     resize,
     rotate,
@@ -210,7 +208,9 @@ def test_a_setting_does_not_shift_what_others_draw():
 def test_collate_is_crop_major():
     transform = MultiCrop(SMALL)
     samples = [transform(picture(seed=b), rng(b)) for b in range(4)]
-    views, drawn = collate(samples)
+    batch = collate(samples, transform.crops, [str(b) for b in range(4)], [3, 1, 2, 0])
+    views, drawn = batch.views, batch.photometric
+    assert (batch.keys, batch.labels.tolist(), batch.masks) == (["0", "1", "2", "3"], [3, 1, 2, 0], None)
     assert [tuple(view.shape) for view in views] == [(8, 3, 32, 32), (12, 3, 16, 16)]
     for view, p, crops, index in zip(views, drawn, transform.crops, (0, 1), strict=True):
         for c in range(crops):
@@ -219,9 +219,9 @@ def test_collate_is_crop_major():
                 for f in fields(Photometric):
                     one = getattr(samples[b].photometric[index], f.name)[c]
                     assert torch.equal(getattr(p, f.name)[c * 4 + b], one)
-    views, drawn = collate([RandomCrop(RandomCropConfig(size=8))(picture(), rng(b)) for b in range(3)])
-    assert views[0].shape == (3, 3, 8, 8)
-    assert drawn == [None]
+    batch = collate([RandomCrop(RandomCropConfig(size=8))(picture(), rng(b)) for b in range(3)], (1,), "abc")
+    assert batch.views[0].shape == (3, 3, 8, 8)
+    assert batch.photometric == [None]
 
 
 @pytest.mark.parametrize(("height", "width"), [(90, 121), (121, 90), (20, 30), (37, 64), (151, 12)])

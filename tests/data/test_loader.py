@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.batch import Batch, Photometric
-from data.crops import CenterCrop, Crops
+from data.batch import Batch, Crops, Photometric
+from data.crops import CenterCrop
 from data.loader import evaluation_batches, training_batches
 from data.shards import ShardError
 from data.stream import Order, sample_rng, step_positions
@@ -33,6 +33,7 @@ class Small:
     """Two crops that are the image, and one of noise; the photometric values say which crop of which image it is."""
 
     crops = (2, 1)
+    packing = None
 
     def __call__(self, image, rng):
         number = float(image[0, 0, 0]) * 256 + float(image[1, 0, 0])

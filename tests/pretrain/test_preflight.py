@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import encoders
 from data.batch import Batch
+from data.crops import MultiCrop, MultiCropConfig
 from pretrain.config import RunConfig, load, resolve
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
@@ -28,6 +29,9 @@ class TwoLayers(Method):
         self.student = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
         self.teacher = nn.Linear(HIDDEN, 1).requires_grad_(False)
         self.register_buffer("center", torch.zeros(7))
+
+    def transform(self) -> MultiCrop:
+        return MultiCrop(MultiCropConfig(global_size=16, local_crops=0))
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         return self.student(batch.views[0].flatten(1)).float().mean(), {}

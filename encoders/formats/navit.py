@@ -1,0 +1,198 @@
+"""Weights of a NaViT by vit-pytorch (na_vit.py), and ours.
+
+D width; P values of a patch; p1 rows and p2 columns of its pixels, c channels; R entries of a position table.
+"""
+
+import math
+import re
+from typing import Any
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from encoders import navit
+from encoders.base import Encoder
+from encoders.formats.report import Report, Source, State, adapt_channels, check_names, listed
+from encoders.navit import NaViT
+
+NAME = "a NaViT"
+ACCEPTS = (NAME,)
+
+# part of a tensor's name -> the constructor arguments that it depends on
+DECIDES = {
+    "q_norm": "heads, head_dim",
+    "k_norm": "heads, head_dim",
+    "mlp.fc": "mlp_ratio",
+    "mask_token": "mask_token",
+    "attn_pool": "pool",
+}
+
+# the start of a name in vit-pytorch -> the name here; what follows stays
+THEIRS = {
+    r"to_patch_embedding\.0\.gamma": "patch_embed.norm1.weight",
+    r"to_patch_embedding\.1\.": "patch_embed.proj.",
+    r"to_patch_embedding\.2\.gamma": "patch_embed.norm2.weight",
+    r"pos_embed_height": "pos_embed_rows",
+    r"pos_embed_width": "pos_embed_columns",
+    r"transformer\.layers\.(\d+)\.0\.norm\.gamma": r"blocks.\1.norm1.weight",
+    r"transformer\.layers\.(\d+)\.0\.": r"blocks.\1.attn.",
+    r"transformer\.layers\.(\d+)\.1\.0\.gamma": r"blocks.\1.norm2.weight",
+    r"transformer\.layers\.(\d+)\.1\.1\.": r"blocks.\1.mlp.fc1.",
+    r"transformer\.layers\.(\d+)\.1\.4\.": r"blocks.\1.mlp.fc2.",
+    r"transformer\.norm\.gamma": "norm.weight",
+    r"attn_pool_queries": "attn_pool.query",
+    r"attn_pool\.norm\.gamma": "attn_pool.norm.weight",
+    r"attn_pool\.": "attn_pool.attn.",
+}
+LINEARS = {"attn.to_q.": "attn.q.", "attn.to_kv.": "attn.kv.", "attn.to_out.0.": "attn.proj."}
+
+
+def recognises(state: State) -> bool:
+    """Whether these are weights of a NaViT."""
+    return _is_theirs(state) or {"pos_embed_rows", "pos_embed_columns", "patch_embed.proj.weight"} <= set(state)
+
+
+def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+    """Under our names, position tables and patches as the encoder has them."""
+    assert isinstance(encoder, NaViT)
+    state = _named_as_ours(state, report, encoder)
+    _check_size(encoder, state)
+    own = encoder.state_dict()
+    optional = {"attn_pool"} if encoder.attn_pool is None else set()  # a pooling by the mean has no place for it
+    optional |= {"mask_token"} if encoder.mask_token is None else set()
+    report.left_out += [name for name in state if name.split(".")[0] in optional]
+    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in optional}
+    report.fresh += [name for name in own if name == "mask_token" and name not in state]
+    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    state = _fit_channels(encoder, state, report)
+    for name in ("pos_embed_rows", "pos_embed_columns"):
+        state[name] = _fit_table(state[name], len(own[name]), name, report)
+    return state
+
+
+def describe(state: State) -> dict[str, Any]:
+    """Settings of `encoders.build` for an encoder that takes these weights as they are.
+
+    A patch of P values is taken for one of three channels if P / 3 is a square, else for the largest square that P has.
+    """
+    state = _named_as_ours(state, Report())
+    missing = {"blocks.0.attn.q_norm.gamma", "blocks.0.mlp.fc1.weight"} - set(state)
+    if missing:
+        raise ValueError(f"missing from the checkpoint: {listed(sorted(missing))}")
+    dim, values = state["patch_embed.proj.weight"].shape
+    depth, (patch_size, channels) = _depth(state), _patch(values)
+    heads, _, head_dim = state["blocks.0.attn.q_norm.gamma"].shape
+    variants = {(settings["dim"], settings["depth"]): name for name, settings in navit.VARIANTS.items()}
+    return {
+        "variant": variants.get((dim, depth), "navit_small"),
+        "dim": dim,
+        "depth": depth,
+        "heads": heads,
+        "head_dim": head_dim,
+        "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim,
+        "patch_size": patch_size,
+        "image_size": tuple(len(state[name]) * patch_size for name in ("pos_embed_rows", "pos_embed_columns")),
+        "channels": channels,
+        "pool": "attention" if "attn_pool.query" in state else "mean",
+        "mask_token": "mask_token" in state,
+    }
+
+
+def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+    """timm's name, options and weights of the encoder.
+
+    Raises:
+        ValueError: there is no such model in timm.
+    """
+    raise ValueError("timm has no NaViT: its models of packed images have another architecture; save it as ours")
+
+
+def _is_theirs(state: State) -> bool:
+    return {"pos_embed_height", "pos_embed_width", "to_patch_embedding.1.weight"} <= set(state)
+
+
+def _named_as_ours(state: State, report: Report, encoder: NaViT | None = None) -> State:
+    """vit-pytorch's weights under our names, pixels of a patch in our order, without its head; ours as they are."""
+    if not _is_theirs(state):
+        return state
+    if any(".to_queries." in name for name in state):
+        raise ValueError(
+            "these are weights of vit-pytorch's NaViT on nested tensors (na_vit_nested_tensor.py), another "
+            "architecture (layer norms on queries and keys, logits / sqrt(head_dim), a pooling without residual): "
+            "only those of na_vit.py fit"
+        )
+    shifts = [name for name in state if name.endswith(".beta") and not name.startswith("mlp_head.")]
+    moved = [name for name in shifts if bool(state[name].any())]
+    if moved:
+        raise ValueError(f"{moved[0]} is not zero, and the layer norms of a NaViT have no bias to take it")
+    elsewhere = {*shifts, *(name for name in state if name.startswith("mlp_head."))}
+    report.left_out += [name for name in state if name in elsewhere]
+    ours = {_our_name(name): tensor for name, tensor in state.items() if name not in elsewhere}
+    values = ours["patch_embed.proj.weight"].shape[1]
+    side = _patch(values)[0]
+    if encoder is not None and values == encoder.patch_embed.proj.in_features:
+        side = encoder.stride
+    for name in {"patch_embed.norm1.weight", "patch_embed.proj.weight"} & set(ours):
+        ours[name] = rearrange(ours[name], "... (c p1 p2) -> ... (p1 p2 c)", p1=side, p2=side)
+    return ours
+
+
+def _our_name(name: str) -> str:
+    for theirs, ours in THEIRS.items():
+        renamed, count = re.subn("^" + theirs, ours, name)
+        if count:
+            for before, after in LINEARS.items():
+                renamed = renamed.replace(before, after)
+            return renamed
+    return name
+
+
+def _patch(values: int) -> tuple[int, int]:
+    """Side and channels of a patch of so many values."""
+    side = math.isqrt(values // 3)
+    if values != 3 * side**2:
+        side = max(side for side in range(1, math.isqrt(values) + 1) if values % side**2 == 0)
+    return side, values // side**2
+
+
+def _depth(state: State) -> int:
+    return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+
+
+def _check_size(encoder: NaViT, state: State):
+    """Whether these are weights of a NaViT of the encoder's width, depth and patch."""
+    dim, values = state["patch_embed.proj.weight"].shape
+    depth, own = _depth(state), encoder.patch_embed.proj.in_features
+    patch_size = encoder.stride if values == own else _patch(values)[0]
+    if (dim, depth, patch_size) != (encoder.dim, len(encoder.blocks), encoder.stride):
+        names = {(settings["dim"], settings["depth"]): name for name, settings in navit.VARIANTS.items()}
+        fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
+        raise ValueError(
+            f"the checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
+            f"{encoder.dim} wide with {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels: "
+            f"build {fitting} with patch_size={patch_size}"
+        )
+
+
+def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
+    """Patches of another number of channels: the norm's gains and the linear map's columns, theirs in turn."""
+    name, norm = "patch_embed.proj.weight", "patch_embed.norm1.weight"
+    before = state[name].shape[1] // encoder.stride**2
+    if before == encoder.channels:
+        return state
+    maps = rearrange(state[name], "d (pixels c) -> d c pixels", c=before)
+    maps = adapt_channels(maps, encoder.channels, name, report)
+    report.resized.append(f"{norm} repeated in turn from {before} to {encoder.channels} channels")
+    gains = rearrange(state[norm], "(pixels c) -> pixels c", c=before)
+    gains = gains[:, [i % before for i in range(encoder.channels)]]
+    return state | {name: rearrange(maps, "d c pixels -> d (pixels c)"), norm: gains.flatten()}
+
+
+def _fit_table(table: Tensor, entries: int, name: str, report: Report) -> Tensor:
+    """A position table (R, D) of another length."""
+    if len(table) == entries:
+        return table
+    report.resized.append(f"{name} resized from {len(table)} to {entries} by linear interpolation")
+    resized = F.interpolate(table.float().T[None], size=entries, mode="linear")  # (1, D, entries)
+    return resized[0].T.to(table.dtype)

@@ -1,0 +1,249 @@
+"""Weights of a SAM-ViT by Segment Anything or timm: their names and shapes, and ours; and its growth from a ViT.
+
+D width of the blocks, d width of one head; n rows or columns of a table.
+"""
+
+from typing import Any, cast
+
+from encoders import sam_vit
+from encoders.base import Encoder
+from encoders.formats import vit
+from encoders.formats.report import Report, Source, State, adapt_channels, check_names
+from encoders.layers import resize_table
+from encoders.sam_vit import Block, SAMViT, resize_relative
+
+NAME = "a SAM-ViT"
+ACCEPTS = (NAME, vit.NAME)
+PREFIX = "image_encoder."
+TIMM = {
+    "sam_vit_b": "samvit_base_patch16",
+    "sam_vit_l": "samvit_large_patch16",
+    "sam_vit_h": "samvit_huge_patch16",
+}
+TIMM_DEFAULTS = {
+    "neck_chans": 256,
+    "mlp_ratio": 4.0,
+    "patch_size": 16,
+    "in_chans": 3,
+    "window_size": 14,
+    "qkv_bias": True,
+    "use_rel_pos": True,
+    "use_abs_pos": True,
+}
+
+# part of a tensor's name -> the constructor argument that it depends on
+DECIDES = {
+    "pos_embed": "absolute_positions",
+    "rel_pos": "relative_positions",
+    "mask_token": "mask_token",
+    "qkv.bias": "qkv_bias",
+    "mlp.lin": "mlp_ratio",
+    "neck.": "out_dim",
+}
+# parts of the whole model, and of a classifier of timm, that are not the encoder's
+ELSEWHERE = {"prompt_encoder", "mask_decoder", "pixel_mean", "pixel_std", "head"}
+# what a ViT has besides its patch embedding, positions and blocks
+LEFT_OF_VIT = {"cls_token", "dist_token", "reg_token", "norm", "fc_norm", "head", "head_dist", "pre_logits"}
+
+
+def recognises(state: State) -> bool:
+    """Whether these are weights of a SAM-ViT, alone or in the whole model."""
+    state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    first = state.get("patch_embed.proj.weight")
+    if first is None or first.ndim != 4:
+        return False
+    return "neck.0.weight" in state or "blocks.0.attn.rel_pos_h" in state
+
+
+def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+    """Weights of a SAM-ViT under our names, or what a ViT has of them, tables on the encoder's grid and windows.
+
+    From a ViT come patch embedding, blocks and the positions of patches; relative positions and the neck, which it does
+    not have, keep their initial values, zero and random.
+    """
+    assert isinstance(encoder, SAMViT)
+    grown = not recognises(state)
+    if grown:
+        state = _of_vit(encoder, state, source, report)
+    state = _named(state)
+    _check_size(encoder, state)
+    first = "patch_embed.proj.weight"
+    state[first] = adapt_channels(state[first], encoder.channels, first, report)
+    own = encoder.state_dict()
+    elsewhere = ELSEWHERE if encoder.mask_token is not None else ELSEWHERE | {"mask_token"}
+    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
+    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    new = [name for name in own if name == "mask_token" or (grown and (name.startswith("neck.") or "rel_pos" in name))]
+    report.fresh += [name for name in new if name not in state]
+    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    return _fit_tables(encoder, state, report)
+
+
+def _named(state: State) -> State:
+    """Under our names: without the prefix of the whole model, and with the layers of MLPs as published."""
+    return {name.removeprefix(PREFIX).replace(".mlp.fc", ".mlp.lin"): tensor for name, tensor in state.items()}
+
+
+def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> State:
+    """What a SAM-ViT has a place for of a ViT, its positions as the table of a grid (1, n, n, D).
+
+    Raises:
+        ValueError: its blocks compute something that ours do not.
+    """
+    state = {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
+    for part, what in ((".gamma", "layer scale"), (".q_norm", "norms of queries"), (".k_norm", "norms of keys")):
+        strange = [name for name in state if part in name]
+        if strange:
+            raise ValueError(f"a SAM-ViT cannot grow from this ViT: it has no place for {what} ({strange[0]}, ...)")
+    decoder = {name.split(".")[0] for name in state if name.startswith("decoder_")}
+    elsewhere = LEFT_OF_VIT | decoder | ({"mask_token"} if decoder else set())  # MAE's mask token is the decoder's
+    if "pos_embed" in state:
+        placed = sum(token in state for token in ("cls_token", "dist_token"))
+        _, patches, grid = vit.split_positions(state, placed, encoder.table_grid, source)
+        state["pos_embed"] = patches.unflatten(1, grid)
+    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
+    return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+
+
+def _check_size(encoder: SAMViT, state: State):
+    """Whether these are weights of the encoder's width, depth, patch and heads."""
+    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
+    depth = _depth(state)
+    own_dim, _, own_patch, _ = encoder.patch_embed.proj.weight.shape
+    if (dim, depth, patch_size) != (own_dim, len(encoder.blocks), own_patch):
+        raise ValueError(
+            f"the checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
+            f"{own_dim} wide with {len(encoder.blocks)} blocks and patches of {own_patch} pixels: "
+            f"build {_variant(dim, depth) or f'an encoder with dim={dim}, depth={depth}'} with patch_size={patch_size}"
+        )
+    heads, table = cast(Block, encoder.blocks[0]).attn.heads, state.get("blocks.0.attn.rel_pos_h")
+    if table is not None and table.shape[1] * heads != dim:
+        raise ValueError(
+            f"the checkpoint has heads {table.shape[1]} wide, this encoder {dim // heads}: "
+            f"build it with heads={dim // table.shape[1]}"
+        )
+
+
+def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
+    """Absolute and relative positions for the encoder's grid and windows; each that changes is reported."""
+    state, own = dict(state), encoder.state_dict()
+    if "pos_embed" in state:
+        table, new = state["pos_embed"], encoder.table_grid
+        old = (table.shape[1], table.shape[2])
+        if old != new:
+            state["pos_embed"] = resize_table(table.flatten(1, 2), old, new, "mae").unflatten(1, new)
+            report.resized.append(
+                f"pos_embed resized from {old[0]} x {old[1]} to {new[0]} x {new[1]} by the rule of MAE, "
+                "as no rule is published for it"
+            )
+    for name in [name for name in state if "rel_pos" in name and state[name].ndim == 2]:
+        before, length = len(state[name]), len(own[name])
+        if before != length:
+            state[name] = resize_relative(state[name], (length + 1) // 2)
+            report.resized.append(f"{name} resized from {before} to {length} places, linearly as published")
+    return state
+
+
+def describe(state: State) -> dict[str, Any]:
+    """Settings of `encoders.build`, `variant` among them, for an encoder that takes these weights as they are.
+
+    Epsilon of the norms and rate of drop path cannot be seen, and are left as they are by default.
+
+    Raises:
+        ValueError: the weights do not tell which blocks have windows, as those without relative positions.
+    """
+    state = _named(state)
+    dim, channels, patch_size, _ = state["patch_embed.proj.weight"].shape
+    variant, windows = _variant(dim, _depth(state)), _windows(state)
+    height, width = (n * patch_size for n in windows.pop("grid"))
+    return {
+        "variant": variant or "sam_vit_b",
+        "dim": dim,
+        "depth": _depth(state),
+        "out_dim": len(state["neck.0.weight"]),
+        "mlp_ratio": len(state["blocks.0.mlp.lin1.weight"]) / dim,
+        "patch_size": patch_size,
+        "image_size": height if height == width else (height, width),
+        "channels": channels,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "relative_positions": "blocks.0.attn.rel_pos_h" in state,
+        "absolute_positions": "pos_embed" in state,
+        "mask_token": "mask_token" in state,
+        **windows,
+    }
+
+
+def _windows(state: State) -> dict[str, Any]:
+    """Grid, heads, side of windows and global blocks, as the variant of this size has them or the tables tell."""
+    dim, depth = state["patch_embed.proj.weight"].shape[0], _depth(state)
+    grid = tuple(state["pos_embed"].shape[1:3]) if "pos_embed" in state else None
+    tables = [[state.get(f"blocks.{i}.attn.rel_pos_{side}") for side in "hw"] for i in range(depth)]
+    sizes = [tuple((len(table) + 1) // 2 for table in pair if table is not None) for pair in tables]
+    first, variant = tables[0][0], _variant(dim, depth)
+    if variant is not None:
+        published: dict[str, Any] = {"window_size": 14, **sam_vit.VARIANTS[variant]}
+        window, places = published["window_size"], published["global_blocks"]
+        grid = grid or (sizes[places[0]] if first is not None else None)
+        windows = {name: published[name] for name in ("heads", "window_size", "global_blocks")}
+        if first is None and grid is not None:
+            return {"grid": grid, **windows}
+        if sizes == [grid if i in places else (window, window) for i in range(depth)]:
+            return {"grid": grid, **windows, "heads": dim // state["blocks.0.attn.rel_pos_h"].shape[1]}
+    if first is None:
+        raise ValueError("without relative positions these weights do not tell heads, windows and global blocks")
+    grid = grid or max(sizes)
+    windows = {size[0] for size in sizes if size != grid} or {0}
+    places = tuple(i for i, size in enumerate(sizes) if size == grid)
+    return {"grid": grid, "heads": dim // first.shape[1], "window_size": max(windows), "global_blocks": places}
+
+
+def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+    """Its name in timm, the options of `timm.create_model` and the weights: same features at the encoder's image size.
+
+    On other grids timm resizes absolute positions by a rule of its own. The mask token is left out, timm has none.
+
+    Raises:
+        ValueError: timm has no equal.
+    """
+    assert isinstance(encoder, SAMViT)
+    blocks = cast(list[Block], list(encoder.blocks))
+    state = {name.replace(".mlp.lin", ".mlp.fc"): tensor for name, tensor in encoder.state_dict().items()}
+    state.pop("mask_token", None)
+    eps, dim = blocks[0].norm1.eps, len(blocks[0].norm1.weight)
+    if eps not in (1e-6, 1e-5):
+        raise ValueError(f"timm's SAM-ViT has norms with an epsilon of 1e-6 or 1e-5, not {eps:g}: build with norm_eps")
+    ours = {
+        "embed_dim": dim,
+        "depth": len(blocks),
+        "num_heads": blocks[0].attn.heads,
+        "neck_chans": encoder.dim,
+        "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim,
+        "patch_size": encoder.stride,
+        "in_chans": encoder.channels,
+        "window_size": max(block.window for block in blocks),
+        "global_attn_indexes": [i for i, block in enumerate(blocks) if not block.window],
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "use_rel_pos": "blocks.0.attn.rel_pos_h" in state,
+        "use_abs_pos": "pos_embed" in state,
+    }
+    variant = _variant(dim, len(blocks))
+    if variant not in TIMM:
+        variant = "sam_vit_b"
+    settings = sam_vit.VARIANTS[variant]
+    theirs = {"embed_dim": settings["dim"], "depth": settings["depth"], "num_heads": settings["heads"]}
+    theirs |= {"global_attn_indexes": list(settings["global_blocks"]), **TIMM_DEFAULTS}
+    options = {name: value for name, value in ours.items() if value != theirs[name]}
+    height, width = (n * encoder.stride for n in encoder.table_grid)
+    options |= {"num_classes": 0, "img_size": height if height == width else (height, width)}
+    if eps == 1e-6:
+        options["norm_layer"] = ""  # no layer named: 1e-6 as published, where timm's own default is one with 1e-5
+    return TIMM[variant], options, state
+
+
+def _depth(state: State) -> int:
+    return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+
+
+def _variant(dim: int, depth: int) -> str | None:
+    """The variant of this width and depth."""
+    return next((n for n, s in sam_vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)), None)

@@ -1,0 +1,356 @@
+"""Weights of a Twins-SVT by Meituan, timm or vit-pytorch (twins_svt.py), and ours.
+
+D width of a stage; C channels, p x p pixels of a patch of the first stage.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from encoders import twins
+from encoders.base import Encoder
+from encoders.formats.report import Report, Source, State, adapt_channels, check_names, listed
+from encoders.twins import Layout, Twins
+
+NAME = "a Twins-SVT"
+ACCEPTS = (NAME,)
+
+# part of a tensor's name -> the constructor argument that it depends on
+DECIDES = {
+    "patch_embeds.0": "patch_size",
+    "attn.qkv.bias": "qkv_bias",
+    "attn.q.bias": "qkv_bias",
+    "attn.kv.bias": "qkv_bias",
+    "attn.qkv.weight": "head_dim",
+    "attn.q.weight": "head_dim",
+    "attn.proj": "head_dim",
+    "attn.sr": "reductions",
+    "attn.norm": "reductions",
+    "attn.kv.weight": "reductions",
+    "mlp.fc": "mlp_ratios",
+    "mask_token": "mask_token",
+}
+
+FIRST = "patch_embeds.0.proj.weight"
+PIXEL_NORM = "patch_embeds.0.pixel_norm.weight"
+
+# vit-pytorch's names: stage, part and ending of a patch embedding; stage, transformer, layer, half and rest of a layer
+THEIR_EMBED = re.compile(r"layers\.(\d+)\.0\.proj\.([012])\.(g|b|weight|bias)")
+THEIR_LAYER = re.compile(r"layers\.(\d+)\.([13])\.layers\.(\d+)\.([0-3])\.fn\.(.+)\.(g|b|weight|bias)")
+THEIR_POSITIONS = re.compile(r"layers\.(\d+)\.2\.proj\.fn\.(weight|bias)")
+THEIR_HEAD = re.compile(r"layers\.\d+\.(weight|bias)")
+EMBED_PARTS = ("pixel_norm", "proj", "norm")
+LAYER_PARTS = {
+    "norm": "norm1",
+    "to_q": "attn.q",
+    "to_kv": "attn.kv",
+    "to_out.0": "attn.proj",
+    "net.0": "norm2",
+    "net.1": "mlp.fc1",
+    "net.4": "mlp.fc2",
+}
+ENDINGS = {"g": "weight", "b": "bias", "weight": "weight", "bias": "bias"}
+
+THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # fixed in vit-pytorch's code; its weights do not show them
+PUBLISHED_HEAD_DIM = 32  # in all models of the paper
+
+PUBLISHED = ("twins_svt_small", "twins_svt_base", "twins_svt_large")
+# our setting -> timm's
+TIMM_OPTIONS = {
+    "dims": "embed_dims",
+    "depths": "depths",
+    "heads": "num_heads",
+    "reductions": "sr_ratios",
+    "window_size": "wss",
+    "mlp_ratios": "mlp_ratios",
+    "patch_size": "patch_size",
+    "channels": "in_chans",
+}
+
+
+def recognises(state: State) -> bool:
+    """Whether these are weights of a Twins-SVT. Those of a Twins-PCPVT, without local attention, are not."""
+    local = any(re.fullmatch(r"blocks\.0\.\d+\.attn\.qkv\.weight", name) for name in state)
+    return _is_theirs(state) or (local and any(name.startswith("patch_embeds.0.") for name in state))
+
+
+def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+    """Under our names, without a class head, the first layer for the encoder's channels."""
+    assert isinstance(encoder, Twins)
+    theirs = _is_theirs(state)
+    state = _named_as_ours(state, report)
+    _check_size(encoder, state)
+    if theirs:
+        _check_fixed(encoder)
+    own = encoder.state_dict()
+    elsewhere = {"head"} | ({"mask_token"} - set(own))
+    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
+    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    report.fresh += [name for name in own if name == "mask_token" and name not in state]
+    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    return _fit_channels(encoder, state, report)
+
+
+def describe(state: State) -> dict[str, Any]:
+    """Settings of `encoders.build` for an encoder that takes these weights as they are.
+
+    Weights do not show heads and windows: the heads of a stage are the variant's where its widths are, else 32 wide as
+    in all models of the paper, and the windows are the variant's. vit-pytorch has 8 heads of width 64.
+
+    Raises:
+        ValueError: tensors are missing, or there is no such rule for the heads.
+    """
+    state = _named_as_ours(state, Report())
+    layout = _layout(state)
+    dims, blocks = _sizes(state)
+    depths = _depths(layout, blocks)
+    variant = _nearest(layout, dims, depths)
+    stages = range(len(dims))
+    first = [f"blocks.{stage}.0." for stage in stages]
+    needed = [FIRST, *(name + part for name in first for part in ("attn.proj.weight", "mlp.fc1.weight"))]
+    if set(needed) - set(state):
+        raise ValueError(f"missing from the checkpoint: {listed(sorted(set(needed) - set(state)))}")
+    channels, patch_size = _pixels(state[FIRST])
+    widths = [state[name + "attn.proj.weight"].shape[1] for name in first]
+    known = _settings(variant)
+    heads, head_dim = _heads(layout, dims, widths, known)
+    otherwise = _each(known["reductions"], len(dims)) if len(known["dims"]) == len(dims) else (1,) * len(dims)
+    found = {
+        "layout": layout,
+        "dims": dims,
+        "depths": depths,
+        "heads": heads,
+        "head_dim": head_dim,
+        "reductions": tuple(_reduction(state, stage, layout, otherwise[stage]) for stage in stages),
+        "patch_size": patch_size,
+        "mlp_ratios": tuple(len(state[name + "mlp.fc1.weight"]) / dim for name, dim in zip(first, dims, strict=True)),
+        "qkv_bias": any(re.search(r"attn\.(qkv|q)\.bias$", name) for name in state),
+        "channels": channels,
+        "mask_token": "mask_token" in state,
+    }
+    return {"variant": variant, **_differing(found, known, len(dims))}
+
+
+def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+    """timm's name, options of `timm.create_model` and weights of the encoder; its mask token stays here.
+
+    timm's model gives the same where no grid needs padding. Elsewhere its windows attend to padding as well, and what
+    the patches and summaries do not divide is cut off.
+
+    Raises:
+        ValueError: there is no such model in timm, with the reason.
+    """
+    assert isinstance(encoder, Twins)
+    reasons = [
+        (encoder.layout != "meituan", f'the parts of layout="{encoder.layout}"'),
+        (not encoder.qkv_bias, "queries, keys and values without bias"),
+        (encoder.qk_scale is not None, "a qk_scale"),
+        (encoder.head_dim is not None, "a head_dim apart from width / heads"),
+        (encoder.norm_eps != 1e-6, f"a norm_eps of {encoder.norm_eps}, only 1e-6"),
+        (1 in encoder.window_size, "windows of one token"),
+    ]
+    lacking = [reason for lacks, reason in reasons if lacks]
+    if lacking:
+        raise ValueError(f"timm's Twins-SVT does not have {', nor '.join(lacking)}: save it as ours")
+    name = _nearest("meituan", encoder.dims, encoder.depths, PUBLISHED)
+    known, stages = _settings(name), len(encoder.dims)
+    ours = {setting: getattr(encoder, setting) for setting in TIMM_OPTIONS}
+    differ = _differing(ours, known, stages)
+    options = {"num_classes": 0, **{TIMM_OPTIONS[setting]: value for setting, value in differ.items()}}
+    sides = encoder.image_size if isinstance(encoder.image_size, Sequence) else (encoder.image_size,) * 2
+    height, width = (math.ceil(side / encoder.stride) * encoder.stride for side in sides)
+    if (height, width) != (224, 224):
+        options["img_size"] = (height, width)
+    return name, options, {name: tensor for name, tensor in encoder.state_dict().items() if name != "mask_token"}
+
+
+def _is_theirs(state: State) -> bool:
+    """Whether the names are vit-pytorch's."""
+    return {"layers.0.0.proj.1.weight", "layers.0.1.layers.0.0.fn.to_q.weight"} <= set(state)
+
+
+def _named_as_ours(state: State, report: Report) -> State:
+    """vit-pytorch's weights under our names and in our shapes, without its class head; others as they are."""
+    if not _is_theirs(state):
+        return state
+    ours: State = {}
+    for name, tensor in state.items():
+        if THEIR_HEAD.fullmatch(name):
+            report.left_out.append(name)
+        elif match := THEIR_EMBED.fullmatch(name):
+            stage, part, ending = match.groups()
+            ours[f"patch_embeds.{stage}.{EMBED_PARTS[int(part)]}.{ENDINGS[ending]}"] = _flat(tensor, ending)
+        elif match := THEIR_POSITIONS.fullmatch(name):
+            ours[f"pos_block.{match[1]}.proj.0.{match[2]}"] = tensor
+        elif match := THEIR_LAYER.fullmatch(name):
+            stage, transformer, layer, half, part, ending = match.groups()
+            local = half in "01"
+            if local and part == "to_q":  # one linear layer for queries, keys and values
+                tensor = torch.cat([tensor, state.get(name.replace("to_q", "to_kv"), tensor[:0])])
+            if local and part == "to_kv":
+                continue
+            block = int(layer) + (transformer == "3")
+            if f"layers.{stage}.1.layers.0.0.fn.to_q.weight" in state:  # a stage with local attention
+                block = 2 * block + (not local)
+            ours_part = "attn.qkv" if local and part == "to_q" else LAYER_PARTS.get(part, part)
+            strided = part == "to_kv"
+            ours[f"blocks.{stage}.{block}.{ours_part}.{ENDINGS[ending]}"] = tensor if strided else _flat(tensor, ending)
+        else:
+            ours[name] = tensor
+    return ours
+
+
+def _flat(tensor: Tensor, ending: str) -> Tensor:
+    """A norm of maps (1, D, 1, 1) as one of tokens, a 1 x 1 convolution as a linear layer."""
+    return tensor.flatten() if ending in ("g", "b") else tensor.flatten(1) if tensor.ndim == 4 else tensor
+
+
+def _layout(state: State) -> Layout:
+    return "vit_pytorch" if PIXEL_NORM in state else "meituan"
+
+
+def _sizes(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Width and number of blocks of each stage."""
+    widths: dict[int, int] = {}
+    blocks: dict[int, set[int]] = {}
+    for name, tensor in state.items():
+        if match := re.match(r"blocks\.(\d+)\.(\d+)\.(norm[12]\.)?", name):
+            blocks.setdefault(int(match[1]), set()).add(int(match[2]))
+            if match[3]:
+                widths[int(match[1])] = len(tensor)
+    stages = sorted(widths)
+    return tuple(widths[stage] for stage in stages), tuple(len(blocks[stage]) for stage in stages)
+
+
+def _depths(layout: Layout, blocks: Sequence[int]) -> tuple[int, ...]:
+    """The setting that makes so many blocks in each stage."""
+    if layout == "meituan":
+        return tuple(blocks)
+    return (*(count // 2 - 1 for count in blocks[:-1]), blocks[-1] - 1)
+
+
+def _check_size(encoder: Twins, state: State):
+    """Whether these are weights of an encoder of the same layout, with stages of the same widths and depths."""
+    layout, (dims, blocks) = _layout(state), _sizes(state)
+    depths = _depths(layout, blocks)
+    if layout == encoder.layout and (dims, depths) == (encoder.dims, encoder.depths):
+        return
+    variant, *changes = describe(state).items()
+    fitting = ", ".join([str(variant[1]), *(f"{name}={value!r}" for name, value in changes)])
+    raise ValueError(
+        f'the checkpoint has layout="{layout}", stages {dims} wide with depths {depths}, this encoder '
+        f'layout="{encoder.layout}", stages {encoder.dims} wide with depths {encoder.depths}: build {fitting}'
+    )
+
+
+def _check_fixed(encoder: Twins):
+    """Whether the encoder has what is fixed in vit-pytorch's code and does not show in its weights."""
+    theirs = (THEIR_HEADS,) * len(encoder.dims), THEIR_HEAD_DIM, THEIR_EPS, None
+    if (encoder.heads, encoder.head_dim, encoder.norm_eps, encoder.qk_scale) != theirs:
+        raise ValueError(
+            f"weights of vit-pytorch belong to {THEIR_HEADS} heads of width {THEIR_HEAD_DIM} in each stage: build the "
+            f"encoder with heads={THEIR_HEADS}, head_dim={THEIR_HEAD_DIM}, norm_eps={THEIR_EPS} and no qk_scale, as "
+            "twins_svt_vit_pytorch has them"
+        )
+
+
+def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
+    """The first layer for the encoder's channels.
+
+    Raises:
+        ValueError: its patches are of another size.
+    """
+    state, first = dict(state), state[FIRST]
+    if encoder.layout == "meituan":
+        state[FIRST] = adapt_channels(first, encoder.channels, FIRST, report)
+        return state
+    if first.shape[1] == encoder.channels * encoder.patch_size**2:
+        return state
+    channels, patch_size = _pixels(first)
+    if patch_size != encoder.patch_size:
+        raise ValueError(
+            f"the checkpoint has patches of {patch_size} pixels a side, this encoder of {encoder.patch_size}: build it "
+            f"with patch_size={patch_size}"
+        )
+    filters = first.unflatten(1, (channels, patch_size, patch_size))
+    state[FIRST] = adapt_channels(filters, encoder.channels, FIRST, report).flatten(1)
+    for name in (PIXEL_NORM, PIXEL_NORM.replace("weight", "bias")):
+        in_turn = [channel % channels for channel in range(encoder.channels)]
+        state[name] = state[name].unflatten(0, (channels, -1))[in_turn].flatten()
+    report.resized.append(f"patch_embeds.0.pixel_norm repeated in turn from {channels} to {encoder.channels} channels")
+    return state
+
+
+def _pixels(first: Tensor) -> tuple[int, int]:
+    """Channels and side of a patch, from the filters of the first layer, (D, C, p, p) or (D, C * p * p).
+
+    The flat ones are taken for three channels where that gives a square, else for patches of 4 pixels a side.
+    """
+    if first.ndim == 4:
+        return first.shape[1], first.shape[2]
+    values = first.shape[1]
+    side = math.isqrt(values // 3)
+    if values == 3 * side**2:
+        return 3, side
+    if values % 16:
+        raise ValueError(f"the channels of patches of {values} values are not known")
+    return values // 16, 4
+
+
+def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
+    """Tokens of a side of one key of the global attention; in a stage without any, `otherwise`."""
+    part = "kv" if layout == "vit_pytorch" else "sr"
+    found = [t for name, t in state.items() if re.fullmatch(rf"blocks\.{stage}\.\d+\.attn\.{part}\.weight", name)]
+    if found:
+        return found[0].shape[-1]
+    is_global = any(re.fullmatch(rf"blocks\.{stage}\.\d+\.attn\.q\.weight", name) for name in state)
+    return 1 if is_global else otherwise
+
+
+def _heads(
+    layout: Layout, dims: tuple[int, ...], widths: Sequence[int], known: dict[str, Any]
+) -> tuple[tuple[int, ...], int | None]:
+    """Heads of each stage and their width; `widths` is all heads' together, `known` the variant's settings."""
+    if layout == "vit_pytorch" and set(widths) == {THEIR_HEADS * THEIR_HEAD_DIM}:
+        return (THEIR_HEADS,) * len(dims), THEIR_HEAD_DIM
+    if layout == "meituan" and dims == tuple(widths):
+        if dims == known["dims"]:
+            return _each(known["heads"], len(dims)), None
+        if not any(dim % PUBLISHED_HEAD_DIM for dim in dims):
+            return tuple(dim // PUBLISHED_HEAD_DIM for dim in dims), None
+    raise ValueError(
+        f"weights do not show their heads, and stages {dims} wide with heads of {tuple(widths)} in all are of no "
+        "published model: say heads and head_dim to encoders.build, and fill what it builds with load_weights"
+    )
+
+
+def _nearest(layout: Layout, dims: Sequence[int], depths: Sequence[int], among: Iterable[str] = twins.VARIANTS) -> str:
+    """The variant with the most of these stages."""
+
+    def distance(name: str) -> tuple[bool, bool, float, int]:
+        known = _settings(name)
+        wider = sum(abs(math.log(dim / other)) for dim, other in zip(dims, known["dims"], strict=False))
+        deeper = sum(abs(depth - other) for depth, other in zip(depths, known["depths"], strict=False))
+        return known["layout"] != layout, len(known["dims"]) != len(dims), wider, deeper
+
+    return min(among, key=distance)
+
+
+def _settings(variant: str) -> dict[str, Any]:
+    """All settings of a variant."""
+    parameters = inspect.signature(Twins).parameters.items()
+    return {name: parameter.default for name, parameter in parameters} | twins.VARIANTS[variant]
+
+
+def _differing(settings: dict[str, Any], known: dict[str, Any], stages: int) -> dict[str, Any]:
+    """Those of `settings` that are not as in `known`, of which one number stands for all stages."""
+    return {name: value for name, value in settings.items() if _each(value, stages) != _each(known[name], stages)}
+
+
+def _each(value: Any, stages: int) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,) * stages

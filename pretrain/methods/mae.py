@@ -1,0 +1,269 @@
+"""MAE (2111.06377): an encoder sees part of an image, a light decoder predicts the pixels of the rest.
+
+Where the encoder cannot leave hidden tokens out, they are replaced in place and a linear layer predicts (SimMIM,
+2111.09886). B images, T tokens of a batch, V visible ones; N tokens of an image; D width of the encoder, E of the
+decoder; P = stride * stride * C pixels of a token.
+"""
+
+import inspect
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from data.batch import Batch
+from data.crops import NativeCrop, RandomCrop, RandomCropConfig
+from data.masking import MaskedCrop, MaskKind
+from encoders.base import Encoder, Features
+from encoders.images import Mask, PackedImages, patchify, places
+from encoders.layers import init_linear, sincos_table
+from encoders.navit import NaViT
+from encoders.vit import Block, ViT
+from pretrain.health import effective_rank
+from pretrain.methods.base import Method, fill, freeze
+from pretrain.optim import OptimConfig
+
+LONGEST_SIDE = 512
+"""tokens of a side up to which the decoder has positions"""
+
+ENCODERS: dict[type[Encoder], dict[str, Any]] = {
+    ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
+    NaViT: {"pool": "mean"},  # nothing in MAE would train the attention pooling
+}
+"""encoder settings of the paper, for whom they exist"""
+
+
+class MAEConfig(RandomCropConfig):
+    """MAE. The decoder that is not set follows from the encoder."""
+
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """share of an image's tokens that are hidden"""
+    mask: MaskKind = "random"
+    """hide single tokens, or blocks of them"""
+    drop: bool | None = None
+    """leave hidden tokens out of the encoder; without it, where the encoder can"""
+    normalize_targets: bool = True
+    """predict each patch's pixels less their mean, over their standard deviation"""
+    decoder_dim: int = Field(default=512, ge=4, multiple_of=4)
+    """width of the decoder"""
+    decoder_depth: int | None = Field(default=None, ge=0)
+    """blocks of the decoder; 0 is one linear layer; without it, 8 where tokens are dropped, else 0"""
+    decoder_heads: int = Field(default=16, ge=1)
+    """attention heads of the decoder"""
+    native: bool = False
+    """keep each image's aspect ratio; images of many sizes are packed, which takes an encoder like NaViT (then `ratio`
+    plays no part)"""
+    smallest_size: int | None = Field(default=None, ge=1)
+    """least size of a native image, as the side of a square of its area, in pixels; without it, `size`"""
+    token_budget: int = Field(default=1024, ge=1)
+    """tokens of a sequence that native images share"""
+
+
+def resolve(
+    config: MAEConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
+) -> tuple[MAEConfig, OptimConfig]:
+    """Fill what the user left open: the published recipe, whose warm-up is 40 of 800 epochs."""
+    defaults = {
+        "lr": 1.5e-4,
+        "min_lr": 0.0,
+        "warmup_steps": min(40 * max(images // batch_size, 1), steps // 20),
+        "weight_decay": 0.05,
+        "weight_decay_end": 0.05,
+        "betas": (0.9, 0.95),
+        "clip": 0.0,
+    }
+    return fill(config, {"smallest_size": config.size}), fill(optim, defaults)
+
+
+class Decoder(nn.Module):
+    """Predicts the pixels of all tokens from what the encoder made of the visible ones.
+
+    Depth 0 is one linear layer, and needs features of all tokens.
+    """
+
+    def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
+        """`dim`: width D of the encoder; `pixels`: P; `class_token`: whether the pooled features take part."""
+        super().__init__()
+        width = config.decoder_dim
+        if depth and width % config.decoder_heads:
+            raise ValueError(f"mae.decoder_dim {width} does not split into {config.decoder_heads} mae.decoder_heads")
+        if not depth and drop:
+            raise ValueError("mae.decoder_depth 0 predicts from tokens that are there: set mae.drop false, or a depth")
+        self.drop, self.class_token = drop, class_token and depth > 0
+        self.embed = nn.Linear(dim, width) if depth else nn.Identity()
+        self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, width), std=0.02)) if drop else None
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                config.decoder_heads,
+                mlp_ratio=4.0,
+                qkv_bias=True,
+                norm_eps=1e-6,
+                qk_norm=False,
+                qk_scale=None,
+                layer_scale=None,
+                drop_path=0.0,
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-6) if depth else nn.Identity()
+        self.pred = nn.Linear(width if depth else dim, pixels)
+        self.waves: Tensor
+        if depth:  # sine-cosine positions are one table for rows and for columns
+            self.register_buffer("waves", sincos_table(1, LONGEST_SIDE, width)[:, : width // 2], persistent=False)
+        self.apply(lambda layer: init_linear(layer, "xavier"))
+
+    def forward(self, features: Features, mask: Mask) -> Tensor:
+        """(T, P), from features of the visible tokens (V, D), or of all of them."""
+        x = self.embed(features.tokens)  # (V or T, E)
+        if self.mask_token is not None:
+            x = self.mask_token.to(x.dtype).repeat(len(mask.hidden), 1).index_copy(0, mask.visible, x)  # (T, E)
+        if not self.blocks:
+            return self.pred(x)
+        x = x + self._positions(features.grids, x.device)
+        lengths: Tensor | None = features.grids.prod(1)
+        if bool((lengths == lengths[0]).all()):
+            x, lengths = x.unflatten(0, (len(lengths), -1)), None  # (B, N, E)
+        if self.class_token:
+            x = torch.cat([self.embed(features.pooled)[:, None], x], 1)  # (B, 1 + N, E)
+        for block in self.blocks:
+            x = block(x, lengths)
+        x = self.pred(self.norm(x))
+        return x if lengths is not None else x[:, int(self.class_token) :].flatten(0, 1)
+
+    def _positions(self, grids: Tensor, device: torch.device) -> Tensor:
+        """Fixed sine-cosine positions of all tokens: (B, 2) -> (T, E), the column's half first."""
+        if int(grids.max()) > LONGEST_SIDE:
+            raise ValueError(f"a grid of {int(grids.max())} tokens a side is more than the decoder's {LONGEST_SIDE}")
+        row, column = places(grids).to(device, non_blocking=True)  # (T,) each
+        return torch.cat([self.waves[column], self.waves[row]], 1)
+
+
+def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Tensor:
+    """Mean squared error of the hidden tokens.
+
+        loss = mean over images b, over hidden tokens t of b, over pixels p, of  (predicted[t, p] - target[t, p]) ** 2
+
+    Every image counts the same, so that it does not matter which process has it; where all hide as many tokens, as in
+    the paper, this is the mean over all hidden tokens.
+
+    Args:
+        predicted: (T, P) float32.
+        target: (T, P) float32.
+        grids: (B, 2).
+    """
+    per_token = (predicted - target).square().mean(1)  # (T,)
+    counts = grids.prod(1)
+    each = 1 / ((counts - mask.lengths) * len(counts))  # (B,): the weight of a hidden token
+    weights = torch.repeat_interleave(each.to(per_token.dtype), counts).to(per_token.device, non_blocking=True)
+    return (per_token * weights * mask.hidden).sum()
+
+
+def normalized(target: Tensor) -> Tensor:
+    """Each patch less its mean, over its standard deviation (of n - 1): (T, P) -> (T, P)."""
+    return (target - target.mean(1, keepdim=True)) * (target.var(1, keepdim=True) + 1e-6).rsqrt()
+
+
+class MAE(Method):
+    """An encoder and a decoder."""
+
+    Config = MAEConfig
+    resolve = staticmethod(resolve)
+
+    def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:
+        """`config` is resolved.
+
+        Raises:
+            ValueError: the encoder cannot do what the settings ask.
+        """
+        super().__init__()
+        del steps
+        self.config: Any = config
+        self.image_size = config.size
+        self.drop = encoder.can_drop if config.drop is None else config.drop
+        _check(encoder, config, self.drop)
+        unused = ("mask_token",) if self.drop else ()
+        freeze(encoder, (*unused, "attn_pool", "pre_logits", "head", "head_dist"))
+        depth = (8 if self.drop else 0) if config.decoder_depth is None else config.decoder_depth
+        class_token = getattr(encoder, "pool", None) == "class"
+        pixels = encoder.stride**2 * encoder.channels
+        self.encoder = encoder
+        self.decoder = Decoder(encoder.dim, pixels, config, depth, drop=self.drop, class_token=class_token)
+        self._pooled: Tensor | None = None  # (B, D) of the last forward, for health()
+
+    @staticmethod
+    def encoder_defaults(config: MAEConfig, family: type[Encoder]) -> dict[str, Any]:
+        """Encoder settings that hold unless the user gives others."""
+        drop = family.can_drop if config.drop is None else config.drop
+        longest = config.size * 2 if config.native else config.size  # of a picture four times as long as it is wide
+        wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
+        return {name: value for name, value in wanted.items() if name in inspect.signature(family).parameters}
+
+    def transform(self) -> MaskedCrop:
+        c, stride = self.config, self.encoder.stride
+        crop = NativeCrop(c, stride, c.smallest_size, c.token_budget) if c.native else RandomCrop(c)
+        return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of B images with `batch.views` one of (B, C, H, W) or packed, and `batch.masks`."""
+        (images,), mask = batch.views, batch.masks
+        assert mask is not None
+        features = self.encoder(images, mask, drop=self.drop)
+        predicted = self.decoder(features, mask).float()  # (T, P)
+        with torch.autocast(predicted.device.type, enabled=False):
+            loss = mae_loss(predicted, self._targets(batch), mask, features.grids)
+        self._pooled = features.pooled.detach().float()
+        # an encoder that tells the decoder nothing gives the same prediction everywhere
+        return loss, {"prediction_spread": predicted.detach().std(0).mean()}
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """(T, P) float32."""
+        (images,) = batch.views
+        pixels = images.patches if isinstance(images, PackedImages) else patchify(images, self.encoder.stride)
+        return normalized(pixels.float()) if self.config.normalize_targets else pixels.float()
+
+    def trained_encoder(self) -> Encoder:
+        return self.encoder
+
+    def trained_parts(self) -> list[nn.Module]:
+        return [self.encoder, self.decoder]
+
+    @torch.no_grad()
+    def health(self) -> dict[str, float]:
+        assert self._pooled is not None
+        return {"feature_rank": effective_rank(self._pooled)}
+
+    @torch.no_grad()
+    def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
+        """Each image as it is, as the encoder sees it, and with its hidden part predicted."""
+        (view,), mask = batch.views, batch.masks
+        assert mask is not None
+        stride = self.encoder.stride
+        pixels = view.patches if isinstance(view, PackedImages) else patchify(view, stride)  # (T, P)
+        training = self.training
+        self.eval()
+        predicted = self.decoder(self.encoder(view, mask, drop=self.drop), mask).float()
+        self.train(training)
+        if self.config.normalize_targets:  # the true mean and contrast of a patch, which it was not asked for
+            predicted = predicted * (pixels.var(1, keepdim=True) + 1e-6).sqrt() + pixels.mean(1, keepdim=True)
+        hidden = mask.hidden[:, None]
+        grids = self.encoder.grids(view)
+        shown = [pixels, pixels.masked_fill(hidden, 0.0), torch.where(hidden, predicted, pixels)]
+        columns = [PackedImages(patches, grids, stride).unpack()[:images] for patches in shown]
+        return {"reconstruction": [list(row) for row in zip(*columns, strict=True)]}
+
+
+def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
+    """Raises ValueError for what this encoder cannot do."""
+    name = type(encoder).__name__
+    if drop and not encoder.can_drop:
+        raise ValueError(f"{name} cannot leave hidden tokens out: leave mae.drop unset, or set it false")
+    if config.native and not encoder.takes_packed:
+        raise ValueError(f"{name} takes images of one size: mae.native needs an encoder that packs them (navit)")
+    if not config.native and config.size % encoder.stride:
+        near = config.size // encoder.stride * encoder.stride
+        raise ValueError(
+            f"mae.size {config.size} is not a multiple of {encoder.stride}, the pixels of a token of {name}: "
+            f"take {near or encoder.stride} or {near + encoder.stride}"
+        )

@@ -1,0 +1,178 @@
+"""Weights of a NaViT: vit-pytorch's, and ours."""
+
+import math
+
+import pytest
+import torch
+from vit_pytorch.na_vit import NaViT as Oracle
+from vit_pytorch.na_vit_nested_tensor import NaViT as NestedOracle
+from vit_pytorch.na_vit_nested_tensor_3d import NaViT as NestedOracle3d
+
+from encoders import build, load_weights
+from encoders.formats import navit as formats
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+THEIRS = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24)}
+SMALL = THEIRS | {"head_dim": 20, "mlp_ratio": 2.5}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(0, 1 / math.sqrt(weight.shape[1]) if weight.ndim == 2 else 0.5, generator=generator)
+            if name.endswith("gamma") or ("norm" in name and name.endswith("weight")):
+                weight += 1
+    return model.eval()
+
+
+def oracle(**settings) -> Oracle:
+    return scramble(Oracle(**THEIRS | settings, dim_head=20, mlp_dim=120, num_classes=5))
+
+
+def small(**settings):
+    return scramble(build("navit_small", **SMALL | settings), seed=1)
+
+
+def image(channels: int = 3, size: tuple[int, int] = (16, 24)) -> torch.Tensor:
+    return torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def assert_equals(encoder, model, images):
+    model.mlp_head = torch.nn.Identity()
+    torch.testing.assert_close(encoder(images).pooled, model([list(images)]), **CLOSE)
+
+
+@pytest.mark.parametrize("source", ["auto", "vit_pytorch"])
+def test_weights_of_vit_pytorch(tmp_path, source):
+    model, encoder = oracle(), small()
+    torch.save(model.state_dict(), tmp_path / "navit.pth")
+    report = load_weights(encoder, tmp_path / "navit.pth", source)
+    assert set(report.used) == set(encoder.state_dict())
+    assert (report.fresh, report.resized) == ([], [])
+    heads = {"mlp_head.0.gamma", "mlp_head.0.beta", "mlp_head.1.weight"}
+    assert set(report.left_out) == heads | {name for name in model.state_dict() if name.endswith(".beta")}
+    assert_equals(encoder, model, image())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"pool": "mean", "mask_token": True, "channels": 1, "positions": "fractional"}]
+)
+def test_our_weights_come_back(settings):
+    encoder, other = small(**settings), build("navit_small", **SMALL | settings)
+    report = load_weights(other, encoder.state_dict(), "ours")
+    assert report.left_out == report.fresh == report.resized == []
+    state = other.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"channels": 1, "patch_size": 8, "image_size": (32, 8)}, {"channels": 5}, {"depth": 1}]
+)
+def test_described_settings_build_an_encoder_for_the_weights(settings):
+    model = oracle(**settings)
+    encoder = build(**formats.describe(model.state_dict())).eval()
+    assert load_weights(encoder, model.state_dict()).resized == []
+    channels, size = settings.get("channels", 3), settings.get("image_size", (16, 24))
+    assert_equals(encoder, model, image(channels, size))
+    ours = small(**settings, pool="mean", mask_token=True)
+    described = formats.describe(ours.state_dict())
+    assert {name: ours.settings[name] for name in described if name not in ("variant", "image_size")} == {
+        name: value for name, value in described.items() if name not in ("variant", "image_size")
+    }
+    report = load_weights(build(**described), ours.state_dict())
+    assert report.left_out == report.fresh == report.resized == []
+    assert formats.describe(build("navit_micro").state_dict())["variant"] == "navit_micro"
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: blocks.0.attn.q_norm.gamma"):
+        formats.describe({name: tensor for name, tensor in ours.state_dict().items() if "q_norm" not in name})
+
+
+def test_position_tables_are_resized_along_their_length():
+    model, encoder = oracle(), small(image_size=(32, 24))
+    report = load_weights(encoder, model.state_dict())
+    assert report.resized == ["pos_embed_rows resized from 4 to 8 by linear interpolation"]
+    table = model.pos_embed_height.detach()
+    # entry i of 8 lies at (i + 0.5) / 2 - 0.5 of 4, and at the ends at the first and the last
+    places = [max(0.0, min(3.0, (i + 0.5) / 2 - 0.5)) for i in range(8)]
+    expected = [table[int(p)] * (1 - p % 1) + table[min(int(p) + 1, 3)] * (p % 1) for p in places]
+    torch.testing.assert_close(encoder.pos_embed_rows, torch.stack(expected))
+    assert torch.equal(encoder.pos_embed_columns, model.pos_embed_width)
+    assert load_weights(small(image_size=8), model.state_dict()).resized == [
+        "pos_embed_rows resized from 4 to 2 by linear interpolation",
+        "pos_embed_columns resized from 6 to 2 by linear interpolation",
+    ]
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+@torch.no_grad()
+def test_patches_of_three_channels_are_repeated_for_more(theirs):
+    six, three = small(channels=6), small()
+    if theirs:
+        load_weights(three, oracle().state_dict())
+    report = load_weights(six, oracle().state_dict() if theirs else three.state_dict())
+    assert report.resized == [
+        "patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6",
+        "patch_embed.norm1.weight repeated in turn from 3 to 6 channels",
+    ]
+    torch.testing.assert_close(six(image().repeat(1, 2, 1, 1)).pooled, three(image()).pooled, **CLOSE)
+
+
+def test_optional_parts():
+    model = oracle()
+    report = load_weights(small(pool="mean"), model.state_dict())
+    assert {"attn_pool.query", "attn_pool.attn.q.weight", "attn_pool.norm.weight"} <= set(report.left_out)
+    encoder = small(mask_token=True)
+    token = encoder.mask_token.clone()
+    assert load_weights(encoder, model.state_dict()).fresh == ["mask_token"]
+    assert torch.equal(encoder.mask_token, token)
+    assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: attn_pool.* settings to look at: .*pool"):
+        load_weights(small(), small(pool="mean").state_dict())
+
+
+def test_betas_must_be_zero():
+    encoder, state = small(), oracle().state_dict()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    state["transformer.layers.1.1.0.beta"][3] = 1e-3
+    with pytest.raises(ValueError, match=r"transformer.layers.1.1.0.beta is not zero, and the layer norms .* no bias"):
+        load_weights(encoder, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_weights_of_nested_tensors_are_refused(frames):
+    options = THEIRS | {"mlp_dim": 120, "num_classes": 5, "dim_head": 20}
+    model = NestedOracle3d(**options, max_frames=4, frame_patch_size=2) if frames else NestedOracle(**options)
+    with pytest.raises(ValueError, match=r"on nested tensors .*another architecture.*only those of na_vit.py fit"):
+        load_weights(small(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 96}, "48 wide with 2 blocks and patches of 4 pixels, this encoder 96 wide .* dim=48, depth=2"),
+        ({"depth": 3}, "this encoder 48 wide with 3 blocks"),
+        ({"patch_size": 8}, "with patch_size=4"),
+        ({"heads": 2, "head_dim": 30}, r"q_norm.gamma \(3, 1, 20\), not \(2, 1, 30\).*look at: heads, head_dim"),
+        ({"mlp_ratio": 3.0}, r"mlp.fc1.weight \(120, 48\), not \(144, 48\).*look at: mlp_ratio"),
+    ],
+)
+@pytest.mark.parametrize("theirs", [True, False])
+def test_messages_say_what_would_fit(settings, message, theirs):
+    state = oracle().state_dict() if theirs else small().state_dict()
+    with pytest.raises(ValueError, match=message):
+        load_weights(small(**settings), state)
+
+
+def test_what_is_unknown_or_belongs_to_others_is_refused():
+    state = oracle().state_dict() | {"extra": torch.zeros(1)}
+    del state["transformer.layers.1.1.4.weight"]
+    with pytest.raises(ValueError, match=r"missing .*blocks.1.mlp.fc2.weight; unknown to the encoder: extra"):
+        load_weights(small(), state)
+    with pytest.raises(ValueError, match="these are weights of a ViT, which do not fit a NaViT"):
+        load_weights(small(), build("vit_micro").state_dict())
+    with pytest.raises(ValueError, match="these are weights of a NaViT, which do not fit a ViT"):
+        load_weights(build("vit_micro"), oracle().state_dict())
+    with pytest.raises(ValueError, match="timm has no NaViT"):
+        formats.to_timm(small())

@@ -1,0 +1,302 @@
+"""Weights of SAM-ViT: the whole model, the encoder alone, timm's, ours, and growth from a plain ViT."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+from encoders import build, load, load_weights, save
+from encoders.formats import sam_vit
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}
+SMALL |= {"global_blocks": (1,)}
+PLAIN = {name: SMALL[name] for name in ("dim", "depth", "heads", "patch_size", "image_size")}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights that all show in the output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            spread = 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) and "pos" not in name else 0.3
+            weight.copy_(spread * torch.randn(weight.shape, generator=generator))
+    return model.eval()
+
+
+def small(**settings):
+    return scramble(build("sam_vit_b", **SMALL | settings), seed=1)
+
+
+def timm_sam(**options):
+    options = {"patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0, **options}
+    options = {"window_size": 4, "global_attn_indexes": (1,), "neck_chans": 20, "norm_layer": "", **options}
+    return scramble(timm.create_model("samvit_base_patch16", **{"img_size": 24, **options}))
+
+
+def images_of(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def whole_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    state = {"image_encoder." + name.replace("mlp.fc", "mlp.lin"): tensor for name, tensor in state.items()}
+    other = {
+        "prompt_encoder.not_a_point_embed.weight": torch.zeros(1, 20),
+        "mask_decoder.iou_token.weight": torch.ones(1),
+    }
+    return state | other | {"pixel_mean": torch.zeros(3, 1, 1), "pixel_std": torch.ones(3, 1, 1)}
+
+
+@pytest.mark.parametrize("source", ["auto", "sam"])
+@torch.no_grad()
+def test_the_whole_model_gives_its_encoder(tmp_path, source):
+    oracle, encoder, images = timm_sam(), small(), images_of(2, 3, 24, 24)
+    torch.save(whole_model(oracle.state_dict()), tmp_path / "sam.pth")
+    report = load_weights(encoder, tmp_path / "sam.pth", source)
+    assert set(report.used) == set(encoder.state_dict())
+    assert (report.fresh, report.resized) == ([], [])
+    assert len(report.left_out) == 4
+    assert "left out: prompt_encoder.* (1), mask_decoder.* (1), pixel_mean, pixel_std" in str(report)
+    torch.testing.assert_close(encoder.feature_map(images), oracle.forward_features(images), **CLOSE)
+
+
+@pytest.mark.parametrize("form", ["timm", "classifier", "alone", "ours"])
+@torch.no_grad()
+def test_the_encoder_alone_under_all_names(form):
+    oracle = timm_sam(num_classes=7 if form == "classifier" else 0)
+    state, encoder, images = oracle.state_dict(), small(), images_of(2, 3, 24, 24)
+    if form in ("alone", "ours"):
+        state = {name.replace("mlp.fc", "mlp.lin"): tensor for name, tensor in state.items()}
+    report = load_weights(encoder, state, "timm" if form == "timm" else "auto")
+    assert report.left_out == (["head.fc.weight", "head.fc.bias"] if form == "classifier" else [])
+    assert report.fresh == []
+    torch.testing.assert_close(encoder.feature_map(images), oracle.forward_features(images), **CLOSE)
+
+
+@torch.no_grad()
+def test_tables_are_resized_for_another_image_size():
+    before = small()
+    after = small(image_size=(32, 20))
+    report = load_weights(after, before.state_dict())
+    assert report.resized == [
+        "pos_embed resized from 6 x 6 to 8 x 5 by the rule of MAE, as no rule is published for it",
+        "blocks.1.attn.rel_pos_h resized from 11 to 15 places, linearly as published",
+        "blocks.1.attn.rel_pos_w resized from 11 to 9 places, linearly as published",
+    ]
+    images = images_of(2, 3, 32, 20)  # what the larger encoder has in its tables, the other makes for each image
+    torch.testing.assert_close(after.feature_map(images), before.feature_map(images), rtol=1e-5, atol=1e-5)
+
+    wider = small(window_size=5)
+    report = load_weights(wider, before.state_dict())
+    assert len(report.resized) == 4
+    assert report.resized[0] == "blocks.0.attn.rel_pos_h resized from 7 to 9 places, linearly as published"
+    table = before.blocks[0].attn.rel_pos_w
+    expected = torch.nn.functional.interpolate(table.T[None], size=9, mode="linear")[0].T
+    assert torch.equal(wider.blocks[0].attn.rel_pos_w, expected)
+    assert torch.equal(wider.blocks[1].attn.rel_pos_w, before.blocks[1].attn.rel_pos_w)
+
+
+@torch.no_grad()
+def test_mask_token_and_channels():
+    with_token, encoder = small(mask_token=True), small()
+    assert load_weights(encoder, with_token.state_dict()).left_out == ["mask_token"]
+    token = with_token.mask_token.clone()
+    assert load_weights(with_token, encoder.state_dict()).fresh == ["mask_token"]
+    assert torch.equal(with_token.mask_token, token)
+    again = build("sam_vit_b", **SMALL, mask_token=True)
+    assert load_weights(again, with_token.state_dict()).fresh == []
+    assert torch.equal(again.mask_token, token)
+    six, images = small(channels=6), images_of(2, 3, 24, 24)
+    assert len(load_weights(six, encoder.state_dict()).resized) == 1
+    torch.testing.assert_close(six.feature_map(images.repeat(1, 2, 1, 1)), encoder.feature_map(images), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["mae", "dino", "registers", "timm avg"])
+@torch.no_grad()
+def test_a_plain_vit_grows_into_a_sam_vit(kind):
+    settings = {"registers": {"registers": 2}, "timm avg": {"pool": "mean"}}.get(kind, {})
+    plain = scramble(build("vit_small", **PLAIN, **settings))
+    state = dict(plain.state_dict())
+    extra = []
+    if kind == "mae":
+        extra = ["decoder_embed.weight", "decoder_blocks.0.norm1.weight", "mask_token"]
+        state |= {name: torch.zeros(1, 48) for name in extra}
+    encoder = build("sam_vit_b", **SMALL | {"window_size": 0}, mask_token=True).eval()
+    token, neck = encoder.mask_token.clone(), encoder.neck[0].weight.clone()
+    report = load_weights(encoder, state, "mae" if kind == "mae" else "auto")
+    norm = "fc_norm" if kind == "timm avg" else "norm"
+    special = ["cls_token"] + ["reg_token"] * (kind == "registers")
+    assert sorted(report.left_out) == sorted([*special, f"{norm}.weight", f"{norm}.bias", *extra])
+    assert {"mask_token", "neck.0.weight", "neck.3.bias", "blocks.2.attn.rel_pos_w"} <= set(report.fresh)
+    assert torch.equal(encoder.mask_token, token)
+    assert torch.equal(encoder.neck[0].weight, neck)
+    assert not any(block.attn.rel_pos_h.any() or block.attn.rel_pos_w.any() for block in encoder.blocks)
+
+    # a ViT of the same weights without its special tokens gives the same tokens before its norm
+    bare = build("vit_small", **PLAIN, class_token=False, pool="mean").eval()
+    state = {name: tensor for name, tensor in plain.state_dict().items() if name in bare.state_dict()}
+    bare.load_state_dict(state | {"pos_embed": plain.pos_embed[:, 1:]}, strict=False)
+    bare.fc_norm = torch.nn.Identity()
+    images = images_of(2, 3, 24, 24)
+    found = encoder.block_maps(images)[0].flatten(2).transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(found, bare(images).tokens, rtol=1e-5, atol=1e-5)
+    with_windows = build("sam_vit_b", **SMALL).eval()
+    load_weights(with_windows, plain.state_dict())
+    assert not torch.allclose(with_windows.block_maps(images)[0], encoder.block_maps(images)[0], atol=1e-3)
+
+
+@torch.no_grad()
+def test_positions_of_a_plain_vit_are_resized_without_the_class_row():
+    plain = scramble(build("vit_small", **PLAIN))
+    encoder = build("sam_vit_b", **SMALL | {"image_size": (40, 32)})
+    report = load_weights(encoder, plain.state_dict())
+    assert report.resized == [
+        "pos_embed resized from 6 x 6 to 10 x 8 by the rule of MAE, as no rule is published for it"
+    ]
+    maps = plain.pos_embed[:, 1:].transpose(1, 2).unflatten(2, (6, 6))
+    expected = torch.nn.functional.interpolate(maps, size=(10, 8), mode="bicubic").permute(0, 2, 3, 1)
+    torch.testing.assert_close(encoder.pos_embed.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("plain", "settings", "message"),
+    [
+        ({"layer_scale": 0.1}, {}, "no place for layer scale .blocks.0.ls1.gamma"),
+        ({"qk_norm": True}, {}, "no place for norms of queries"),
+        ({"qkv_bias": False}, {}, "missing from the checkpoint: .*qkv.bias.*settings to look at: qkv_bias"),
+        ({"mlp_ratio": 2.0}, {}, r"mlp.lin1.weight \(96, 48\), not \(192, 48\).*look at: mlp_ratio"),
+        ({"depth": 2}, {}, "48 wide with 2 blocks .* this encoder 48 wide with 3 blocks"),
+        ({}, {"absolute_positions": False}, "unknown to the encoder: pos_embed; .*look at: absolute_positions"),
+    ],
+)
+def test_a_vit_with_other_parts_is_refused(plain, settings, message):
+    state = build("vit_small", **PLAIN | plain).state_dict()
+    with pytest.raises(ValueError, match=message):
+        load_weights(build("sam_vit_b", **SMALL | settings), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("image_encoder.neck.2.weight"), "missing from the checkpoint: neck.2.weight"),
+        (lambda state: state.update({"memory.weight": torch.ones(2)}), "unknown to the encoder: memory.weight"),
+        (lambda state: state.pop("image_encoder.pos_embed"), "missing from the checkpoint: pos_embed; .*absolute_pos"),
+        (lambda state: state.pop("image_encoder.patch_embed.proj.weight"), "these are not weights of a ViT"),
+        (lambda state: state.update({"image_encoder.norm.bias": torch.ones(2)}), "unknown to the encoder: norm.bias"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
+    encoder, state = small(), whole_model(timm_sam().state_dict())
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        load_weights(encoder, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+def test_messages_say_what_would_fit():
+    with torch.device("meta"):
+        large = build("sam_vit_l", depth=24).state_dict()
+    with pytest.raises(ValueError, match=r"1024 wide with 24 blocks .*: build sam_vit_l with patch_size=16"):
+        load_weights(small(), large)
+    with pytest.raises(ValueError, match="heads 16 wide, this encoder 8: build it with heads=3"):
+        load_weights(small(heads=6), small().state_dict())
+    with pytest.raises(ValueError, match=r"neck.0.weight \(20, 48, 1, 1\), not \(30, .*look at: out_dim"):
+        load_weights(small(out_dim=30), small().state_dict())
+    with pytest.raises(ValueError, match=r"unknown to the encoder: .*rel_pos_h.*look at: relative_positions"):
+        load_weights(small(relative_positions=False), small().state_dict())
+    with pytest.raises(ValueError, match="weights of a SAM-ViT, which do not fit a ViT"):
+        load_weights(build("vit_small", **PLAIN), small().state_dict())
+    with pytest.raises(ValueError, match="weights of a SAM-ViT, which do not fit a ViT"):
+        load_weights(build("vit_small", **PLAIN), timm_sam().state_dict())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"image_size": (32, 20), "mask_token": True},
+        {"window_size": 0, "global_blocks": (0, 1, 2)},
+        {"absolute_positions": False, "qkv_bias": False, "channels": 2},
+        {"mlp_ratio": 2.0, "out_dim": 7, "global_blocks": (0, 2), "heads": 6},
+        {"image_size": 12, "window_size": 5},
+    ],
+)
+@torch.no_grad()
+def test_described_weights_build_their_encoder(settings):
+    encoder = small(**settings)
+    described = sam_vit.describe(encoder.state_dict())
+    again = build(**described).eval()
+    report = load_weights(again, encoder.state_dict())
+    assert (report.fresh, report.resized, report.left_out) == ([], [], [])
+    images = images_of(2, settings.get("channels", 3), 24, 28)
+    assert torch.equal(again(images).tokens, encoder(images).tokens)
+    assert sam_vit.describe(whole_model(encoder.state_dict())) == described
+
+
+def test_published_variants_are_described_by_their_names():
+    for variant, settings in [
+        ("sam_vit_b", {}),
+        ("sam_vit_l", {}),
+        ("sam_vit_h", {"image_size": (512, 640), "absolute_positions": False}),
+        ("sam_vit_b", {"relative_positions": False}),
+        ("sam_vit_b", {"image_size": 224}),  # windows are as large as the grid
+        ("sam_vit_b", {"image_size": 64}),  # and larger
+    ]:
+        with torch.device("meta"):
+            encoder = build(variant, **settings)
+            again = build(**sam_vit.describe(encoder.state_dict()))
+        assert again.settings == encoder.settings
+    with pytest.raises(ValueError, match="do not tell heads, windows"):
+        sam_vit.describe(small(relative_positions=False).state_dict())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"norm_eps": 1e-5, "qkv_bias": False, "mlp_ratio": 2.0, "channels": 2},
+        {"image_size": (33, 20), "mask_token": True},
+        {"window_size": 0},
+        {"relative_positions": False, "out_dim": 7},
+        {"absolute_positions": False, "global_blocks": (0, 2)},
+    ],
+)
+@torch.no_grad()
+def test_timm_gives_the_same_features(tmp_path, settings):
+    encoder = small(**settings)
+    for weight in (encoder.patch_embed.proj.weight, encoder.patch_embed.proj.bias, encoder.pos_embed):
+        if weight is not None:
+            weight *= 1e-2  # so that the epsilon of the first norm counts
+    name, options, state = sam_vit.to_timm(encoder)
+    torch.save(state, tmp_path / "sam.pth")
+    model = timm.create_model(name, checkpoint_path=str(tmp_path / "sam.pth"), **options).eval()
+    images = images_of(2, settings.get("channels", 3), *((32, 20) if "image_size" in settings else (24, 24)))
+    torch.testing.assert_close(model.forward_features(images), encoder.feature_map(images), **CLOSE)
+    torch.testing.assert_close(model(images), encoder(images).pooled, **CLOSE)
+    again = small(**settings)
+    load_weights(again, model.state_dict())
+    assert torch.equal(again.feature_map(images), encoder.feature_map(images))
+
+
+def test_names_in_timm():
+    with torch.device("meta"):
+        for variant, name in (("b", "base"), ("l", "large"), ("h", "huge")):
+            found, options, state = sam_vit.to_timm(build(f"sam_vit_{variant}"))
+            assert (found, options) == (
+                f"samvit_{name}_patch16",
+                {"num_classes": 0, "img_size": 1024, "norm_layer": ""},
+            )
+            timm.create_model(found, **options).load_state_dict(state, strict=True)
+    with pytest.raises(ValueError, match=r"epsilon of 1e-6 or 1e-5, not 0.001"):
+        sam_vit.to_timm(small(norm_eps=1e-3))
+
+
+@torch.no_grad()
+def test_saved_encoders_come_back(tmp_path):
+    encoder = small(image_size=(24, 32))
+    save(encoder, tmp_path / "encoder.safetensors")
+    again, images = load(tmp_path / "encoder.safetensors"), images_of(2, 3, 24, 24)
+    assert again.settings == encoder.settings
+    assert torch.equal(again(images).tokens, encoder(images).tokens)

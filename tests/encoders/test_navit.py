@@ -1,0 +1,499 @@
+"""NaViT against vit-pytorch and the formula of one image, written out in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from vit_pytorch.na_vit import NaViT as Oracle
+
+from encoders import build, layers, load_weights, navit
+from encoders.images import Mask, PackedImages, best_fit, pack
+from encoders.navit import VARIANTS, Layout, NaViT
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+SMALL = {"dim": 48, "depth": 3, "heads": 3, "head_dim": 20, "mlp_ratio": 2.0, "patch_size": 4, "image_size": (16, 24)}
+SIZES = ((16, 24), (4, 4), (12, 8), (8, 24), (16, 4))  # 24, 1, 6, 12 and 4 tokens
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights far from any initial value, so that every part of the model shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            table = "pos_embed" in name or name == "mask_token"
+            deviation = 1 / math.sqrt(weight.shape[1]) if weight.ndim == 2 and not table else 0.5
+            weight.normal_(0, deviation, generator=generator)
+            if name.endswith("gamma") or ("norm" in name and name.endswith("weight")):
+                weight += 1
+    return model.eval()
+
+
+def small(**settings) -> NaViT:
+    return scramble(NaViT(**SMALL | settings))
+
+
+def images_of(sizes=SIZES, channels: int = 3, seed: int = 1) -> list[torch.Tensor]:
+    """(1, C, H, W) each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, channels, *size, generator=generator) for size in sizes]
+
+
+def mask_of(grids: torch.Tensor, visible: list[int], seed: int = 2) -> Mask:
+    """So many visible tokens in each image, at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.rand(int(count), generator=generator).argsort().argsort() for count in grids.prod(1)]
+    return Mask.from_hidden(torch.cat([n >= keep for n, keep in zip(noise, visible, strict=True)]), grids)
+
+
+def formula(encoder: NaViT, image: torch.Tensor, hidden=None, drop=False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pooled (D,) and tokens (N, D) of one image (1, C, H, W) by the formula in float64."""
+    w = {name: value.detach().double() for name, value in encoder.state_dict().items()}
+    patch, (rows, columns) = encoder.stride, (side // encoder.stride for side in image.shape[-2:])
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[name + ".weight"]
+
+    def entry(table, place, side):
+        if not encoder.fractional:
+            return table[place]
+        at = place / side * len(table)
+        low, rest = int(at + 1e-9), at - int(at + 1e-9)
+        return (1 - rest) * table[low] + rest * table[min(low + 1, len(table) - 1)]
+
+    def attend(x, context, name):
+        q, (k, v) = x @ w[f"{name}.q.weight"].T, (context @ w[f"{name}.kv.weight"].T).chunk(2, -1)
+        heads, _, d = w[f"{name}.q_norm.gamma"].shape
+        outs = []
+        for head in range(heads):
+            a, b, c = (y[:, head * d : (head + 1) * d] for y in (q, k, v))
+            a = a / a.norm(dim=-1, keepdim=True) * math.sqrt(d) * w[f"{name}.q_norm.gamma"][head]
+            b = b / b.norm(dim=-1, keepdim=True) * math.sqrt(d) * w[f"{name}.k_norm.gamma"][head]
+            weights = (a @ b.T).exp()
+            outs.append(weights / weights.sum(-1, keepdim=True) @ c)
+        return torch.cat(outs, -1) @ w[f"{name}.proj.weight"].T
+
+    tokens = []
+    for place in range(rows * columns):
+        row, column = divmod(place, columns)
+        pixels = image[0, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+        x = norm(pixels.permute(1, 2, 0).flatten().double(), "patch_embed.norm1")
+        x = norm(w["patch_embed.proj.weight"] @ x + w["patch_embed.proj.bias"], "patch_embed.norm2")
+        if hidden is not None and hidden[place]:
+            if drop:
+                continue
+            x = w["mask_token"][0]
+        tokens.append(x + entry(w["pos_embed_rows"], row, rows) + entry(w["pos_embed_columns"], column, columns))
+    x = torch.stack(tokens)
+    for i in range(len(encoder.blocks)):
+        inside = norm(x, f"blocks.{i}.norm1")
+        x = x + attend(inside, inside, f"blocks.{i}.attn")
+        y = norm(x, f"blocks.{i}.norm2") @ w[f"blocks.{i}.mlp.fc1.weight"].T + w[f"blocks.{i}.mlp.fc1.bias"]
+        y = y * (1 + torch.erf(y / math.sqrt(2))) / 2
+        x = x + y @ w[f"blocks.{i}.mlp.fc2.weight"].T + w[f"blocks.{i}.mlp.fc2.bias"]
+    x = norm(x, "norm")
+    if "attn_pool.query" not in w:
+        return x.mean(0), x
+    query = w["attn_pool.query"][None]
+    return (query + attend(norm(query, "attn_pool.norm"), x, "attn_pool.attn"))[0], x
+
+
+def assert_formula(encoder: NaViT, images: list[torch.Tensor], mask: Mask | None = None, drop: bool = False):
+    packed = pack(images, encoder.stride)
+    features = encoder(packed, mask, drop=drop)
+    hidden = [None] * len(images) if mask is None else mask.hidden.split(packed.lengths.tolist())
+    expected = [formula(encoder, *pair, drop) for pair in zip(images, hidden, strict=True)]
+    torch.testing.assert_close(features.pooled.double(), torch.stack([pooled for pooled, _ in expected]), **CLOSE)
+    torch.testing.assert_close(features.tokens.double(), torch.cat([tokens for _, tokens in expected]), **CLOSE)
+    assert torch.equal(features.grids, packed.grids)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "patch", "channels", "size"), [(3, 20, 4, 3, (16, 24)), (2, 8, 8, 1, (40, 16))]
+)
+@torch.no_grad()
+def test_equals_vit_pytorch(heads, head_dim, patch, channels, size):
+    options = {"dim": 48, "depth": 3, "heads": heads, "patch_size": patch, "image_size": size, "channels": channels}
+    oracle = scramble(Oracle(**options, mlp_dim=96, dim_head=head_dim, num_classes=7))
+    oracle.mlp_head = torch.nn.Identity()
+    encoder = build("navit_small", **options, head_dim=head_dim, mlp_ratio=2.0).eval()
+    load_weights(encoder, oracle.state_dict())
+    sizes = [(rows * patch, columns * patch) for rows, columns in ((2, 2), (1, 1), (4, 2), (3, 1), (2, 2))]
+    images = images_of((size, *sizes), channels)
+    expected = oracle([[image[0] for image in images[:2]], [image[0] for image in images[2:]]])
+    torch.testing.assert_close(encoder(pack(images, patch)).pooled, expected, **CLOSE)
+    uniform = torch.cat(images_of([size] * 3, channels))
+    torch.testing.assert_close(encoder(uniform).pooled, oracle([list(uniform)]), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["navit_tiny", "navit_small", "navit_base", "navit_large"])
+def test_variants_have_as_many_parameters_as_in_vit_pytorch(name):
+    dim, depth, heads = (VARIANTS[name][setting] for setting in ("dim", "depth", "heads"))
+    with torch.device("meta"):
+        encoder = build(name)
+        oracle = Oracle(
+            image_size=256, patch_size=16, num_classes=1, dim=dim, depth=depth, heads=heads, mlp_dim=4 * dim
+        )
+    oracle.mlp_head = torch.nn.Identity()
+    assert sum(p.numel() for p in encoder.parameters()) == sum(p.numel() for p in oracle.parameters())
+    assert encoder.settings["head_dim"] == 64
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"positions": "fractional"}, {"head_dim": None}])
+@torch.no_grad()
+def test_is_the_formula_of_each_image(settings):
+    images = images_of()
+    if "positions" in settings:
+        images += images_of([(32, 12), (20, 40)])  # no table of absolute positions goes as far
+    encoder = small(**settings)
+    assert_formula(encoder, images)
+    assert (encoder.attn_pool is None) == ("pool" in settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"positions": "fractional"}])
+@torch.no_grad()
+def test_hidden_tokens_are_dropped_at_other_counts_in_each_image_or_replaced(settings):
+    images = images_of()
+    grids = pack(images, 4).grids
+    counts = [7, 1, 6, 5, 2]
+    mask = mask_of(grids, counts)
+    assert mask.lengths.tolist() == counts
+    encoder = small(mask_token=True, **settings)
+    assert_formula(encoder, images, mask, drop=True)
+    assert_formula(encoder, images, mask)
+    assert_formula(encoder, images, mask_of(grids, [3, 0, 0, 12, 1]))  # in place, an image may be hidden altogether
+
+
+@torch.no_grad()
+def test_dropping_in_a_batch_of_one_size_needs_no_equal_counts():
+    images, encoder = torch.cat(images_of([(16, 24)] * 3)), small()
+    for counts in ([5, 24, 1], [9, 9, 9]):
+        mask = mask_of(torch.tensor([[4, 6]] * 3), counts)
+        features = encoder(images, mask, drop=True)
+        expected = encoder(pack([images], 4), mask, drop=True)
+        assert torch.equal(features.tokens, expected.tokens)
+        for i, hidden in enumerate(mask.hidden.split(24)):
+            pooled, tokens = formula(encoder, images[i : i + 1], hidden, drop=True)
+            torch.testing.assert_close(features.pooled[i].double(), pooled, **CLOSE)
+            torch.testing.assert_close(features.tokens.split(counts)[i].double(), tokens, **CLOSE)
+
+
+@pytest.mark.parametrize("pool", ["attention", "mean"])
+def test_packed_images_are_as_images_alone(pool):
+    """Outputs differ by 2.4e-6 at most and gradients by 1.5e-5 of their largest entry, as sums run in another order."""
+    encoder, images = small(pool=pool), images_of()
+    weights = torch.randn(len(images), 48, generator=torch.Generator().manual_seed(3))
+    features = encoder(pack(images, 4))
+    (features.pooled * weights).sum().backward()
+    together = {name: weight.grad.clone() for name, weight in encoder.named_parameters()}
+    encoder.zero_grad()
+    for image, pooled, tokens, weight in zip(
+        images, features.pooled, features.tokens.split([24, 1, 6, 12, 4]), weights, strict=True
+    ):
+        alone = encoder(image)
+        torch.testing.assert_close(alone.pooled[0], pooled, rtol=0, atol=5e-6)
+        torch.testing.assert_close(alone.tokens, tokens, rtol=0, atol=5e-6)
+        (alone.pooled[0] * weight).sum().backward()
+    for name, weight in encoder.named_parameters():
+        scale = max(1.0, weight.grad.abs().max().item())
+        torch.testing.assert_close(together[name] / scale, weight.grad / scale, rtol=0, atol=3e-5, msg=name)
+
+
+@torch.no_grad()
+def test_a_batch_of_one_size_goes_another_way_to_the_same_features():
+    encoder, (images, other) = small(), (torch.cat(images_of([(16, 24)] * 3)), images_of([(8, 8)])[0])
+    uniform, ragged = encoder(images), encoder(pack([images, other], 4))
+    torch.testing.assert_close(uniform.pooled, ragged.pooled[:3], rtol=0, atol=5e-6)
+    torch.testing.assert_close(uniform.tokens, ragged.tokens[: 3 * 24], rtol=0, atol=5e-6)
+    assert torch.equal(uniform.tokens, encoder(pack([images], 4)).tokens)
+
+
+def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
+    images, encoder = images_of(), small()
+    order = best_fit(pack(images, 4).lengths.tolist(), 24)
+    assert [len(sequence) for sequence in order] == [1, 4]
+    images = [images[i] for sequence in order for i in sequence]
+    expected = encoder(pack(images, 4))
+    packed = replace(pack(images, 4), sequences=torch.tensor([len(sequence) for sequence in order]))
+
+    def in_sequences(q, k, v, *, scale, lengths, query_lengths, sequences):
+        query_lengths = lengths if query_lengths is None else query_lengths
+        return layers._attention_in_sequences(q, k, v, scale, query_lengths, lengths, sequences)
+
+    monkeypatch.setattr(navit, "attention", in_sequences)
+    features = encoder(packed)
+    torch.testing.assert_close(features.pooled, expected.pooled, rtol=0, atol=5e-6)
+    torch.testing.assert_close(features.tokens, expected.tokens, rtol=0, atol=5e-6)
+    features.pooled.square().sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in encoder.parameters())
+    mask = mask_of(packed.grids, [7, 1, 3, 1, 1])
+    hidden = mask.hidden.split(packed.lengths.tolist())
+    dropped = [formula(encoder, *pair, drop=True)[1] for pair in zip(images, hidden, strict=True)]
+    torch.testing.assert_close(encoder(packed, mask, drop=True).tokens.double(), torch.cat(dropped), **CLOSE)
+
+
+@pytest.mark.parametrize("pool", ["attention", "mean"])
+@torch.no_grad()
+def test_hidden_pixels_and_other_images_do_not_show(pool):
+    encoder, packed = small(mask_token=True, pool=pool), pack(images_of(), 4)
+    for drop, counts, rubbish in ((False, [7, 0, 6, 5, 2], 1e4), (True, [7, 1, 6, 5, 2], torch.nan)):
+        mask = mask_of(packed.grids, counts)
+        other = replace(packed, patches=packed.patches.masked_fill(mask.hidden[:, None], rubbish))
+        ours, theirs = encoder(packed, mask, drop=drop), encoder(other, mask, drop=drop)
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.pooled, theirs.pooled)
+
+    images = packed.patches.clone()
+    images[25:31] += 1  # the third image
+    ours, theirs = encoder(packed), encoder(replace(packed, patches=images))
+    assert (ours.pooled != theirs.pooled).any(1).tolist() == [False, False, True, False, False]
+    changed = (ours.tokens != theirs.tokens).any(1)
+    assert changed[25:31].all()
+    assert changed.sum() == 6
+
+
+@torch.no_grad()
+def test_fractional_positions_by_hand():
+    encoder = NaViT(**SMALL | {"positions": "fractional", "image_size": (16, 4)})
+    table = torch.tensor([[0.0], [10.0], [30.0], [20.0]]).expand(4, 48)
+
+    def along(side):
+        places = torch.arange(side)
+        return encoder._positions(table, places, torch.full((side,), side))[:, 0].tolist()
+
+    assert along(1) == [0]
+    assert along(2) == [0, 30]
+    assert along(3) == pytest.approx([0, 10 + 20 / 3, 30 - 20 / 3])  # at 0, 4/3 and 8/3
+    assert along(4) == [0, 10, 30, 20]
+    assert along(8) == [0, 5, 10, 20, 30, 25, 20, 20]  # past the last entry it is the last
+    images, fractional, absolute = images_of([(16, 24)])[0], small(positions="fractional"), small()
+    assert torch.equal(fractional(images).tokens, absolute(images).tokens)  # an image that fills the tables
+    images = images_of([(8, 12)])[0]
+    assert (fractional(images).pooled - absolute(images).pooled).abs().max() > 0.01
+
+
+def kept(encoder: NaViT, images: PackedImages) -> tuple[list[int], torch.Tensor]:
+    """Tokens of each image that reach the first block in training, and which of all tokens they are."""
+    seen = []
+    handle = encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args))
+    tokens = encoder.train()(images).tokens
+    encoder.eval()(images)
+    handle.remove()
+    (some, layout), (full, _) = seen
+    assert len(tokens) == len(some) == int(layout.lengths.sum())
+    places = [int((full == x).all(1).nonzero()) for x in some]
+    assert places == sorted(places)
+    owner = torch.repeat_interleave(images.lengths)
+    assert torch.equal(layout.owner, owner[places])
+    return layout.lengths.tolist(), torch.tensor(places)
+
+
+@torch.no_grad()
+def test_token_drop_leaves_out_its_share_of_each_image_in_training_only():
+    packed = pack(images_of(), 4)  # of 24, 1, 6, 12 and 4 tokens
+    torch.manual_seed(0)
+    counts, places = kept(small(token_drop=0.3), packed)
+    assert counts == [17, 1, 4, 8, 3]  # 16.8, 0.7, 4.2, 8.4 and 2.8
+    torch.manual_seed(0)
+    assert torch.equal(kept(small(token_drop=0.3), packed)[1], places)
+    torch.manual_seed(1)
+    assert not torch.equal(kept(small(token_drop=0.3), packed)[1], places)
+    assert kept(small(token_drop=0.99), packed)[0] == [1] * 5
+    # 0.1 at none, 0.7 at 24: 0.7, 0.125, 0.25, 0.4 and 0.2 of 24, 1, 6, 12 and 4
+    assert kept(small(token_drop=0.1, token_drop_full=0.7), packed)[0] == [7, 1, 4, 7, 3]
+    assert kept(small(token_drop_full=0.5), packed)[0] == [12, 1, 5, 9, 4]
+    large = pack(images_of([(32, 24)]), 4)  # more than fills the tables
+    assert kept(small(token_drop_full=0.5, positions="fractional"), large)[0] == [24]
+    assert kept(small(), packed)[0] == [24, 1, 6, 12, 4]
+    encoder = small(token_drop=0.3)
+    assert len(encoder(packed).tokens) == 47  # not in evaluation
+
+
+def test_token_drop_keeps_every_token_equally_often():
+    torch.manual_seed(0)
+    lengths, times = torch.tensor([6, 3, 9]), torch.zeros(18)
+    for _ in range(2000):
+        visible, counts = navit._some(lengths, torch.tensor([0.5, 0.5, 0.6]).double())
+        assert counts.tolist() == [3, 2, 4]
+        times[visible] += 1
+    expected = torch.tensor([1 / 2] * 6 + [2 / 3] * 3 + [4 / 9] * 9) * 2000
+    assert (times - expected).abs().max() < 100  # 4.5 standard deviations
+
+
+@torch.no_grad()
+def test_token_drop_computes_what_dropping_computes():
+    packed, encoder = pack(images_of(), 4), small(token_drop=0.4)
+    torch.manual_seed(0)
+    _, places = kept(encoder, packed)
+    torch.manual_seed(0)
+    features = encoder.train()(packed)
+    hidden = torch.ones(47, dtype=torch.bool).index_fill(0, places, False)
+    expected = encoder.eval()(packed, Mask.from_hidden(hidden, packed.grids), drop=True)
+    assert torch.equal(features.tokens, expected.tokens)
+    assert torch.equal(features.pooled, expected.pooled)
+    assert torch.equal(features.grids, packed.grids)
+
+
+@torch.no_grad()
+def test_drop_path_leaves_out_the_branches_of_whole_images():
+    block = scramble(navit.Block(48, 3, 20, mlp_ratio=2, norm_eps=1e-5, drop_path=0.5))
+    lengths = torch.tensor([5, 1, 3, 7])
+    layout = Layout(lengths, torch.repeat_interleave(lengths), None)
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(0))
+    found = set()
+    torch.manual_seed(0)
+    for _ in range(20):
+        y = block.train()(x, layout)
+        for image in range(4):
+            own = layout.owner == image
+            for first in (0, 2):
+                inside = block.norm1(x)
+                middle = x + first * block.attn(inside, inside, layout)
+                for second in (0, 2):
+                    expected = middle + second * block.mlp(block.norm2(middle))
+                    if torch.allclose(y[own], expected[own], atol=1e-5):
+                        found.add((image, first, second))
+                        break
+                else:
+                    continue
+                break
+            else:
+                pytest.fail("an image whose tokens do not share their branches")
+    assert len(found) == 16
+    encoder = small(depth=5, drop_path=0.4)
+    assert [block.drop_path.rate for block in encoder.blocks] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    images = pack(images_of(), 4)
+    assert torch.equal(encoder(images).pooled, small(depth=5)(images).pooled)  # not in evaluation
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"positions": "fractional", "token_drop": 0.2}])
+def test_gradients_reach_every_parameter_and_recomputing_changes_none(settings):
+    grads, packed = [], pack(images_of(), 4)
+    for recompute in (False, True):
+        encoder = small(drop_path=0.3, checkpoint_activations=recompute, **settings).train()
+        torch.manual_seed(2)
+        encoder(packed).pooled.square().sum().backward()
+        grads.append({name: weight.grad for name, weight in encoder.named_parameters()})
+        for name, grad in grads[-1].items():
+            assert grad.isfinite().all(), name
+            assert grad.abs().max() > 1e-6, name
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+    encoder = small(mask_token=True)
+    encoder(packed, mask_of(packed.grids, [7, 1, 6, 5, 2])).pooled.square().sum().backward()
+    assert encoder.mask_token.grad.abs().max() > 1e-6
+
+
+@torch.no_grad()
+def test_intermediate_features_are_those_of_a_shallower_encoder():
+    encoder, shallow, packed = small(), NaViT(**SMALL | {"depth": 2}).eval(), pack(images_of(), 4)
+    shallow.load_state_dict({n: w for n, w in encoder.state_dict().items() if not n.startswith("blocks.2.")})
+    two, three = encoder.intermediate(packed, 2)
+    assert torch.equal(two.tokens, shallow(packed).tokens)
+    assert torch.equal(two.pooled, shallow(packed).pooled)
+    assert torch.equal(three.tokens, encoder(packed).tokens)
+    assert torch.equal(three.pooled, encoder(packed).pooled)
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"{count} blocks asked of an encoder that has 3"):
+            encoder.intermediate(packed, count)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "fractional"])
+@pytest.mark.parametrize("pool", ["attention", "mean"])
+def test_nothing_is_read_from_the_device(positions, pool):
+    """Tensors on the meta device have no values, so what waits for a device fails there."""
+    encoder = small(mask_token=True, positions=positions, pool=pool, drop_path=0.1).to("meta")
+    packed = pack(images_of(), 4)
+    mask = mask_of(packed.grids, [7, 1, 6, 5, 2]).to("meta")
+    packed = packed.to("meta")
+    for training in (True, False):
+        encoder.train(training)
+        assert encoder(packed, mask).tokens.shape == (47, 48)
+        assert encoder(packed, mask, drop=True).tokens.shape == (21, 48)
+    encoder.token_drop = encoder.token_drop_full = 0.3
+    features = encoder.train()(packed)
+    assert features.tokens.shape == (33, 48)
+    assert features.pooled.shape == (5, 48)
+    assert features.pooled.is_meta
+
+
+@torch.no_grad()
+def test_autocast_gives_attention_half_precision(monkeypatch):
+    seen, original = [], navit.attention
+
+    def spy(q, k, v, **options):
+        seen.extend([q.dtype, k.dtype, v.dtype])
+        return original(q, k, v, **options)
+
+    monkeypatch.setattr(navit, "attention", spy)
+    encoder, packed = small(), pack(images_of(), 4)
+    expected = encoder(packed)
+    assert set(seen) == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        features = encoder(packed)
+    assert set(seen) == {torch.bfloat16}
+    assert torch.nn.functional.cosine_similarity(features.tokens.float(), expected.tokens).min() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (
+            torch.zeros(1, 3, 14, 24),
+            "14 x 24 pixels do not divide into patches of 4: make them 12 or 16 pixels high and 24",
+        ),
+        (torch.zeros(1, 3, 3, 24), "smaller than one patch of 4 x 4"),
+        (torch.zeros(1, 1, 16, 24), r"takes images of shape \(B, 3, H, W\)"),
+        (
+            torch.zeros(1, 3, 20, 24),
+            r"5 x 6 patches .* tables of 4 rows and 6 columns.* image_size \(20, 24\).*fraction",
+        ),
+        (pack(images_of([(16, 8), (8, 36)]), 4), r"up to 4 x 9 patches .* image_size \(16, 36\)"),
+        (pack(images_of([(16, 24)]), 8), "packed in patches of 8 pixels, not of 4"),
+        (pack(images_of([(16, 24)], channels=5), 4), "80 values, not 3 for each pixel.*channels=N"),
+        (PackedImages(torch.zeros(5, 48), torch.tensor([[2, 3]]), 4), r"5 packed patches do not make .*\[\[2, 3\]\]"),
+        (PackedImages(torch.zeros(6, 48), torch.tensor([[2, 3], [0, 2]]), 4), r"6 packed patches do not make"),
+        (PackedImages(torch.zeros(6, 48).byte(), torch.tensor([[2, 3]]), 4), "must be normalised floats"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(images, message):
+    with pytest.raises(ValueError, match=message):
+        small()(images)
+
+
+def test_masks_that_do_not_fit_are_refused():
+    packed = pack(images_of(), 4)
+    mask = mask_of(packed.grids, [7, 1, 6, 5, 0])
+    with pytest.raises(ValueError, match="at least one token; image 4 keeps none"):
+        small()(packed, mask, drop=True)
+    with pytest.raises(ValueError, match="mask_token=True, or drop=True"):
+        small()(packed, mask)
+    with pytest.raises(ValueError, match="there is no mask"):
+        small()(packed, drop=True)
+    with pytest.raises(ValueError, match="does not fit 1 images of 4 x 6"):
+        small()(images_of()[0], mask, drop=True)
+    encoder = small(token_drop_full=0.1, mask_token=True)
+    for drop in (False, True):
+        with pytest.raises(ValueError, match=r"both leave out tokens: set token_drop .* to 0"):
+            encoder.train()(packed, mask, drop=drop)
+    assert len(encoder.eval()(packed, mask).tokens) == 47
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"positions": "learned"}, "positions must be one of absolute, fractional, not 'learned'"),
+        ({"pool": "class"}, "pool must be one of attention, mean, not 'class'"),
+        ({"head_dim": None, "heads": 5}, "48 does not split into 5 heads: set head_dim"),
+        ({"head_dim": 0}, "head_dim must be at least 1, not 0"),
+        ({"depth": 0}, "depth must be at least 1, not 0"),
+        ({"token_drop": 1.0}, "0 <= token_drop < 1, not 1.0"),
+        ({"token_drop_full": -0.1}, "0 <= token_drop_full < 1, not -0.1"),
+        ({"drop_path": 1.0}, "drop_path"),
+        ({"image_size": (3, 16)}, "3 x 16 pixels is smaller than a patch of 4"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        NaViT(**SMALL | settings)
