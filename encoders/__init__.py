@@ -14,11 +14,12 @@ from typing import Any
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
-from encoders import navit, sam_vit, twins, vit
+from encoders import navit, sam_vit, swin, twins, vit
 from encoders.base import Encoder, Features
 from encoders.formats.report import Report
 from encoders.navit import NaViT
 from encoders.sam_vit import SAMViT
+from encoders.swin import Swin
 from encoders.twins import Twins
 from encoders.vit import ViT
 from encoders.weights import load_weights
@@ -29,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     name: {"family": family, **settings}
     for family, variants in (
         (ViT, vit.VARIANTS),
+        (Swin, swin.VARIANTS),
         (NaViT, navit.VARIANTS),
         (SAMViT, sam_vit.VARIANTS),
         (Twins, twins.VARIANTS),

@@ -25,21 +25,20 @@ Number = TypeVar("Number", int, float)
 
 SMALL, BASE, LARGE = (64, 128, 256, 512), (96, 192, 384, 768), (128, 256, 512, 1024)
 MICRO = {"patch_size": 2, "window_size": 4, "image_size": 16}
+VIT_PYTORCH = {
+    "layout": "vit_pytorch",
+    "heads": 8,
+    "head_dim": 64,
+    "reductions": 7,
+    "qkv_bias": False,
+    "norm_eps": 1e-5,
+}
 VARIANTS = {
     "twins_svt_micro": {"dims": (48, 96), "depths": (2, 2), "heads": (2, 4), "reductions": (2, 1), **MICRO},
     "twins_svt_small": {"dims": SMALL, "depths": (2, 2, 10, 4), "heads": (2, 4, 8, 16)},
     "twins_svt_base": {"dims": BASE, "depths": (2, 2, 18, 2), "heads": (3, 6, 12, 24)},
     "twins_svt_large": {"dims": LARGE, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32)},
-    "twins_svt_vit_pytorch": {
-        "layout": "vit_pytorch",
-        "dims": SMALL,
-        "depths": (1, 1, 5, 4),
-        "heads": 8,
-        "head_dim": 64,
-        "reductions": 7,
-        "qkv_bias": False,
-        "norm_eps": 1e-5,
-    },
+    "twins_svt_vit_pytorch": {"dims": SMALL, "depths": (1, 1, 5, 4), **VIT_PYTORCH},
 }
 
 EMBED_EPS = 1e-5  # of the norms in patch embeddings and after the sub-sampling, whatever norm_eps is (gvt.py)
@@ -138,15 +137,7 @@ class GlobalAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        heads: int,
-        head_dim: int,
-        scale: float,
-        qkv_bias: bool,
-        reduction: int,
-        strided: bool,
+        self, dim: int, *, heads: int, head_dim: int, scale: float, qkv_bias: bool, reduction: int, strided: bool
     ):
         super().__init__()
         self.heads, self.scale = heads, scale
@@ -269,12 +260,11 @@ class Twins(Encoder):
         self.window_size = _each("window_size", window_size, stages)
         self.reductions = _each("reductions", reductions, stages)
         self.mlp_ratios = _each("mlp_ratios", mlp_ratios, stages)
-        _check_counts(dims=self.dims, depths=self.depths, heads=self.heads, head_dim=[head_dim or 1])
+        _check_counts(
+            dims=self.dims, depths=self.depths, heads=self.heads, head_dim=[1 if head_dim is None else head_dim]
+        )
         _check_counts(window_size=self.window_size, reductions=self.reductions)
         _check_counts(patch_size=[patch_size], channels=[channels])
-        for dim, count in zip(self.dims, self.heads, strict=True):
-            if head_dim is None and dim % count:
-                raise ValueError(f"a width (dims) of {dim} does not split into {count} heads: say their head_dim")
         self.dim, self.stride = self.dims[-1], patch_size * 2 ** (stages - 1)
         self.channels, self.patch_size, self.image_size = channels, patch_size, image_size
         self.layout: Layout = layout
@@ -299,7 +289,9 @@ class Twins(Encoder):
         kinds = _kinds(self.layout, self.depths)
         number, total = 0, sum(len(stage) for stage in kinds)
         for stage, (dim, heads) in enumerate(zip(self.dims, self.heads, strict=True)):
-            head_dim = self.head_dim or dim // heads
+            if self.head_dim is None and dim % heads:
+                raise ValueError(f"a width (dims) of {dim} does not split into {heads} heads: say their head_dim")
+            head_dim = dim // heads if self.head_dim is None else self.head_dim
             scale = head_dim**-0.5 if self.qk_scale is None else self.qk_scale
             heads_of = {"heads": heads, "head_dim": head_dim, "scale": scale, "qkv_bias": self.qkv_bias}
             local = partial(LocalAttention, dim, **heads_of, window_size=self.window_size[stage])

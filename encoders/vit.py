@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
-from encoders.images import Images, Mask
+from encoders.images import Images, Mask, patchify
 from encoders.layers import (
     MLP,
     DropPath,
@@ -28,7 +28,7 @@ from encoders.layers import (
     sincos_table,
 )
 
-Pool = Literal["class", "mean"]
+Pool = Literal["class", "mean", "all"]
 Positions = Literal["learned", "sincos"]
 PositionInit = Literal["normal", "sincos"]
 
@@ -55,17 +55,44 @@ class PatchEmbed(nn.Module):
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
+class NormedPatchEmbed(nn.Module):
+    """As `PatchEmbed`, with a norm on both sides of the map, as in vit-pytorch: (B, C, H, W) -> (B, N, D)."""
+
+    def __init__(self, channels: int, dim: int, patch_size: int, norm_eps: float):
+        super().__init__()
+        self.patch_size = patch_size
+        self.norm1 = nn.LayerNorm(channels * patch_size**2, eps=norm_eps)
+        self.proj = nn.Linear(channels * patch_size**2, dim)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = (side - side % self.patch_size for side in images.shape[-2:])
+        patches = patchify(images[..., :height, :width], self.patch_size)  # (B * N, P)
+        return self.norm2(self.proj(self.norm1(patches))).unflatten(0, (len(images), -1))
+
+
 class Attention(nn.Module):
     """Self-attention: (B, N, D), or packed images (T, D) with their `lengths`, -> the same shape."""
 
-    def __init__(self, dim: int, heads: int, *, qkv_bias: bool, qk_norm: bool, qk_scale: float | None, norm_eps: float):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        qk_scale: float | None,
+        norm_eps: float,
+        head_dim: int | None = None,
+    ):
         super().__init__()
+        head_dim = dim // heads if head_dim is None else head_dim
         self.heads = heads
-        self.scale = (dim // heads) ** -0.5 if qk_scale is None else qk_scale
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.q_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
-        self.proj = nn.Linear(dim, dim)
+        self.scale = head_dim**-0.5 if qk_scale is None else qk_scale
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(heads * head_dim, dim)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values: (..., N, D) -> three of (..., heads, N, d)."""
@@ -101,10 +128,12 @@ class Block(nn.Module):
         qk_scale: float | None,
         layer_scale: float | None,
         drop_path: float,
+        head_dim: int | None = None,
     ):
         super().__init__()
+        attention = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = Attention(dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, norm_eps=norm_eps)
+        self.attn = attention(norm_eps=norm_eps, head_dim=head_dim)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = MLP(dim, int(dim * mlp_ratio))
@@ -121,7 +150,8 @@ class ViT(Encoder):
 
     Sides that the patch does not divide lose their last pixels, right and below. With `pool="mean"` the one norm at the
     end is `fc_norm`, as in MAE's fine-tuning, and there is no `norm`: `Features.pooled` is the norm of the mean of the
-    patches, and `Features.tokens` the norm of each patch. `pos_embed` has rows for the class and the distillation token
+    patches, and `Features.tokens` the norm of each patch. `pool="all"`, as in vit-pytorch, is the mean of all normed
+    tokens, class and other special tokens among them. `pos_embed` has rows for the class and the distillation token
     in front of the patches, none for registers.
 
     A part that a training does not use is left without gradient: ask for `mask_token` only to hide tokens in place, and
@@ -131,15 +161,17 @@ class ViT(Encoder):
         dim: width of a token.
         depth: number of blocks.
         heads: attention heads of a block.
+        head_dim: width of a head, `dim` / `heads` when None.
         mlp_ratio: hidden width of the MLP over `dim`.
         patch_size: side of a patch in pixels.
         image_size: pixels, one side or (rows, columns), for which the table of positions is made.
+        patch_norm: normalise patches before and after their linear map, as in vit-pytorch.
         channels: channels of an image.
         class_token: have a class token.
         registers: number of register tokens.
         distillation_token: have a distillation token beside the class token (DeiT).
         mask_token: have a learned token to put in place of hidden ones.
-        pool: what stands for the image, the class token or the mean of the patches.
+        pool: what stands for the image, the class token, the mean of the patches or that of all normed tokens.
         qkv_bias: have a bias in the queries, keys and values.
         norm_eps: epsilon of all layer norms.
         qk_norm: normalise queries and keys in each head.
@@ -163,9 +195,11 @@ class ViT(Encoder):
         dim: int = 384,
         depth: int = 12,
         heads: int = 6,
+        head_dim: int | None = None,
         mlp_ratio: float = 4.0,
         patch_size: int = 16,
         image_size: int | tuple[int, int] = 224,
+        patch_norm: bool = False,
         channels: int = 3,
         class_token: bool = True,
         registers: int = 0,
@@ -190,15 +224,22 @@ class ViT(Encoder):
         _check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         _check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
         _check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
-        if dim % heads:
-            raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads")
+        if head_dim is None and dim % heads:
+            raise ValueError(
+                f"a width (dim) of {dim} does not split into {heads} heads, unless head_dim says their width"
+            )
+        _check_counts(head_dim=1 if head_dim is None else head_dim)
         if not class_token and (pool == "class" or distillation_token):
-            raise ValueError('without a class token, pool must be "mean" and distillation_token off')
+            raise ValueError('without a class token, pool must be "mean" or "all", and distillation_token off')
         self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
         self.interpolation: Interpolation = interpolation
         self.checkpoint_activations = checkpoint_activations
 
-        self.patch_embed = PatchEmbed(channels, dim, patch_size, init)
+        self.patch_embed = (
+            NormedPatchEmbed(channels, dim, patch_size, norm_eps)
+            if patch_norm
+            else PatchEmbed(channels, dim, patch_size, init)
+        )
         self.cls_token = _tokens(1, 1, dim) if class_token else None
         self.dist_token = _tokens(1, 1, dim) if distillation_token else None
         self.reg_token = _tokens(1, registers, dim) if registers else None
@@ -208,9 +249,9 @@ class ViT(Encoder):
         self.table_grid = _table_grid(image_size, patch_size)
         self.pos_embed = _position_table(self.placed, self.table_grid, dim, positions, position_init)
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
-        block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale)
+        block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale, head_dim=head_dim)
         self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
-        self.norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "class" else nn.Identity()
+        self.norm = nn.Identity() if pool == "mean" else nn.LayerNorm(dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
         self._add_heads(representation_size, classes)
         self.apply(lambda layer: init_linear(layer, init))
@@ -317,7 +358,7 @@ class ViT(Encoder):
         """From the last block's output (B, S + N, D)."""
         x = self.norm(x)
         patches = x[:, self.special :]
-        pooled = x[:, 0] if self.pool == "class" else patches.mean(1)
+        pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)
         tokens = patches.flatten(0, 1)  # (B * N, D)
         return Features(self.fc_norm(pooled), self.fc_norm(tokens), self.grids(images))
 

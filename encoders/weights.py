@@ -37,7 +37,13 @@ PLACES = {
     "timm": ("state_dict", "model"),
 }
 
-FORMATS: dict[str, ModuleType] = {"ViT": formats.vit, "Twins": formats.twins, "SAMViT": formats.sam_vit, "NaViT": formats.navit}
+FORMATS: dict[str, ModuleType] = {
+    "ViT": formats.vit,
+    "Swin": formats.swin,
+    "Twins": formats.twins,
+    "SAMViT": formats.sam_vit,
+    "NaViT": formats.navit,
+}
 """class of encoder -> module of its weights"""
 
 

@@ -181,7 +181,7 @@ def test_dropping_in_a_batch_of_one_size_needs_no_equal_counts():
 
 @pytest.mark.parametrize("pool", ["attention", "mean"])
 def test_packed_images_are_as_images_alone(pool):
-    """Outputs differ by 2.4e-6 at most and gradients by 1.5e-5 of their largest entry, as sums run in another order."""
+    """Outputs were seen to differ by 1.2e-6 and gradients by 2.3e-6 of their largest entry: sums run in another order."""
     encoder, images = small(pool=pool), images_of()
     weights = torch.randn(len(images), 48, generator=torch.Generator().manual_seed(3))
     features = encoder(pack(images, 4))
@@ -197,7 +197,7 @@ def test_packed_images_are_as_images_alone(pool):
         (alone.pooled[0] * weight).sum().backward()
     for name, weight in encoder.named_parameters():
         scale = max(1.0, weight.grad.abs().max().item())
-        torch.testing.assert_close(together[name] / scale, weight.grad / scale, rtol=0, atol=3e-5, msg=name)
+        torch.testing.assert_close(together[name] / scale, weight.grad / scale, rtol=0, atol=1e-5, msg=name)
 
 
 @torch.no_grad()
@@ -237,9 +237,9 @@ def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
 @torch.no_grad()
 def test_hidden_pixels_and_other_images_do_not_show(pool):
     encoder, packed = small(mask_token=True, pool=pool), pack(images_of(), 4)
-    for drop, counts, rubbish in ((False, [7, 0, 6, 5, 2], 1e4), (True, [7, 1, 6, 5, 2], torch.nan)):
+    for drop, counts in ((False, [7, 0, 6, 5, 2]), (True, [7, 1, 6, 5, 2])):
         mask = mask_of(packed.grids, counts)
-        other = replace(packed, patches=packed.patches.masked_fill(mask.hidden[:, None], rubbish))
+        other = replace(packed, patches=packed.patches.masked_fill(mask.hidden[:, None], torch.nan))
         ours, theirs = encoder(packed, mask, drop=drop), encoder(other, mask, drop=drop)
         assert torch.equal(ours.tokens, theirs.tokens)
         assert torch.equal(ours.pooled, theirs.pooled)
@@ -372,8 +372,11 @@ def test_gradients_reach_every_parameter_and_recomputing_changes_none(settings):
     grads, packed = [], pack(images_of(), 4)
     for recompute in (False, True):
         encoder = small(drop_path=0.3, checkpoint_activations=recompute, **settings).train()
+        calls = []
+        encoder.blocks[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         torch.manual_seed(2)
         encoder(packed).pooled.square().sum().backward()
+        assert len(calls) == 1 + recompute
         grads.append({name: weight.grad for name, weight in encoder.named_parameters()})
         for name, grad in grads[-1].items():
             assert grad.isfinite().all(), name

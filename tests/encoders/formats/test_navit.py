@@ -54,6 +54,10 @@ def test_weights_of_vit_pytorch(tmp_path, source):
     heads = {"mlp_head.0.gamma", "mlp_head.0.beta", "mlp_head.1.weight"}
     assert set(report.left_out) == heads | {name for name in model.state_dict() if name.endswith(".beta")}
     assert_equals(encoder, model, image())
+    settings = {"patch_size": 2, "channels": 12}  # as many values as a patch of 4 pixels of three channels has
+    model, encoder = oracle(**settings), small(**settings)
+    load_weights(encoder, model.state_dict(), source)
+    assert_equals(encoder, model, image(channels=12))
 
 
 @pytest.mark.parametrize(

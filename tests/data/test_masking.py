@@ -1,0 +1,119 @@
+"""Masks: how many, where, and from which numbers."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from data.batch import Packing, collate
+from data.crops import NativeCrop, RandomCrop, RandomCropConfig, native_grid
+from data.masking import MASKS, MaskedCrop, block_mask, hidden_count, random_mask
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(rng(seed).integers(0, 256, (3, height, width), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ratio", "hidden"),
+    [(49, 0.75, 37), (196, 0.75, 147), (16, 0.5, 8), (4, 0.9, 3), (4, 0.01, 1), (2, 0.99, 1)],
+)
+def test_as_many_are_hidden_as_in_mae_and_one_stays(tokens, ratio, hidden):
+    assert hidden_count(tokens, ratio) == hidden  # tokens - int(tokens * (1 - ratio)) within 1 and tokens - 1
+
+
+def test_a_single_token_is_refused():
+    with pytest.raises(ValueError, match="one token leaves nothing"):
+        hidden_count(1, 0.75)
+
+
+@pytest.mark.parametrize("kind", list(MASKS))
+@pytest.mark.parametrize("grid", [(14, 14), (3, 9), (1, 5), (2, 1)])
+def test_every_mask_hides_the_same_number_and_follows_from_the_generator(kind, grid):
+    for ratio in (0.3, 0.75):
+        masks = [MASKS[kind](grid, ratio, rng(seed)) for seed in range(50)]
+        assert {mask.shape for mask in masks} == {grid}
+        assert {int(mask.sum()) for mask in masks} == {hidden_count(grid[0] * grid[1], ratio)}
+        assert np.array_equal(masks[7], MASKS[kind](grid, ratio, rng(7)))
+        assert len({mask.tobytes() for mask in masks}) > 1
+
+
+def test_random_masks_hide_every_token_and_every_pair_alike():
+    """Chi-squared at one in a thousand, seed fixed."""
+    generator, draws = rng(), 6000
+    masks = np.stack([random_mask((3, 4), 0.5, generator).ravel() for _ in range(draws)])
+    assert stats.chisquare(masks.sum(0)).pvalue > 1e-3
+    pairs = [(masks[:, i] & masks[:, j]).sum() for i in range(12) for j in range(i)]
+    np.testing.assert_allclose(np.array(pairs) / draws, 6 * 5 / (12 * 11), atol=4 * 0.5 / np.sqrt(draws))
+
+
+def test_block_masks_are_blocks():
+    """Hidden tokens have far more hidden neighbours than by chance, which would be the ratio."""
+    shares = []
+    for seed in range(100):
+        hidden = block_mask((14, 14), 0.4, rng(seed))
+        shares.append((hidden[:, 1:] & hidden[:, :-1]).sum() / hidden[:, :-1].sum())
+    assert np.mean(shares) > 0.75
+
+
+def test_masked_crop_is_the_crop_and_a_mask_of_its_grid():
+    config = RandomCropConfig(size=32)
+    crops = MaskedCrop(RandomCrop(config), 8, "random", 0.75)(noise(50, 70), rng())
+    assert torch.equal(crops.views[0], RandomCrop(config)(noise(50, 70), rng()).views[0])
+    assert crops.hidden is not None
+    assert crops.hidden.shape == (4, 4)
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (68, 56), (100, 1000), (224, 224)])
+def test_native_crops_keep_the_aspect_ratio_up_to_whole_patches(height, width):
+    transform = NativeCrop(RandomCropConfig(size=224), 16, 128, 1024)
+    wanted = min(max(height / width, 1 / 4), 4)
+    for seed in range(20):
+        rows, columns = (side // 16 for side in transform(noise(height, width), rng(seed)).views[0].shape[-2:])
+        assert 30 <= rows * columns <= 196
+        assert (rows - 1) / (columns + 1) < wanted < (rows + 1) / max(columns - 1, 0.5)
+
+
+def test_native_crop_shows_the_box_it_says(monkeypatch):
+    """With the whole image as its box, it is the image resized."""
+    image = noise(60, 90)
+    crop = NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=0.0), 8, 48, 64)(image, rng()).views[0]
+    assert crop.shape == (1, 3, 40, 56)  # 5 x 7 = 35 of at most 36 tokens
+    resized = torch.nn.functional.interpolate(image[None], size=(40, 56), mode="bicubic", antialias=True)
+    assert (crop.int() - resized.int()).abs().max() <= 1
+    mirrored = NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=1.0), 8, 48, 64)(image, rng()).views[0]
+    assert torch.equal(mirrored, crop.flip(3))
+
+
+def test_native_grid_uses_the_budget():
+    for height, width in ((3, 4), (1, 1), (9, 16), (1, 4), (4, 1)):
+        for tokens in (16, 49, 196, 256):
+            rows, columns = native_grid(height, width, tokens)
+            assert 0.7 * tokens < rows * columns <= tokens
+    assert native_grid(1, 1, 196) == (14, 14)
+    assert native_grid(1, 1, 1) == (1, 1)
+
+
+def test_packed_batches_hold_every_image_with_its_name_label_and_mask():
+    transform = MaskedCrop(NativeCrop(RandomCropConfig(size=32), 4, 16, 100), 4, "random", 0.75)
+    assert transform.packing == Packing(4, 100)
+    samples = [transform(noise(40 + 9 * i, 90 - 7 * i, i), rng(i)) for i in range(9)]
+    batch = collate(samples, (1,), list("abcdefghi"), list(range(9)), packing=transform.packing)
+    packed, mask = batch.views[0], batch.masks
+    assert not isinstance(packed, torch.Tensor)
+    assert mask is not None
+    assert packed.sequences is not None
+    assert batch.images == 9
+    assert batch.labels is not None
+    assert [list("abcdefghi")[i] for i in batch.labels.tolist()] == batch.keys
+    hidden = mask.hidden.split(packed.lengths.tolist())
+    for image, h, label in zip(packed.unpack(), hidden, batch.labels.tolist(), strict=True):
+        assert torch.equal(image, samples[label].views[0][0])
+        assert torch.equal(h, samples[label].hidden.flatten())
+    sums = [int(part.sum()) for part in packed.lengths.split(packed.sequences.tolist())]
+    assert max(sums) <= 100
+    assert sum(sums) == len(packed.patches)

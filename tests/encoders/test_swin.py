@@ -1,0 +1,426 @@
+"""Swin Transformer against timm, transformers and formulas written out pixel by pixel."""
+
+import math
+from itertools import product
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from encoders import Features, build, load_weights
+from encoders.images import Mask
+from encoders.swin import VARIANTS, Swin, Windows, cut
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+EXACT = {"rtol": 1e-9, "atol": 1e-10}  # in float64
+SMALL = {"dim": 24, "depths": (2, 3), "heads": (2, 4), "window_size": 4, "patch_size": 2, "image_size": 16}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights far from any initial value, so that every part of the model shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            matrix = weight.ndim in (2, 4) and not any(part in name for part in ("table", "token"))
+            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if matrix else 0.5, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                weight += 1
+    return model.eval()
+
+
+def small(**settings) -> Swin:
+    return scramble(Swin(**SMALL | settings))
+
+
+def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(encoder: Swin, images: torch.Tensor, hidden_each: int, seed: int = 2) -> Mask:
+    """The same number of hidden tokens in each image, at different places."""
+    grids = encoder.grids(images)
+    noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
+    return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
+
+
+def first_input(encoder: Swin, *inputs, **options) -> torch.Tensor:
+    """What the first block gets."""
+    seen = []
+    handle = encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    encoder(*inputs, **options)
+    handle.remove()
+    return seen[0]
+
+
+def same(left: Features, right: Features) -> bool:
+    return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
+
+
+def naive_attention(block, x, window: int):
+    """Shifted window attention of one image (h, w, D) in float64: each pair of tokens on its own, and no padding."""
+    (height, width, dim), heads, table = x.shape, block.attn.heads, block.attn.relative_position_bias_table
+    places = list(product(range(height), range(width)))
+    bias = torch.full((heads, len(places), len(places)), -torch.inf, dtype=x.dtype)
+    for (i, query), (j, key) in product(enumerate(places), repeat=2):
+        together, crossing = True, False
+        for q, k, side in zip(query, key, (height, width), strict=True):
+            if side <= window:
+                continue  # the whole side is one window
+            shift = window // 2 if block.shifted else 0
+            padded = math.ceil(side / window) * window
+            together &= (q - shift) % padded // window == (k - shift) % padded // window
+            crossing |= (q < shift) != (k < shift)  # one of them was rolled round to the other end
+        if together:
+            row = (query[0] - key[0] + window - 1) * (2 * window - 1) + query[1] - key[1] + window - 1
+            bias[:, i, j] = table[row] - 100 * crossing
+    q, k, v = (x.view(-1, dim) @ block.attn.qkv.weight.T + block.attn.qkv.bias).split(dim, 1)
+    out = []
+    for head in range(heads):
+        own = slice(head * dim // heads, (head + 1) * dim // heads)
+        logits = q[:, own] @ k[:, own].T / math.sqrt(dim // heads) + bias[head]
+        out.append(logits.softmax(1) @ v[:, own])
+    return (torch.cat(out, 1) @ block.attn.proj.weight.T + block.attn.proj.bias).view(x.shape)
+
+
+def naive_maps(encoder: Swin, image):
+    """Output of each stage for one image (C, H, W): tokens one by one."""
+    patch, weight = encoder.patch_size, encoder.patch_embed.proj.weight
+    _, height, width = image.shape
+    grid = math.ceil(height / patch), math.ceil(width / patch)
+    x = image.new_zeros(*grid, weight.shape[0])
+    for i, j in product(*map(range, grid)):
+        pixels = image[:, i * patch : (i + 1) * patch, j * patch : (j + 1) * patch]
+        pixels = weight[:, :, : pixels.shape[1], : pixels.shape[2]] * pixels
+        x[i, j] = encoder.patch_embed.norm(pixels.sum((1, 2, 3)) + encoder.patch_embed.proj.bias)
+    maps = []
+    for stage in encoder.stages:
+        for block in stage.blocks:
+            x = x + naive_attention(block, block.norm1(x), encoder.window_size)
+            hidden = F.gelu(block.norm2(x) @ block.mlp.fc1.weight.T + block.mlp.fc1.bias)
+            x = x + hidden @ block.mlp.fc2.weight.T + block.mlp.fc2.bias
+        maps.append(x)
+        if stage.downsample is not None:
+            rows, columns, dim = x.shape
+            merged = x.new_zeros(math.ceil(rows / 2), math.ceil(columns / 2), 4 * dim)
+            for i, j in product(range(rows), range(columns)):
+                place = (i % 2 + 2 * (j % 2)) * dim  # (0, 0), (1, 0), (0, 1), (1, 1)
+                merged[i // 2, j // 2, place : place + dim] = x[i, j]
+            x = stage.downsample.norm(merged) @ stage.downsample.reduction.weight.T
+    return maps
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        ((16, 16), {}),  # grids of 8 x 8, then 4 x 4: equal to the window, so not shifted
+        ((17, 21), {}),  # 9 x 11, then 5 x 6: padding in each block
+        ((6, 29), {}),  # 3 x 15, then 2 x 8: one side is shorter than a window, the other is shifted
+        ((20, 18), {"window_size": 3, "qkv_bias": True}),  # 10 x 9: rows with padding, columns without
+        ((3, 2), {}),  # 2 x 1, then 1 x 1
+    ],
+)
+@pytest.mark.parametrize("strength", [1, 100])  # with strong biases the -100 between regions can be overcome
+@torch.no_grad()
+def test_stages_equal_the_formula_pixel_by_pixel(size, settings, strength):
+    encoder = small(**settings).double()
+    for block in encoder.blocks:
+        block.attn.relative_position_bias_table *= strength
+    images = images_of(2, 3, *size).double()
+    features, maps = encoder(images), encoder.pyramid(images)
+    for image in range(2):
+        expected = naive_maps(encoder, images[image])
+        for found, stage in zip(maps, [expected[0], encoder.norm(expected[1])], strict=True):
+            torch.testing.assert_close(found[image].permute(1, 2, 0), stage, **EXACT)
+        tokens = encoder.norm(expected[1]).flatten(0, 1)
+        torch.testing.assert_close(features.tokens.unflatten(0, (2, -1))[image], tokens, **EXACT)
+        torch.testing.assert_close(features.pooled[image], tokens.mean(0), **EXACT)
+        assert features.grids[image].tolist() == list(expected[1].shape[:2])
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "size"),
+    [
+        ({"window_size": 4}, {}, (64, 64)),
+        ({"window_size": 4, "in_chans": 5}, {"channels": 5}, (64, 128)),
+        ({"window_size": 7, "qkv_bias": False}, {"window_size": 7, "qkv_bias": False}, (112, 56)),
+        ({"window_size": 4, "mlp_ratio": 2, "patch_size": 2}, {"mlp_ratio": 2.0, "patch_size": 2}, (32, 16)),
+    ],
+)
+@torch.no_grad()
+def test_equals_timm(options, settings, size):
+    small = {"embed_dim": 24, "depths": (2, 2, 2), "num_heads": (1, 2, 4), "num_classes": 0, "img_size": size}
+    oracle = scramble(timm.create_model("swin_tiny_patch4_window7_224", **small | options))
+    settings = {"dim": 24, "depths": (2, 2, 2), "heads": (1, 2, 4), "window_size": 4, "image_size": size} | settings
+    encoder = build("swin_tiny", **settings).eval()
+    load_weights(encoder, oracle.state_dict())
+    images = images_of(2, settings.get("channels", 3), *size)
+    maps = oracle.forward_intermediates(images, norm=True, intermediates_only=True)
+    features = encoder(images)
+    torch.testing.assert_close(features.tokens, maps[-1].flatten(2).transpose(1, 2).flatten(0, 1), **CLOSE)
+    torch.testing.assert_close(features.pooled, oracle(images), **CLOSE)
+    for ours, theirs in zip(encoder.pyramid(images)[:-1], maps[:-1], strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_tiny_equals_timm_at_224():
+    oracle = scramble(timm.create_model("swin_tiny_patch4_window7_224", num_classes=0))
+    for weight in oracle.patch_embed.proj.parameters():
+        weight *= 3e-3  # a variance of about 1e-5, where the epsilon of the first norm counts
+    encoder, images = build("swin_tiny").eval(), images_of(1, 3, 224, 224)
+    load_weights(encoder, oracle.state_dict())
+    torch.testing.assert_close(encoder(images).tokens, oracle.forward_features(images).flatten(0, 2), **CLOSE)
+
+
+@torch.no_grad()
+def test_a_shrunk_window_is_a_padded_and_masked_one():
+    encoder, x = small().double(), images_of(2, 3, 8, 24).double()
+    whole = cut((8, 8), 4, False, x.device)
+    mask = torch.zeros(2, 16, 16, dtype=torch.float64)
+    mask[:, :, 12:] = -torch.inf  # the last row of both windows
+    padded = Windows((4, 4), (0, 0), (1, 0), whole.offsets, mask)
+    for block in encoder.stages[0].blocks:
+        shrunk = cut((3, 8), 4, False, x.device)
+        assert (shrunk.size, shrunk.padding, shrunk.mask) == ((3, 4), (0, 0), None)
+        torch.testing.assert_close(block(x, shrunk), block(x, padded), **EXACT)
+
+
+def test_windows_are_shifted_where_the_grid_is_longer():
+    device = torch.device("cpu")
+    for grid, size, shift, padding, masked in [
+        ((8, 8), (4, 4), (2, 2), (0, 0), True),
+        ((4, 8), (4, 4), (0, 2), (0, 0), True),
+        ((4, 3), (4, 3), (0, 0), (0, 0), False),
+        ((9, 5), (4, 4), (2, 2), (3, 3), True),
+    ]:
+        windows = cut(grid, 4, True, device)
+        assert (windows.size, windows.shift, windows.padding) == (size, shift, padding)
+        assert (windows.mask is not None) == masked
+        assert cut(grid, 4, True, device) is windows
+    assert cut((8, 12), 4, False, device).mask is None
+    assert cut((8, 10), 4, False, device).mask is not None
+
+
+@pytest.mark.parametrize("size", [(16, 24), (17, 21)])
+@torch.no_grad()
+def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size):
+    encoder, images = small(mask_token=True, absolute_positions=True), images_of(2, 3, *size)
+    rows, columns = encoder.grid(*size)
+    mask = mask_of(encoder, images, rows * columns // 2)
+    pixels = mask.hidden.view(2, 1, rows, columns).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    pixels = pixels[..., : size[0], : size[1]]
+    features = encoder(images, mask)
+    assert features.tokens.shape == (2 * rows * columns, 48)
+    assert same(encoder(images.where(~pixels, 7.0), mask), features)
+    assert not same(encoder(images.where(pixels, 7.0), mask), features)
+    other = encoder(torch.stack([images[0], -images[1]]), mask)
+    assert torch.equal(other.pooled[0], features.pooled[0])
+    assert torch.equal(other.tokens[: rows * columns], features.tokens[: rows * columns])
+    assert not torch.equal(other.tokens[rows * columns :], features.tokens[rows * columns :])
+
+
+@torch.no_grad()
+def test_hidden_tokens_hide_all_their_patches():
+    encoder, images = small(mask_token=True, absolute_positions=True, image_size=(18, 22)), images_of(2, 3, 18, 22)
+    mask = mask_of(encoder, images, 14)
+    assert encoder.grids(images).tolist() == [[5, 6]] * 2
+    plain, x = first_input(encoder, images), first_input(encoder, images, mask)
+    positions = encoder.absolute_pos_embed.view(9, 11, 24)
+    for image, row, column in product(range(2), range(9), range(11)):
+        hidden = mask.hidden[image * 30 + row // 2 * 6 + column // 2]
+        expected = encoder.mask_token[0] + positions[row, column] if hidden else plain[image, row, column]
+        assert torch.equal(x[image, row, column], expected)
+
+
+@torch.no_grad()
+def test_positions_are_resized_for_other_grids():
+    encoder = small(absolute_positions=True)
+    plain = small()
+    plain.load_state_dict(encoder.state_dict() | {"absolute_pos_embed": None}, strict=False)
+    for size, grid in [((16, 16), (8, 8)), ((15, 16), (8, 8)), ((12, 20), (6, 10)), ((32, 8), (16, 4))]:
+        table = encoder.absolute_pos_embed.view(1, 8, 8, 24).permute(0, 3, 1, 2)
+        if grid != (8, 8):
+            table = F.interpolate(table, size=grid, mode="bicubic")
+        images = images_of(1, 3, *size)
+        expected = plain.patch_embed(images) + table.permute(0, 2, 3, 1)
+        torch.testing.assert_close(first_input(encoder, images), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_tokens_lie_in_the_order_of_patches():
+    encoder, images = small(), images_of(2, 3, 15, 22)
+    for block in encoder.blocks:  # without attention a token knows its own pixels only
+        block.attn.proj.weight.zero_()
+    plain = encoder(images).tokens
+    for image, row, column in [(0, 0, 3), (0, 3, 1), (1, 2, 5)]:
+        changed = images.clone()
+        changed[image, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
+        moved = (encoder(changed).tokens != plain).any(1)
+        assert moved.nonzero().flatten().tolist() == [image * 24 + row * 6 + column]
+
+
+def test_any_size_has_the_grid_that_is_said():
+    encoder, shallow = small(), build("swin_tiny", depths=(1, 1, 1, 1))
+    assert [encoder.grid(*size) for size in ((16, 16), (17, 33), (2, 5))] == [(4, 4), (5, 9), (1, 2)]
+    assert (shallow.grid(224, 224), shallow.grid(225, 193), shallow.stride) == ((7, 7), (8, 7), 32)
+    with torch.no_grad():
+        for size in ((9, 20), (33, 33), (2, 5)):
+            rows, columns = encoder.grid(*size)
+            assert encoder(images_of(1, 3, *size)).tokens.shape == (rows * columns, encoder.dim)
+
+
+@torch.no_grad()
+def test_intermediate_features_are_those_of_a_shallower_encoder():
+    encoder, images = small(depths=(2, 3)), images_of(2, 3, 36, 20)
+    features = encoder.intermediate(images, 3)
+    assert same(features[2], encoder(images))
+    for blocks in (1, 2):
+        shallow = small(depths=(2, blocks))
+        shallow.load_state_dict({k: v for k, v in encoder.state_dict().items() if k in shallow.state_dict()})
+        assert same(features[blocks - 1], shallow(images))
+    with pytest.raises(ValueError, match="4 blocks asked of an encoder that has 3 in its last stage"):
+        encoder.intermediate(images, 4)
+
+
+@torch.no_grad()
+def test_scale_and_norms_that_can_be_left_out():
+    images, encoder = images_of(2, 3, 16, 16), small(qk_scale=0.5)
+    plain = small()
+    plain.load_state_dict(encoder.state_dict())
+    for block in plain.blocks:  # a factor on the logits may as well be in the queries; heads are 12 wide
+        width = block.norm1.normalized_shape[0]
+        block.attn.qkv.weight[:width] *= 0.5 * math.sqrt(12)
+        block.attn.qkv.bias[:width] *= 0.5 * math.sqrt(12)
+    torch.testing.assert_close(encoder(images).tokens, plain(images).tokens, **CLOSE)
+    bare = small(patch_norm=False)
+    assert not any("patch_embed.norm" in name for name in bare.state_dict())
+    torch.testing.assert_close(first_input(bare, images).permute(0, 3, 1, 2), bare.patch_embed.proj(images))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"drop_path": 0.2}, {"mask_token": True, "absolute_positions": True}, {"checkpoint_activations": True}],
+)
+def test_gradients_reach_all_parameters(settings):
+    torch.manual_seed(0)
+    encoder, images = small(**settings).train(), images_of(4, 3, 17, 32)
+    features = encoder(images, mask_of(encoder, images, 10) if "mask_token" in settings else None)
+    features.pooled.square().mul(torch.arange(48)).sum().backward()
+    assert not [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+def gradients(encoder: Swin, size: int = 18) -> torch.Tensor:
+    torch.manual_seed(3)
+    encoder.train().zero_grad()
+    encoder(images_of(4, 3, size, size)).tokens.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in encoder.parameters()])
+
+
+def test_recomputed_activations_change_nothing():
+    encoder = small(drop_path=0.4)
+    assert [block.drop_path.rate for block in encoder.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    expected = gradients(encoder)
+    encoder.checkpoint_activations = True
+    assert torch.equal(gradients(encoder), expected)
+
+
+def test_compiled_blocks_change_nothing():
+    encoder = small()
+    for size in (18, 16):
+        expected = gradients(small(), size)
+        for block in encoder.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(
+            gradients(encoder, size), expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item()
+        )
+
+
+def test_windows_that_inference_made_serve_in_training():
+    encoder = small().train()
+    with torch.inference_mode():
+        encoder(images_of(1, 3, 50, 42))
+    encoder(images_of(1, 3, 50, 42)).pooled.sum().backward()
+
+
+@torch.no_grad()
+def test_half_precision_is_close():
+    encoder, images = small(), images_of(2, 3, 18, 22)
+    expected = encoder(images).tokens
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (encoder(images).tokens - expected).abs().mean() < 0.05
+    found = encoder.bfloat16()(images.bfloat16()).tokens
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("variant", "parameters"),
+    [
+        ("swin_tiny", 27_519_354),
+        ("swin_small", 48_837_258),
+        ("swin_base", 86_743_224),
+        ("swin_large", 194_995_476),
+    ],
+)
+def test_variants_have_their_published_number_of_parameters(variant, parameters):
+    with torch.device("meta"):
+        encoder = build(variant)
+        features = encoder(torch.randn(2, 3, 224, 224))
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == parameters
+    assert features.tokens.shape == (2 * 49, encoder.dim)
+    assert len(encoder.blocks) == sum(encoder.depths)
+
+
+def test_names_are_the_published_ones():
+    block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    names = ["patch_embed.proj", "patch_embed.norm", "norm", "layers.0.downsample.norm"]
+    names += [f"layers.{s}.blocks.{b}.{part}" for s, depth in enumerate((2, 3)) for b in range(depth) for part in block]
+    expected = {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+    expected |= {
+        n.replace("norm1.weight", "attn.relative_position_bias_table") for n in expected if "norm1.weight" in n
+    }
+    expected |= {"layers.0.downsample.reduction.weight", "absolute_pos_embed", "mask_token"}
+    encoder = Swin(**SMALL, absolute_positions=True, mask_token=True)
+    assert set(encoder.state_dict()) == expected
+    assert [encoder.blocks[2] is encoder.layers[1].blocks[0], len(encoder.blocks)] == [True, 5]
+
+
+def test_initial_values():
+    torch.manual_seed(0)
+    encoder = Swin(**VARIANTS["swin_tiny"], absolute_positions=True, mask_token=True)
+    block = encoder.blocks[-1]
+    for weight in (block.attn.qkv.weight, block.attn.relative_position_bias_table, encoder.absolute_pos_embed):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert encoder.mask_token.std().item() == pytest.approx(0.02, rel=0.3)
+    assert not any(layer.bias.any() for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": (2,)}, "one entry for each stage, not 2 and 1"),
+        ({"heads": (2, 5)}, "stage 2 is 48 wide, which does not split into 5 heads"),
+        ({"depths": (2, 0)}, "depths must be at least 1, not 0"),
+        ({"window_size": 0}, "window_size must be at least 1"),
+        ({"drop_path": 1.5}, "drop_path"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Swin(**SMALL | settings)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    encoder, images = small(), images_of(2, 3, 16, 16)
+    for inputs, drop, message in [
+        ((images[..., :1],), False, "16 x 1 pixels are smaller than one patch of 2 x 2"),
+        ((images[:, :2],), False, r"\(B, 3, H, W\), not \(2, 2, 16, 16\)"),
+        ((images, mask_of(encoder, images, 4)), False, "mask_token=True$"),
+        ((images, mask_of(encoder, images, 4)), True, "cannot drop hidden tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            encoder(*inputs, drop=drop)
+    with pytest.raises(ValueError, match="12 tokens in 2 images does not fit 2 images of 4 x 4"):
+        small(mask_token=True)(images, mask_of(encoder, images[..., :12, :8], 2))

@@ -1,0 +1,413 @@
+"""Twins-SVT against timm, vit-pytorch and formulas written out."""
+
+import math
+
+import pytest
+import timm
+import torch
+from vit_pytorch.twins_svt import TwinsSVT
+
+from encoders import build, load_weights
+from encoders.formats import twins as formats
+from encoders.images import Mask
+from encoders.twins import Block, GlobalAttention, LocalAttention, Twins, cached_keys
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+SMALL = {"dims": (24, 40, 48), "depths": (3, 1, 2), "heads": (2, 5, 3), "reductions": (4, 2, 1), "window_size": 3}
+SMALL |= {"patch_size": 2, "image_size": 24, "mlp_ratios": (2.0, 3.0, 1.5)}
+THEIRS = {"layout": "vit_pytorch", "depths": (1, 2, 1), "head_dim": 6, "qkv_bias": False, "norm_eps": 1e-5}
+OPTIONS = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s2_depth": 2, "s3_depth": 1}
+OPTIONS |= {"s4_depth": 2, "s1_patch_size": 2, "s1_local_patch_size": 4, "s2_local_patch_size": 4}
+OPTIONS |= {"s3_local_patch_size": 2, "s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 1}
+FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 2, 1, 2), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 1)}
+
+
+@torch.no_grad()
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights far from any initial value, so that every part of the model shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        fans = weight.ndim in (2, 4) and len(weight) > 1
+        weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if fans else 0.3, generator=generator)
+        if ("norm" in name and name.endswith("weight")) or name.endswith(".g"):
+            weight += 1
+    return model.eval()
+
+
+def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small(**settings) -> Twins:
+    return scramble(Twins(**SMALL | settings))
+
+
+def mask_of(encoder: Twins, images: torch.Tensor, hidden_each: int, seed: int = 2) -> Mask:
+    """The same number of hidden tokens in each image, at different places."""
+    grids = encoder.grids(images)
+    noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
+    return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
+
+
+def first_input(encoder: Twins, *inputs) -> torch.Tensor:
+    """What the first block gets."""
+    seen = []
+    handle = encoder.blocks[0][0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    encoder(*inputs)
+    handle.remove()
+    return seen[0]
+
+
+def same(left, right) -> bool:
+    return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
+
+
+def in_timm(encoder: Twins) -> torch.nn.Module:
+    name, options, state = formats.to_timm(encoder)
+    model = timm.create_model(name, **options)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, (24, 24)),
+        ({}, (48, 72)),
+        ({"window_size": (6, 2, 3), "reductions": (6, 1, 3), "mlp_ratios": 2.0, "channels": 5}, (72, 24)),
+        ({"patch_size": 3, "heads": 2, "depths": (2, 2, 1), "reductions": 2}, (72, 36)),
+    ],
+)
+@torch.no_grad()
+def test_equals_timm_where_nothing_is_padded(settings, size):
+    encoder = small(**settings)
+    oracle, images = in_timm(encoder), images_of(2, encoder.channels, *size)
+    features, tokens = encoder(images), oracle.forward_features(images)
+    torch.testing.assert_close(features.pooled, oracle(images), **CLOSE)
+    torch.testing.assert_close(features.tokens, tokens.flatten(0, 1), **CLOSE)
+    assert features.grids.tolist() == [[side // encoder.stride for side in size]] * 2
+    maps = oracle.forward_intermediates(images, norm=True, intermediates_only=True)
+    for ours, theirs in zip(encoder.pyramid(images), maps, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@torch.no_grad()
+def test_small_equals_timm_with_the_same_epsilons():
+    oracle = scramble(timm.create_model("twins_svt_small", num_classes=0))
+    for name, weight in oracle.named_parameters():  # variances of about 1e-6 in front of each norm, where epsilon counts
+        if name.startswith("patch_embeds") or any(part in name for part in ("attn.proj", "fc2", "attn.sr")):
+            weight *= 1e-3
+    encoder, images = build("twins_svt_small").eval(), images_of(1, 3, 224, 224)
+    load_weights(encoder, oracle.state_dict())
+    torch.testing.assert_close(encoder(images).tokens, oracle.forward_features(images)[0], **CLOSE)
+
+
+def vit_pytorch_twins(**options) -> TwinsSVT:
+    model = scramble(TwinsSVT(num_classes=5, **OPTIONS | options))
+    model.layers[-1] = torch.nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("size", [(64, 64), (64, 128)])
+@torch.no_grad()
+def test_other_layout_equals_vit_pytorch(size):
+    oracle, encoder = vit_pytorch_twins(), build("twins_svt_vit_pytorch", **FITTING, patch_size=2).eval()
+    load_weights(encoder, oracle.state_dict(), "vit_pytorch")
+    images = images_of(2, 3, *size)
+    features, maps = encoder(images), oracle.layers[:4](images)
+    torch.testing.assert_close(features.pooled, oracle(images), **CLOSE)
+    torch.testing.assert_close(features.tokens, maps.flatten(2).transpose(1, 2).flatten(0, 1), **CLOSE)
+    for stage, ours in enumerate(encoder.pyramid(images), start=1):
+        torch.testing.assert_close(ours, oracle.layers[:stage](images), **CLOSE)
+
+
+def layer_norm(x: torch.Tensor, layer: torch.nn.LayerNorm) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def attend(queries, keys, values, heads: int) -> torch.Tensor:
+    """One query (D,) to keys and values (K, D), head by head."""
+    width, parts = len(queries) // heads, []
+    for head in range(heads):
+        own = slice(head * width, head * width + width)
+        weights = torch.stack([(queries[own] * key[own]).sum() / math.sqrt(width) for key in keys]).exp()
+        parts.append((weights[:, None] / weights.sum() * values[:, own]).sum(0))
+    return torch.cat(parts)
+
+
+def after_attention(block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x = x + attended @ block.attn.proj.weight.T + block.attn.proj.bias
+    hidden = layer_norm(x, block.norm2) @ block.mlp.fc1.weight.T + block.mlp.fc1.bias
+    hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+    return x + hidden @ block.mlp.fc2.weight.T + block.mlp.fc2.bias
+
+
+@pytest.mark.parametrize(("grid", "window"), [((5, 6), 4), ((4, 7), 4), ((3, 2), 7), ((9, 3), 4)])
+@torch.no_grad()
+def test_a_padded_window_is_attention_among_its_tokens(grid, window):
+    attn = LocalAttention(8, heads=2, head_dim=4, scale=0.5, qkv_bias=True, window_size=window)
+    block = scramble(Block(attn, 8, mlp_ratio=2, norm_eps=1e-6, drop_path=0.0)).double()
+    x = images_of(2, *grid, 8).double()
+    q, k, v = (layer_norm(x, block.norm1) @ attn.qkv.weight.T + attn.qkv.bias).split(8, dim=-1)
+    attended = torch.empty_like(x)
+    for image in range(2):
+        for row in range(grid[0]):
+            for column in range(grid[1]):
+                top, left = row // window * window, column // window * window
+                own = image, slice(top, min(top + window, grid[0])), slice(left, min(left + window, grid[1]))
+                keys, values = k[own].reshape(-1, 8), v[own].reshape(-1, 8)
+                attended[image, row, column] = attend(q[image, row, column], keys, values, heads=2)
+    torch.testing.assert_close(block(x), after_attention(block, x, attended), **EXACT)
+
+
+@pytest.mark.parametrize(("grid", "reduction"), [((3, 5), 2), ((2, 3), 4), ((4, 3), 1)])
+@torch.no_grad()
+def test_summaries_of_the_border_are_completed_with_zeros(grid, reduction):
+    attn = GlobalAttention(8, heads=2, head_dim=4, scale=0.5, qkv_bias=True, reduction=reduction, strided=False)
+    block = scramble(Block(attn, 8, mlp_ratio=2, norm_eps=1e-6, drop_path=0.0)).double()
+    x = images_of(2, *grid, 8).double()
+    normed = layer_norm(x, block.norm1)
+    q, attended = normed @ attn.q.weight.T + attn.q.bias, torch.empty_like(x)
+    for image in range(2):
+        summaries = []
+        for top in range(0, grid[0], reduction):
+            for left in range(0, grid[1], reduction):
+                if reduction == 1:
+                    summaries.append(normed[image, top, left])
+                    continue
+                summary = attn.sr.bias
+                for row in range(top, min(top + reduction, grid[0])):
+                    for column in range(left, min(left + reduction, grid[1])):
+                        summary = summary + attn.sr.weight[:, :, row - top, column - left] @ normed[image, row, column]
+                summaries.append(layer_norm(summary, attn.norm))
+        k, v = (torch.stack(summaries) @ attn.kv.weight.T + attn.kv.bias).split(8, dim=-1)
+        for row in range(grid[0]):
+            for column in range(grid[1]):
+                attended[image, row, column] = attend(q[image, row, column], k, v, heads=2)
+    torch.testing.assert_close(block(x), after_attention(block, x, attended), **EXACT)
+
+
+@pytest.mark.parametrize("layout", [{}, THEIRS])
+@pytest.mark.parametrize("size", [(33, 33), (9, 20), (1, 1), (57, 7), (113, 225)])
+@torch.no_grad()
+def test_images_of_any_size(size, layout):
+    encoder, images = small(**layout), images_of(2, 3, *size)
+    features = encoder(images)
+    grid = [math.ceil(side / 8) for side in size]
+    assert features.grids.tolist() == [grid] * 2
+    assert features.tokens.shape == (2 * math.prod(grid), 48)
+    torch.testing.assert_close(features.pooled, features.tokens.unflatten(0, (2, -1)).mean(1))
+    sides = [[math.ceil(side / 2 ** (stage + 1)) for side in size] for stage in range(3)]
+    assert [list(x.shape[1:]) for x in encoder.pyramid(images)] == [
+        [width, *side] for width, side in zip((24, 40, 48), sides, strict=True)
+    ]
+    padded = torch.zeros(2, 3, *(side + side % 2 for side in size))  # to whole patches, with zeros, right and below
+    padded[..., : size[0], : size[1]] = images
+    assert same(encoder(padded), features)
+
+
+@pytest.mark.parametrize("layout", [{}, THEIRS])
+@torch.no_grad()
+def test_an_odd_grid_is_completed_with_zeros(layout):
+    embed, x = small(**layout).patch_embeds[1], images_of(2, 5, 3, 24)
+    full = torch.zeros(2, 6, 4, 24)
+    full[:, :5, :3] = x
+    assert embed(x).shape == (2, 3, 2, 40)
+    assert torch.equal(embed(x), embed(full))
+
+
+@pytest.mark.parametrize("layout", [{}, THEIRS])
+@pytest.mark.parametrize("size", [(24, 40), (21, 35), (17, 50)])
+@torch.no_grad()
+def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size, layout):
+    encoder, images = small(mask_token=True, **layout), images_of(2, 3, *size)
+    mask = mask_of(encoder, images, 7)
+    rows, columns = encoder.grid(*size)
+    pixels = mask.hidden.view(2, 1, rows, columns).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    pixels = pixels[..., : size[0], : size[1]]
+    features = encoder(images, mask)
+    assert features.tokens.shape == (2 * rows * columns, 48)
+    assert same(encoder(images.where(~pixels, 7.0), mask), features)
+    assert not same(encoder(images.where(pixels, 7.0), mask), features)
+    other, half = encoder(torch.stack([images[0], -images[1]]), mask), rows * columns
+    assert torch.equal(other.pooled[0], features.pooled[0])
+    assert torch.equal(other.tokens[:half], features.tokens[:half])
+    assert not torch.equal(other.tokens[half:], features.tokens[half:])
+
+
+@torch.no_grad()
+def test_patches_in_hidden_tokens_become_the_mask_token():
+    encoder, images = small(mask_token=True), images_of(2, 3, 21, 35)
+    mask = mask_of(encoder, images, 7)
+    plain, x = first_input(encoder, images), first_input(encoder, images, mask)
+    assert x.shape == (2, 11, 18, 24)
+    for image in range(2):
+        for row in range(11):
+            for column in range(18):
+                hidden = mask.hidden[image * 15 + row // 4 * 5 + column // 4]
+                expected = encoder.mask_token[0] if hidden else plain[image, row, column]
+                assert torch.equal(x[image, row, column], expected)
+
+
+@torch.no_grad()
+def test_tokens_lie_in_the_order_of_patches():
+    encoder, images = small(), images_of(2, 3, 24, 40)
+    for name, weight in encoder.named_parameters():  # without attention and neighbours a token knows its own patch only
+        if "attn.proj" in name or "pos_block" in name:
+            weight.zero_()
+    plain = encoder(images).tokens
+    for image, row, column in [(0, 0, 3), (0, 2, 1), (1, 1, 4)]:
+        changed = images.clone()
+        changed[image, :, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += images_of(3, 8, 8)
+        moved = (encoder(changed).tokens != plain).any(1)
+        assert moved.nonzero().flatten().tolist() == [image * 15 + row * 5 + column]
+
+
+@pytest.mark.parametrize(("layout", "most"), [({"depths": (2, 1, 3)}, 3), (THEIRS, 2)])
+@torch.no_grad()
+def test_intermediate_features_are_those_of_a_shallower_encoder(layout, most):
+    encoder, images = small(**layout), images_of(2, 3, 24, 40)
+    features = encoder.intermediate(images, most)
+    assert len(features) == most
+    assert same(features[-1], encoder(images))
+    assert same(encoder.intermediate(images)[0], features[-1])
+    depths = (*encoder.depths[:2], encoder.depths[2] - 1)
+    if min(depths) > 0:
+        shallow = Twins(**SMALL | layout | {"depths": depths}).eval()
+        shallow.load_state_dict({k: v for k, v in encoder.state_dict().items() if k in shallow.state_dict()})
+        assert same(features[-2], shallow(images))
+    with pytest.raises(ValueError, match=f"{most + 1} blocks asked of an encoder that has {most} in its last stage"):
+        encoder.intermediate(images, most + 1)
+
+
+@torch.no_grad()
+def test_scale_may_as_well_be_in_the_queries():
+    encoder, plain, images = small(qk_scale=0.5), small(), images_of(2, 3, 24, 40)
+    for stage, (dim, heads) in enumerate(zip(SMALL["dims"], SMALL["heads"], strict=True)):
+        for block in plain.blocks[stage]:
+            queries = block.attn.qkv if hasattr(block.attn, "qkv") else block.attn.q
+            queries.weight[:dim] *= 0.5 * math.sqrt(dim // heads)
+            queries.bias[:dim] *= 0.5 * math.sqrt(dim // heads)
+    torch.testing.assert_close(encoder(images).tokens, plain(images).tokens, **CLOSE)
+
+
+@pytest.mark.parametrize("settings", [{"drop_path": 0.2}, {"mask_token": True}, THEIRS | {"mask_token": True}])
+def test_gradients_reach_all_parameters(settings):
+    torch.manual_seed(0)
+    encoder, images = small(**settings).train(), images_of(4, 3, 33, 47)
+    mask = mask_of(encoder, images, 10) if "mask_token" in settings else None
+    encoder(images, mask).pooled.square().mul(torch.arange(48)).sum().backward()
+    assert not [name for name, weight in encoder.named_parameters() if weight.grad is None or not weight.grad.any()]
+
+
+def test_recomputed_activations_change_nothing():
+    def gradients(encoder):
+        torch.manual_seed(3)
+        encoder.train().zero_grad()
+        encoder(images_of(4, 3, 33, 32)).tokens.square().sum().backward()
+        return torch.cat([weight.grad.flatten() for weight in encoder.parameters()])
+
+    encoder = small(drop_path=0.5)
+    rates = [block.drop_path.rate for stage in encoder.blocks for block in stage]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    expected = gradients(encoder)
+    encoder.checkpoint_activations = True
+    assert torch.equal(gradients(encoder), expected)
+
+
+def test_each_block_is_compiled_and_gives_the_same():
+    encoder = small(dims=(16, 24), depths=(2, 1), heads=2, reductions=2, mlp_ratios=2.0)
+    images, graphs = images_of(2, 3, 13, 10), []
+    expected = encoder(images)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for block in encoder.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    torch.testing.assert_close(encoder(images).tokens, expected.tokens, **CLOSE)
+    assert len(graphs) == 3
+    torch.compiler.reset()
+
+
+def test_windows_seen_in_evaluation_serve_a_training():
+    cached_keys.cache_clear()
+    encoder, images = small(), images_of(2, 3, 33, 32)
+    with torch.inference_mode():
+        encoder(images)
+    made = cached_keys.cache_info().misses
+    assert made > 0
+    encoder.train()(images).pooled.sum().backward()
+    assert cached_keys.cache_info().misses == made
+
+
+@pytest.mark.parametrize(
+    ("variant", "parameters"),
+    [
+        ("twins_svt_small", 23_547_776),
+        ("twins_svt_base", 55_301_952),
+        ("twins_svt_large", 98_246_400),
+        ("twins_svt_vit_pytorch", sum(p.numel() for p in TwinsSVT(num_classes=1).parameters()) - 513),
+    ],
+)
+def test_variants_have_their_published_number_of_parameters(variant, parameters):
+    with torch.device("meta"):
+        encoder = build(variant)
+    assert sum(weight.numel() for weight in encoder.parameters()) == parameters
+    assert (encoder.dim, encoder.stride) == (encoder.dims[-1], 32)
+
+
+def test_initial_values_are_those_of_the_published_code():
+    torch.manual_seed(0)
+    encoder = build("twins_svt_small", depths=(2, 1, 1, 1), mask_token=True)
+    block = encoder.blocks[0][1]
+    for weight in (block.attn.kv.weight, block.mlp.fc1.weight, encoder.blocks[3][0].attn.qkv.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert encoder.mask_token.std().item() == pytest.approx(0.02, rel=0.3)
+    for layer, fan_out in [
+        (encoder.patch_embeds[1].proj, 4 * 128),
+        (block.attn.sr, 64 * 64),
+        (encoder.pos_block[3].proj[0], 9),
+    ]:
+        assert layer.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.05)
+        assert not layer.bias.any()
+    assert not block.attn.kv.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 5}, "24 does not split into 5 heads"),
+        ({"depths": (1, 2)}, "depths must have one entry for each of the 3 stages .dims., not 2"),
+        ({"reductions": (4, 0, 1)}, "reductions must be at least 1, not 4, 0, 1"),
+        ({"dims": (), "depths": (), "heads": 1, "mlp_ratios": 2.0, "reductions": 1}, "dims must be at least 1"),
+        ({"patch_size": 0}, "patch_size must be at least 1"),
+        ({"head_dim": 0}, "head_dim must be at least 1"),
+        ({"drop_path": 1.5}, "drop_path"),
+        ({"layout": "timm"}, "layout must be one of meituan, vit_pytorch, not 'timm'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Twins(**SMALL | settings)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    encoder, images = small(mask_token=True), images_of(2, 3, 24, 24)
+    for inputs, drop, message in [
+        ((images[..., :0],), False, "smaller than one patch"),
+        ((images[:, :2],), False, "build it with channels=N"),
+        ((images, mask_of(encoder, images, 4)), True, "cannot drop hidden tokens"),
+        ((images[..., :10], mask_of(encoder, images, 4)), False, "18 tokens in 2 images does not fit"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            encoder(*inputs, drop=drop)
+    with pytest.raises(ValueError, match="mask_token=True"):
+        small()(images, mask_of(encoder, images, 4))
+    for call in (encoder.pyramid, encoder.intermediate):
+        with pytest.raises(ValueError, match="build it with channels=N"):
+            call(images[:, :2])

@@ -1,0 +1,253 @@
+"""MAE against transformers' implementation with the same weights, and its loss against the formula in float64."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEForPreTraining
+
+import encoders
+from data.augment import finish
+from data.batch import Batch, collate
+from encoders.images import Mask, PackedImages, pack
+from pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
+from pretrain.optim import OptimConfig
+
+TINY = {"dim": 24, "depth": 2, "heads": 2, "patch_size": 8}
+SMALL = {"size": 32, "decoder_dim": 16, "decoder_depth": 2, "decoder_heads": 2}
+
+# transformers' names, ours
+NAMES = {
+    "vit.embeddings.patch_embeddings.projection": "encoder.patch_embed.proj",
+    "vit.embeddings.position_embeddings": "encoder.pos_embed",
+    "vit.embeddings.cls_token": "encoder.cls_token",
+    "vit.layernorm.": "encoder.norm.",
+    "vit.layers.": "encoder.blocks.",
+    "decoder.decoder_layers.": "decoder.blocks.",
+    "decoder.decoder_": "decoder.",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "attention.q_proj": "attn.qkv",
+    "attention.o_proj": "attn.proj",
+}
+
+
+def make(variant: str = "vit_micro", encoder: dict | None = None, **settings) -> MAE:
+    torch.manual_seed(0)
+    config, _ = resolve(MAEConfig(**(SMALL | settings)), OptimConfig(), 1000, 4, 10)
+    family = encoders.family(variant)
+    defaults = MAE.encoder_defaults(config, family)
+    return MAE(encoders.build(variant, **(defaults | (TINY if encoder is None else encoder))), config, 10)
+
+
+def batch_for(method: MAE, images: int = 3, seed: int = 0) -> Batch:
+    """Noise pictures of many sizes through the method's own transform."""
+    transform, samples = method.transform(), []
+    for i in range(images):
+        rng = np.random.default_rng([seed, i])
+        picture = torch.from_numpy(rng.integers(0, 256, (3, *rng.integers(20, 90, 2)), dtype=np.uint8))
+        samples.append(transform(picture, rng))
+    return finish(collate(samples, transform.crops, [str(i) for i in range(images)], packing=transform.packing))
+
+
+def oracle_of(method: MAE, *, normalize: bool) -> ViTMAEForPreTraining:
+    """transformers' MAE with random weights, which `method` gets too."""
+    config = ViTMAEConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+        decoder_hidden_size=16,
+        decoder_num_hidden_layers=2,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=64,
+        layer_norm_eps=1e-6,
+        norm_pix_loss=normalize,
+    )
+    oracle, generator = ViTMAEForPreTraining(config), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name != "decoder.decoder_pos_embed":
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        oracle.decoder.decoder_pos_embed.copy_(torch.from_numpy(positions(4, 16))[None])
+    weights, state = oracle.state_dict(), {}
+    for name, tensor in weights.items():
+        if "k_proj" in name or "v_proj" in name or "decoder_pos_embed" in name:
+            continue
+        if "q_proj" in name:
+            tensor = torch.cat([weights[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        state[name] = tensor.squeeze(0) if name == "decoder.mask_token" else tensor
+    method.load_state_dict(state)
+    return oracle
+
+
+def positions(side: int, dim: int) -> np.ndarray:
+    """(1 + side ** 2, dim): zeros for the class token, then sines and cosines of the column, and of the row."""
+    table = [[0.0] * dim]
+    for row in range(side):
+        for column in range(side):
+            angles = [[place / 10000 ** (4 * i / dim) for i in range(dim // 4)] for place in (column, row)]
+            table.append([f(a) for angle in angles for f in (np.sin, np.cos) for a in angle])
+    return np.array(table, dtype=np.float32)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_loss_and_gradients_equal_those_of_transformers(normalize: bool) -> None:
+    method = make(normalize_targets=normalize)
+    oracle = oracle_of(method, normalize=normalize)
+    batch = batch_for(method)
+    assert batch.masks is not None
+    assert batch.masks.lengths.tolist() == [4, 4, 4]  # int(16 * 0.25)
+    noise = torch.arange(16.0) + 100 * batch.masks.hidden.view(3, 16)  # visible ones first, in their order
+    expected = oracle(batch.views[0], noise=noise).loss
+    loss, _ = method(batch, 0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    theirs = SimpleNamespace(**{name.replace(".", "_"): p.grad for name, p in oracle.named_parameters()})
+    for ours, name in [
+        ("encoder.patch_embed.proj.weight", "vit_embeddings_patch_embeddings_projection_weight"),
+        ("encoder.cls_token", "vit_embeddings_cls_token"),
+        ("encoder.blocks.0.mlp.fc1.weight", "vit_layers_0_mlp_fc1_weight"),
+        ("decoder.mask_token", "decoder_mask_token"),
+        ("decoder.blocks.1.attn.proj.weight", "decoder_decoder_layers_1_attention_o_proj_weight"),
+        ("decoder.pred.bias", "decoder_decoder_pred_bias"),
+    ]:
+        grad, expected_grad = method.get_parameter(ours).grad, getattr(theirs, name)
+        torch.testing.assert_close(grad, expected_grad.view_as(grad), rtol=1e-4, atol=1e-5, msg=lambda t, n=ours: n + t)
+
+
+def test_published_parameter_counts_of_encoder_and_decoder() -> None:
+    """Less the decoder's table of positions, which is a constant here and a parameter without gradient there."""
+    counts = {"vit_base": 111_907_840, "vit_large": 329_541_888, "vit_huge": 657_074_508}
+    for variant, expected in counts.items():
+        config, _ = resolve(MAEConfig(), OptimConfig(), 1000, 4, 10)
+        with torch.device("meta"):
+            encoder = encoders.build(variant, **MAE.encoder_defaults(config, encoders.family(variant)))
+            method = MAE(encoder, config, 10)
+        table = 512 * (1 + (224 // encoder.stride) ** 2)
+        assert sum(p.numel() for p in method.parameters()) + table == expected, variant
+
+
+def test_loss_is_the_mean_over_images_of_the_mean_over_hidden_tokens() -> None:
+    grids = torch.tensor([[1, 3], [2, 2]])
+    hidden = torch.tensor([True, False, True, False, True, False, False])
+    mask = Mask.from_hidden(hidden, grids)
+    generator = torch.Generator().manual_seed(0)
+    predicted, target = (torch.randn(7, 5, generator=generator) for _ in range(2))
+    p, t = predicted.double().numpy(), target.double().numpy()
+    per_token = [np.mean([(p[i, j] - t[i, j]) ** 2 for j in range(5)]) for i in range(7)]
+    expected = ((per_token[0] + per_token[2]) / 2 + per_token[4]) / 2
+    assert mae_loss(predicted, target, mask, grids).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_targets_are_normalised_by_mean_and_unbiased_deviation() -> None:
+    patches = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for patch, out in zip(patches.numpy(), normalized(patches).numpy(), strict=True):
+        expected = (patch - patch.mean()) / np.sqrt(patch.var(ddof=1) + 1e-6)
+        np.testing.assert_allclose(out, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("variant", "encoder", "settings", "drop", "depth"),
+    [
+        ("vit_micro", TINY, {"decoder_depth": None}, True, 8),
+        ("vit_micro", TINY, {"drop": False, "decoder_depth": None}, False, 0),
+        ("vit_micro", TINY, {"drop": False}, False, 2),
+        ("vit_micro", TINY | {"pool": "mean"}, {}, True, 2),
+        ("vit_micro", TINY | {"class_token": False, "pool": "mean"}, {"drop": False}, False, 2),
+        ("navit_micro", {}, {"decoder_depth": None, "size": 16}, True, 8),
+        ("navit_micro", {}, {"native": True, "size": 16, "smallest_size": 12, "token_budget": 40}, True, 2),
+        ("navit_micro", {}, {"native": True, "size": 16, "drop": False, "token_budget": 40}, False, 2),
+    ],
+)
+def test_every_trained_parameter_gets_a_gradient(variant, encoder, settings, drop, depth) -> None:
+    method = make(variant, encoder, **settings)
+    assert (method.drop, len(method.decoder.blocks)) == (drop, depth)
+    loss, metrics = method(batch_for(method, 4), 0)
+    assert loss.dtype == torch.float32
+    assert loss.isfinite()
+    assert metrics["prediction_spread"] > 0
+    loss.backward()
+    assert [name for name, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_packed_images_have_the_losses_of_single_ones() -> None:
+    method = make("navit_micro", {}, native=True, size=16, smallest_size=12, token_budget=40)
+    batch = batch_for(method, 5)
+    assert isinstance(batch.views[0], PackedImages)
+    assert len({tuple(grid) for grid in batch.views[0].grids.tolist()}) > 1
+    assert batch.masks is not None
+    loss, _ = method(batch, 0)
+    singles = []
+    hidden = batch.masks.hidden.split(batch.views[0].lengths.tolist())
+    for image, h in zip(batch.views[0].unpack(), hidden, strict=True):
+        alone = pack([image[None]], 4)
+        singles.append(method(Batch([alone], (1,), masks=Mask.from_hidden(h, alone.grids)), 0)[0])
+    torch.testing.assert_close(loss, torch.stack(singles).mean(), rtol=1e-5, atol=0)
+
+
+def test_hidden_pixels_reach_the_loss_only_as_targets() -> None:
+    method = make(normalize_targets=False).eval()
+    batch = batch_for(method)
+    assert batch.masks is not None
+    seen: list[torch.Tensor] = []
+    method.decoder.register_forward_hook(lambda _, __, out: seen.append(out))
+    method(batch, 0)
+    hidden = batch.masks.hidden.view(3, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    changed = Batch([torch.where(hidden, 7.0, batch.views[0])], (1,), masks=batch.masks)
+    method(changed, 0)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_panels_show_the_image_what_is_visible_and_what_is_predicted() -> None:
+    method = make()
+    batch = batch_for(method)
+    rows = method.panels(batch, 2)["reconstruction"]
+    assert method.training
+    assert len(rows) == 2
+    assert batch.masks is not None
+    hidden = batch.masks.hidden.view(3, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    for (original, seen, filled), image, h in zip(rows, batch.views[0], hidden, strict=False):
+        torch.testing.assert_close(original, image, rtol=0, atol=0)
+        assert torch.equal(seen, torch.where(h, 0.0, image))
+        assert torch.equal(filled.masked_fill(h, 0.0), seen)
+        assert not torch.allclose(filled, original)
+
+
+@pytest.mark.parametrize(
+    ("variant", "encoder", "settings", "message"),
+    [
+        ("vit_micro", TINY, {"size": 30}, "mae.size 30 is not a multiple of 8, .* take 24 or 32"),
+        ("vit_micro", TINY, {"native": True}, "ViT takes images of one size: mae.native needs an encoder that packs"),
+        ("vit_micro", TINY, {"decoder_heads": 3}, "decoder_dim 16 does not split into 3"),
+        ("vit_micro", TINY, {"decoder_depth": 0}, "predicts from tokens that are there"),
+        ("swin_micro", {}, {"drop": True}, "Swin cannot leave hidden tokens out"),
+    ],
+)
+def test_what_cannot_be_is_refused(variant, encoder, settings, message) -> None:
+    if variant not in encoders.VARIANTS:
+        pytest.skip(f"there is no {variant} yet")
+    with pytest.raises(ValueError, match=message):
+        make(variant, encoder, **settings)
+
+
+def test_native_sizes_that_cannot_be_are_refused() -> None:
+    for settings, message in (
+        ({"smallest_size": 3}, "smallest_size 3 must lie between a patch, 4, and size, 16"),
+        ({"token_budget": 15}, "an image of 16 tokens does not fit a token_budget of 15"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make("navit_micro", {}, native=True, size=16, **settings).transform()
+
+
+def test_the_published_recipe_is_what_is_not_set() -> None:
+    config, optim = resolve(MAEConfig(), OptimConfig(), 1_281_167, 4096, 312 * 800)
+    assert (config.size, config.scale, config.flip, config.mask_ratio) == (224, (0.2, 1.0), 0.5, 0.75)
+    assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.weight_decay) == (1.5e-4, 0.0, 40 * 312, 0.05)
+    assert (optim.weight_decay_end, optim.betas, optim.clip) == (0.05, (0.9, 0.95), 0.0)
