@@ -56,8 +56,8 @@ class MAEConfig(RandomCropConfig):
     plays no part)"""
     smallest_size: int | None = Field(default=None, ge=1)
     """least size of a native image, as the side of a square of its area, in pixels; without it, `size`"""
-    token_budget: int = Field(default=1024, ge=1)
-    """tokens of a sequence that native images share"""
+    token_budget: int | None = Field(default=None, ge=1)
+    """tokens of a sequence that native images share; without it, as many as 2 of the largest have, 5 if sizes vary"""
 
 
 def resolve(
@@ -202,7 +202,9 @@ class MAE(Method):
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        crop = NativeCrop(c, stride, c.smallest_size, c.token_budget) if c.native else RandomCrop(c)
+        # multiples of the largest leave least room unused (benchmarks/results/packing.md)
+        budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
+        crop = NativeCrop(c, stride, c.smallest_size, budget) if c.native else RandomCrop(c)
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,88 @@
+"""How full NaViT's sequences are: images at their own aspect ratio, packed to a budget of tokens.
+
+    python benchmarks/packing.py --data 'shards/*.tar' [--output benchmarks/results/packing.md]
+
+The crops are those of MAE with `--mae.native true` (patch 16, area of 224 x 224 pixels, a share of 0.2 to 1), in
+batches of the loader; "fill" is tokens over sequences times budget, and "one a sequence" what each image alone would
+fill. The last sequence of a batch is rarely full, so larger batches fill better.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from data.crops import NativeCrop, RandomCropConfig
+from data.loader import training_batches
+from data.settings import Settings, parse
+from data.shards import ShardError
+from encoders.images import PackedImages, best_fit, first_fit
+
+PATCH, SIZE = 16, 224
+LARGEST = (SIZE // PATCH) ** 2
+"""tokens of the largest image; a budget is a multiple of it"""
+HEADINGS = ("images a batch", "sizes", "budget", "best fit", "first fit", "one a sequence", "tokens an image")
+
+
+class PackingBenchmark(Settings):
+    """Fill of packed sequences."""
+
+    data: str
+    """shards: a path, a glob or a brace range"""
+    images: int = Field(default=1536, ge=256)
+    """images drawn for each row"""
+    output: Path | None = None
+    """file for the table, in Markdown"""
+
+
+def main(settings: PackingBenchmark) -> None:
+    rows = []
+    for smallest in (SIZE, 128):
+        for batch_size in (64, 256):
+            lengths = [batch.lengths.tolist() for batch in batches(settings, smallest, batch_size)]
+            for images in (1, 2, 3, 5, 10):
+                rows.append(row(lengths, batch_size, smallest, images * LARGEST))
+    show(rows, settings)
+
+
+def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[PackedImages]:
+    """The loader's batches, for sides from `smallest` to `SIZE` pixels."""
+    crop = NativeCrop(RandomCropConfig(size=SIZE), PATCH, smallest, LARGEST)
+    steps = settings.images // batch_size
+    try:
+        loader = training_batches(settings.data, crop, batch_size=batch_size, seed=0, steps=steps, workers=1)
+    except (ShardError, ValueError) as error:
+        raise SystemExit(f"cannot measure without images: {error}") from None
+    return [view for batch in loader for view in batch.views if not isinstance(view, Tensor)]
+
+
+def row(lengths: list[list[int]], batch_size: int, smallest: int, budget: int) -> list[str]:
+    tokens = sum(map(sum, lengths))
+    sequences = {fit: sum(len(fit(batch, budget)) for batch in lengths) for fit in (best_fit, first_fit)}
+    fills = [tokens / (budget * n) for n in (sequences[best_fit], sequences[first_fit], sum(map(len, lengths)))]
+    sizes = f"{smallest} to {SIZE}" if smallest < SIZE else str(SIZE)
+    return [
+        str(batch_size),
+        sizes,
+        str(budget),
+        *(f"{100 * f:.1f} %" for f in fills),
+        f"{tokens / sum(map(len, lengths)):.0f}",
+    ]
+
+
+def show(rows: list[list[str]], settings: PackingBenchmark) -> None:
+    """Print the table, and write it as Markdown when asked."""
+    table = Table(*HEADINGS, title=f"fill of sequences, {settings.images} images at their own aspect ratio")
+    for cells in rows:
+        table.add_row(*cells)
+    Console().print(table)
+    if settings.output:
+        lines = ["# Packing", "", f"`python benchmarks/packing.py`, {settings.images} images a row.", ""]
+        lines += ["| " + " | ".join(cells) + " |" for cells in (HEADINGS, ["--:"] * len(HEADINGS), *rows)]
+        settings.output.write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main(parse(PackingBenchmark))
