@@ -52,8 +52,8 @@ def attention(
         raise ValueError("packed images take no bias")
     query_lengths = lengths if query_lengths is None else query_lengths
     if bool((lengths == lengths[0]).all() & (query_lengths == query_lengths[0]).all()):
-        q, k, v = (x.unflatten(1, (len(lengths), -1)) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2)  # of (heads, B, N, d)
+        q, k, v = (x.unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
     if varlen_attn is not None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0:
         return _attention_varlen(q, k, v, scale, query_lengths, lengths)
     if q.is_cuda and sequences is not None:

@@ -1,0 +1,159 @@
+"""What a variant costs: parameters, tokens, multiply-accumulates, and memory of activations, at any image size.
+
+    python -m encoders.summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
+
+Counted over one image on tensors without content, so that the largest variants take no memory. Multiply-accumulates are
+torch's count of floating-point operations, halved: matrix products, convolutions, and the products of attention, which
+are told apart by whether they run within windows or over all of an image.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+import encoders
+from encoders.base import Encoder
+
+
+@dataclass
+class Summary:
+    """Of one image of height x width pixels."""
+
+    parameters: int
+    tokens: tuple[int, int]
+    """rows and columns of the output grid"""
+    macs: int
+    """multiply-accumulates of the forward pass"""
+    window_attention_macs: int
+    """of these, in products of attention within windows"""
+    global_attention_macs: int
+    """of these, in products of attention over all of the image"""
+    activation_bytes: int
+    """what float32 training keeps of a forward pass for the backward pass"""
+
+
+def summarize(encoder: Encoder, height: int, width: int) -> Summary:
+    """Counts for one image of `height` x `width` pixels, for an encoder on the meta device.
+
+    Raises:
+        ValueError: the encoder does not take such images.
+    """
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # a freed address would be given out twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    weights = {t.untyped_storage()._cdata for t in [*encoder.parameters(), *encoder.buffers()]}
+    images = torch.empty(1, encoder.channels, height, width, device="meta")
+    with (
+        FlopCounterMode(display=False) as counter,
+        FusedAttention() as attention,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        encoder(images)
+    in_windows, over_all = (attention.operations[windows] // 2 for windows in (True, False))
+    return Summary(
+        parameters=sum(p.numel() for p in encoder.parameters()),
+        tokens=encoder.grid(height, width),
+        macs=counter.get_total_flops() // 2 + in_windows + over_all,
+        window_attention_macs=in_windows,
+        global_attention_macs=over_all,
+        activation_bytes=sum(size for address, size in kept.items() if address not in weights),
+    )
+
+
+class FusedAttention(TorchFunctionMode):
+    """Takes the place of attention, which on the meta device is not the fused kernel that it is on others: counts its
+    operations, and keeps for the backward pass what such a kernel keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = {True: 0, False: 0}
+        """within windows or not -> floating-point operations"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = args
+        windows = math.prod(q.shape[:-3]) > 1  # of one image
+        self.operations[windows] += sdpa_flop_count(q.shape, k.shape, v.shape)
+        return _Kernel.apply(q, k, v, kwargs.get("attn_mask"))
+
+
+class _Kernel(torch.autograd.Function):
+    """A forward pass that computes nothing; a backward pass is not for asking."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        normalizers = q.new_empty(q.shape[:-1])
+        ctx.save_for_backward(*(t for t in (q, k, v, bias, out, normalizers) if t is not None))
+        return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m encoders.summary", description="What encoders cost.")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="without it, all of them")
+    parser.add_argument("--image_size", type=int, help="side in pixels; without it, the one a variant is built for")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the encoder")
+    options = parser.parse_args(argv)
+    try:
+        settings = dict(setting(text) for text in options.set)
+        rows = [row(variant, options.image_size, settings) for variant in options.variants or encoders.VARIANTS]
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")
+    table = Table(*headings, title="one image; memory is what float32 training keeps of its forward pass")
+    for cells in rows:
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A setting from NAME=VALUE; the value is JSON, or a word.
+
+    Raises:
+        ValueError: there is no "=".
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set takes NAME=VALUE, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def row(variant: str, image_size: int | None, settings: dict[str, Any]) -> list[str]:
+    """The cells of one variant's row."""
+    with torch.device("meta"):
+        encoder = encoders.build(variant, **settings)
+    size = encoder.settings["image_size"] if image_size is None else image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    s = summarize(encoder, height, width)
+    return [
+        variant,
+        f"{height} x {width}",
+        f"{s.parameters:,}",
+        f"{s.tokens[0]} x {s.tokens[1]}",
+        *(f"{macs / 1e9:,.3f}" for macs in (s.macs, s.window_attention_macs, s.global_attention_macs)),
+        f"{s.activation_bytes / 1e6:,.0f} MB",
+    ]
+
+
+if __name__ == "__main__":
+    main()

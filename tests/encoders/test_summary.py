@@ -1,0 +1,95 @@
+"""The summary against published counts, counts by hand, and a real forward pass."""
+
+import pytest
+import torch
+
+import encoders
+from encoders import summary
+from encoders.summary import summarize
+
+# variant, settings, image size, parameters, giga multiply-accumulates of the official implementations
+PUBLISHED = [
+    ("vit_tiny", {}, 224, 5_524_416, 1.253),
+    ("vit_small", {}, 224, 21_665_664, 4.598),
+    ("vit_small", {"patch_size": 8}, 224, 21_670_272, 22.405),
+    ("vit_base", {}, 224, 85_798_656, 17.563),
+    ("swin_tiny", {}, 224, 27_519_354, 4.490),
+    ("swin_small", {}, 224, 48_837_258, 8.740),
+    ("swin_base", {}, 224, 86_743_224, 15.430),
+    ("swin_large", {}, 224, 194_995_476, 34.474),
+    ("twins_svt_small", {}, 224, 23_547_776, 2.927),
+    ("twins_svt_base", {}, 224, 55_301_952, 8.562),
+    ("twins_svt_large", {}, 224, 98_246_400, 15.111),
+    ("sam_vit_b", {}, 1024, 89_670_912, 486.04),
+    ("vit_large", {}, 224, 303_301_632, None),
+    ("vit_huge", {}, 224, 630_764_800, None),
+    ("sam_vit_l", {}, 1024, 308_278_272, None),
+    ("sam_vit_h", {}, 1024, 637_026_048, None),
+]
+
+
+def on_meta(variant: str, **settings) -> encoders.Encoder:
+    with torch.device("meta"):
+        return encoders.build(variant, **settings)
+
+
+@pytest.mark.parametrize(("variant", "settings", "size", "parameters", "giga"), PUBLISHED)
+def test_published_counts(variant, settings, size, parameters, giga):
+    counted = summarize(on_meta(variant, **settings), size, size)
+    assert counted.parameters == parameters
+    if giga is not None:
+        assert round(counted.macs / 1e9, 2 if variant == "sam_vit_b" else 3) == giga
+
+
+def test_macs_of_a_small_vit_by_hand():
+    dim, depth, tokens = 96, 4, 16 + 1
+    counted = summarize(on_meta("vit_micro"), 16, 16)
+    attention = depth * 2 * tokens * tokens * dim
+    linear = 16 * 3 * 4 * 4 * dim + depth * tokens * (3 + 1 + 4 + 4) * dim * dim
+    assert counted.global_attention_macs == attention
+    assert counted.window_attention_macs == 0
+    assert counted.macs == linear + attention
+    assert counted.tokens == (4, 4)
+
+
+def test_attention_of_sam_within_windows_and_over_the_image_by_hand():
+    """12 blocks of 768 channels at 64 x 64 tokens: 4 over all of them, 8 in 5 x 5 windows of 14 x 14."""
+    counted = summarize(on_meta("sam_vit_b"), 1024, 1024)
+    assert counted.global_attention_macs == 4 * 2 * (64 * 64) ** 2 * 768
+    assert counted.window_attention_macs == 8 * 2 * 25 * (14 * 14) ** 2 * 768
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "navit_micro", "swin_micro", "twins_svt_micro", "sam_vit_micro"])
+def test_activations_are_those_of_a_real_pass(variant):
+    """With the fused kernel of the CPU, which keeps the same tensors."""
+    encoder = encoders.build(variant)
+    kept: dict[int, torch.Tensor] = {}  # alive, so that no address comes twice
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    images = torch.randn(1, 3, 16, 16)
+    weights = {t.untyped_storage().data_ptr() for t in [*encoder.parameters(), *encoder.buffers()]}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        encoder(images)
+    real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
+    assert summarize(on_meta(variant), 16, 16).activation_bytes == pytest.approx(real, rel=0.1)
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    summary.main(["vit_small", "--image_size", "96", "--set", "depth=6", "pool=mean"])
+    printed = capsys.readouterr().out
+    assert "vit_small" in printed
+    assert "96 x 96" in printed
+    assert "6 x 6" in printed
+    for argv, message in [
+        (["vit_smal"], "did you mean 'vit_small'"),
+        (["vit_small", "--set", "depht=3"], "did you mean 'depth'"),
+        (["vit_small", "--set", "depth"], "NAME=VALUE, not 'depth'"),
+        (["vit_small", "--image_size", "9"], "smaller than one patch"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            summary.main(argv)
+        assert message in capsys.readouterr().err
