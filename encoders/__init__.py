@@ -16,13 +16,13 @@ from safetensors.torch import save as to_bytes
 
 from encoders import navit, sam_vit, swin, twins, vit
 from encoders.base import Encoder, Features
+from encoders.formats.checkpoint import load_weights
 from encoders.formats.report import Report
 from encoders.navit import NaViT
 from encoders.sam_vit import SAMViT
 from encoders.swin import Swin
 from encoders.twins import Twins
 from encoders.vit import ViT
-from encoders.weights import load_weights
 
 __all__ = ["VARIANTS", "Encoder", "Features", "Report", "build", "family", "load", "load_weights", "save"]
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -117,10 +115,10 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")
-    table = Table(*headings, title="one image; memory is what float32 training keeps of its forward pass")
-    for cells in rows:
-        table.add_row(*cells)
-    Console().print(table)
+    print("one image; memory is what float32 training keeps of its forward pass\n")
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for cells in (headings, ["-" * width for width in widths], *rows):  # in Markdown
+        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |")
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -222,9 +222,6 @@ class Swin(Encoder):
         drop_path: stochastic depth of the last block, rising from 0 at the first one.
         mask_token: learn a token that stands for hidden patches.
         checkpoint_activations: compute the blocks' activations again in the backward pass, to save memory.
-
-    Raises:
-        ValueError: settings that contradict each other.
     """
 
     def __init__(

@@ -260,11 +260,9 @@ class Twins(Encoder):
         self.window_size = _each("window_size", window_size, stages)
         self.reductions = _each("reductions", reductions, stages)
         self.mlp_ratios = _each("mlp_ratios", mlp_ratios, stages)
-        _check_counts(
-            dims=self.dims, depths=self.depths, heads=self.heads, head_dim=[1 if head_dim is None else head_dim]
-        )
-        _check_counts(window_size=self.window_size, reductions=self.reductions)
-        _check_counts(patch_size=[patch_size], channels=[channels])
+        _check_counts(dims=self.dims, depths=self.depths, heads=self.heads, reductions=self.reductions)
+        _check_counts(window_size=self.window_size, patch_size=[patch_size], channels=[channels])
+        _check_counts(head_dim=[1 if head_dim is None else head_dim])
         self.dim, self.stride = self.dims[-1], patch_size * 2 ** (stages - 1)
         self.channels, self.patch_size, self.image_size = channels, patch_size, image_size
         self.layout: Layout = layout

@@ -131,9 +131,9 @@ class Block(nn.Module):
         head_dim: int | None = None,
     ):
         super().__init__()
-        attention = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
+        attn = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = attention(norm_eps=norm_eps, head_dim=head_dim)
+        self.attn = attn(norm_eps=norm_eps, head_dim=head_dim)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = MLP(dim, int(dim * mlp_ratio))
@@ -224,22 +224,17 @@ class ViT(Encoder):
         _check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         _check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
         _check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
-        if head_dim is None and dim % heads:
-            raise ValueError(
-                f"a width (dim) of {dim} does not split into {heads} heads, unless head_dim says their width"
-            )
         _check_counts(head_dim=1 if head_dim is None else head_dim)
+        if head_dim is None and dim % heads:
+            raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads: give head_dim")
         if not class_token and (pool == "class" or distillation_token):
             raise ValueError('without a class token, pool must be "mean" or "all", and distillation_token off')
         self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
         self.interpolation: Interpolation = interpolation
         self.checkpoint_activations = checkpoint_activations
 
-        self.patch_embed = (
-            NormedPatchEmbed(channels, dim, patch_size, norm_eps)
-            if patch_norm
-            else PatchEmbed(channels, dim, patch_size, init)
-        )
+        embed = partial(NormedPatchEmbed, norm_eps=norm_eps) if patch_norm else partial(PatchEmbed, init=init)
+        self.patch_embed = embed(channels, dim, patch_size)
         self.cls_token = _tokens(1, 1, dim) if class_token else None
         self.dist_token = _tokens(1, 1, dim) if distillation_token else None
         self.reg_token = _tokens(1, registers, dim) if registers else None

@@ -1,133 +1,82 @@
-"""Published weights into an encoder, ours out: each tensor is used or known to belong elsewhere, or nothing is done.
+"""Weights from one form to another: a published checkpoint or ours to an encoder of ours, or to one of timm's.
 
-A checkpoint is unwrapped, which does not depend on the encoder; then the module of its family in `encoders.formats`
-fits names and shapes. Such a module has a `NAME`; `ACCEPTS`, the names of the families whose weights it fits;
-`recognises(state)`; `fit(encoder, state, source, report)`; `describe(state)`, the settings of `encoders.build` for an
-encoder that takes these weights as they are; and `to_timm(encoder)`, its name, options and weights in timm.
+    python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm] [--set image_size=96]
+
+What the encoder is follows from the checkpoint; `--encoder` and `--set` say it where the checkpoint does not, or change
+it: positions, relative tables and windows are resized for another image size.
 """
 
 import argparse
-import pickle
-import re
-from collections.abc import Mapping
+import json
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from encoders import formats
+import encoders
 from encoders.base import Encoder
-from encoders.formats.report import Report, Source, State, check_shapes, listed
-
-# Where the weights lie in the files of each project, the preferred place first; none of these: the file is flat.
-PLACES = {
-    "auto": ("teacher", "student", "model", "state_dict"),
-    "ours": (),
-    "dino": ("teacher", "student"),
-    "mae": ("model",),
-    "deit": ("model",),
-    "swin": ("model",),
-    "twins": ("model",),
-    "sam": (),
-    "vit_pytorch": (),
-    "timm": ("state_dict", "model"),
-}
-
-FORMATS: dict[str, ModuleType] = {
-    "ViT": formats.vit,
-    "Swin": formats.swin,
-    "Twins": formats.twins,
-    "SAMViT": formats.sam_vit,
-    "NaViT": formats.navit,
-}
-"""class of encoder -> module of its weights"""
+from encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
+from encoders.formats.report import Report
+from encoders.summary import setting
 
 
-def load_weights(
-    encoder: Encoder, path_or_state_dict: str | Path | Mapping[str, Any], source: Source = "auto"
-) -> Report:
-    """Fill `encoder` from published weights or ours, a file or what was read from one.
-
-    `source` says whose file it is, and so where in it to look; "auto" finds out. With "ours", a position table that has
-    as many rows as the encoder's is one of the encoder's grid, square or not.
-
-    Raises:
-        ValueError: the weights do not fit; the encoder is left as it was, and the message says what would fit.
-    """
-    if isinstance(path_or_state_dict, str | Path):
-        path_or_state_dict = read(path_or_state_dict)
-    if source not in get_args(Source):
-        raise ValueError(f"source must be one of {', '.join(get_args(Source))}, not {source!r}")
-    report = Report()
-    state = unwrap(path_or_state_dict, source, report)
-    module = _format_of(encoder)
-    found = recognise(state)
-    if found.NAME not in module.ACCEPTS:
-        raise ValueError(f"these are weights of {found.NAME}, which do not fit {module.NAME}")
-    state = module.fit(encoder, state, source, report)
-    own = encoder.state_dict()
-    check_shapes(state, own, module.DECIDES)
-    report.used = list(state)
-    encoder.load_state_dict(own | state)
-    return report
-
-
-def recognise(state: State) -> ModuleType:
-    """The module of `encoders.formats` whose weights these are.
-
-    Raises:
-        ValueError: nobody's.
-    """
-    for module in FORMATS.values():
-        if module.recognises(state):
-            return module
-    known = ", ".join(module.NAME for module in FORMATS.values())
-    raise ValueError(f"these are not weights of {known}; found {listed(state)}")
-
-
-def _format_of(encoder: Encoder) -> ModuleType:
-    module = FORMATS.get(type(encoder).__name__)
-    if module is None:
-        raise ValueError(f"no published weights are known for {type(encoder).__name__}")
-    return module
-
-
-def read(path: str | Path) -> Mapping[str, Any]:
-    """What a .safetensors or a torch file holds. Pickles are read as plain data, so they cannot run code.
-
-    Raises:
-        ValueError: the file holds more than plain data, or something else altogether.
-    """
-    path = Path(path)
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m encoders.weights",
+        description="Convert a checkpoint, official or ours, to an encoder of ours or of timm's.",
+    )
+    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="a file of weights")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors to write; ours has a .json beside it")
+    parser.add_argument("--to", choices=("ours", "timm"), default="ours", help="whose names to write (ours)")
+    parser.add_argument("--encoder", metavar="VARIANT", help="what to build; without it, found from the checkpoint")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the encoder")
+    options = parser.parse_args(argv)
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
-        blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if blocked is None:
-            raise ValueError(f"{path} is not a .safetensors or torch file of weights: {error}") from error
-        raise ValueError(
-            f"{path} is not read: besides weights it holds {blocked[1]}, and reading that could run code; "
-            "where it is trusted, save its state dict alone as .safetensors"
-        ) from error
+        if options.output.suffix != ".safetensors":
+            raise ValueError(f"{options.output} must end in .safetensors")
+        encoder = fitting(options.source, options.encoder, dict(setting(text) for text in options.set))
+        (to_timm if options.to == "timm" else to_ours)(encoder, options.output)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
-def unwrap(checkpoint: Mapping[str, Any], source: Source, report: Report) -> State:
-    """The flat state dict in a checkpoint, without the prefixes of wrappers."""
-    place = next((name for name in PLACES[source] if isinstance(checkpoint.get(name), Mapping)), None)
-    if place is not None:
-        report.left_out += [name for name in checkpoint if name != place]
-        checkpoint = checkpoint[place]
-    if not checkpoint or not all(isinstance(value, Tensor) for value in checkpoint.values()):
-        raise ValueError(f"no weights found for source {source!r}; the checkpoint holds {listed(map(str, checkpoint))}")
-    state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
-    if any(name.startswith("backbone.") for name in state):
-        report.left_out += [name for name in state if name.startswith("head.")]
-        state = {name.removeprefix("backbone."): t for name, t in state.items() if not name.startswith("head.")}
-    return state
+def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Encoder:
+    """An encoder with the weights of `source`; prints what became of them.
+
+    Raises:
+        ValueError: what it is cannot be found, or it does not fit.
+    """
+    checkpoint = read(source)
+    beside = source.with_suffix(".json")
+    if variant is None and source.suffix == ".safetensors" and beside.is_file():
+        known = json.loads(beside.read_text())
+    elif variant is None:
+        state = unwrap(checkpoint, "auto", Report())
+        known = recognise(state).describe(state)
+    else:
+        known = {"variant": variant}
+    encoder = encoders.build(**(known | settings))
+    print(load_weights(encoder, checkpoint))
+    return encoder
+
+
+def to_ours(encoder: Encoder, output: Path) -> None:
+    """`output` and its .json."""
+    encoders.save(encoder, output)
+    print(f'wrote {output}, an encoder of the variant {encoder.settings["variant"]}: encoders.load("{output}")')
+
+
+def to_timm(encoder: Encoder, output: Path) -> None:
+    """`output`, which `timm.create_model` takes as `checkpoint_path`.
+
+    Raises:
+        ValueError: timm has no such model.
+    """
+    name, options, state = format_of(encoder).to_timm(encoder)
+    save_file({key: tensor.detach().contiguous() for key, tensor in state.items()}, output)
+    given = "".join(f", {key}={value!r}" for key, value in options.items())
+    print(f'wrote {output}: timm.create_model("{name}", checkpoint_path="{output}"{given})')
+
+
+if __name__ == "__main__":
+    main()

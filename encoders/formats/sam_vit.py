@@ -90,8 +90,9 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
     Raises:
         ValueError: its blocks compute something that ours do not.
     """
-    state = {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
-    for part, what in ((".gamma", "layer scale"), (".q_norm", "norms of queries"), (".k_norm", "norms of keys")):
+    state = vit.named(state, report)
+    lacking = {".gamma": "layer scale", ".q_norm": "norms of queries", "patch_embed.norm": "norms of patches"}
+    for part, what in lacking.items():
         strange = [name for name in state if part in name]
         if strange:
             raise ValueError(f"a SAM-ViT cannot grow from this ViT: it has no place for {what} ({strange[0]}, ...)")
@@ -150,9 +151,13 @@ def describe(state: State) -> dict[str, Any]:
     Epsilon of the norms and rate of drop path cannot be seen, and are left as they are by default.
 
     Raises:
-        ValueError: the weights do not tell which blocks have windows, as those without relative positions.
+        ValueError: tensors are missing, or the weights do not tell which blocks have windows, as those without relative
+            positions.
     """
     state = _named(state)
+    vit.check_present(state, ("neck.0.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.lin1.weight"))
+    if "blocks.0.attn.rel_pos_h" in state:
+        vit.check_present(state, [f"blocks.{i}.attn.rel_pos_{side}" for i in range(_depth(state)) for side in "hw"])
     dim, channels, patch_size, _ = state["patch_embed.proj.weight"].shape
     variant, windows = _variant(dim, _depth(state)), _windows(state)
     height, width = (n * patch_size for n in windows.pop("grid"))

@@ -179,6 +179,7 @@ def _named_as_ours(state: State, report: Report) -> State:
     if not _is_theirs(state):
         return state
     ours: State = {}
+    with_local = {name.split(".")[1] for name in state if re.match(r"layers\.\d+\.[13]\.layers\.\d+\.0\.", name)}
     for name, tensor in state.items():
         if THEIR_HEAD.fullmatch(name):
             report.left_out.append(name)
@@ -189,15 +190,14 @@ def _named_as_ours(state: State, report: Report) -> State:
             ours[f"pos_block.{match[1]}.proj.0.{match[2]}"] = tensor
         elif match := THEIR_LAYER.fullmatch(name):
             stage, transformer, layer, half, part, ending = match.groups()
-            local = half in "01"
-            if local and part == "to_q":  # one linear layer for queries, keys and values
-                tensor = torch.cat([tensor, state.get(name.replace("to_q", "to_kv"), tensor[:0])])
+            block, local = int(layer) + (transformer == "3"), half in "01"
+            if stage in with_local:
+                block = 2 * block + (not local)
+            ours_part = LAYER_PARTS.get(part, part)
+            if local and part == "to_q" and (kv := name.replace("to_q", "to_kv")) in state:
+                ours_part, tensor = "attn.qkv", torch.cat([tensor, state[kv]])  # one linear layer for the three
             if local and part == "to_kv":
                 continue
-            block = int(layer) + (transformer == "3")
-            if f"layers.{stage}.1.layers.0.0.fn.to_q.weight" in state:  # a stage with local attention
-                block = 2 * block + (not local)
-            ours_part = "attn.qkv" if local and part == "to_q" else LAYER_PARTS.get(part, part)
             strided = part == "to_kv"
             ours[f"blocks.{stage}.{block}.{ours_part}.{ENDINGS[ending]}"] = tensor if strided else _flat(tensor, ending)
         else:

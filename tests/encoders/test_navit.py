@@ -181,7 +181,7 @@ def test_dropping_in_a_batch_of_one_size_needs_no_equal_counts():
 
 @pytest.mark.parametrize("pool", ["attention", "mean"])
 def test_packed_images_are_as_images_alone(pool):
-    """Outputs were seen to differ by 1.2e-6 and gradients by 2.3e-6 of their largest entry: sums run in another order."""
+    """Seen: outputs differ by 1.2e-6 and gradients by 2.3e-6 of their largest entry, as sums run in another order."""
     encoder, images = small(pool=pool), images_of()
     weights = torch.randn(len(images), 48, generator=torch.Generator().manual_seed(3))
     features = encoder(pack(images, 4))
@@ -282,8 +282,10 @@ def kept(encoder: NaViT, images: PackedImages) -> tuple[list[int], torch.Tensor]
     handle.remove()
     (some, layout), (full, _) = seen
     assert len(tokens) == len(some) == int(layout.lengths.sum())
-    places = [int((full == x).all(1).nonzero()) for x in some]
-    assert places == sorted(places)
+    distances = (some[:, None] - full).abs().amax(2)  # a linear map of fewer rows may differ in the last bit
+    places = distances.argmin(1).tolist()
+    assert ((distances < 1e-3).sum(1) == 1).all()
+    assert places == sorted(set(places))
     owner = torch.repeat_interleave(images.lengths)
     assert torch.equal(layout.owner, owner[places])
     return layout.lengths.tolist(), torch.tensor(places)
@@ -373,7 +375,7 @@ def test_gradients_reach_every_parameter_and_recomputing_changes_none(settings):
     for recompute in (False, True):
         encoder = small(drop_path=0.3, checkpoint_activations=recompute, **settings).train()
         calls = []
-        encoder.blocks[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        encoder.blocks[0].norm1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         torch.manual_seed(2)
         encoder(packed).pooled.square().sum().backward()
         assert len(calls) == 1 + recompute

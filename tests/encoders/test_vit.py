@@ -228,10 +228,7 @@ def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(drop, pool):
 def test_hidden_tokens_become_the_mask_token_at_their_positions():
     encoder, images = small(mask_token=True), images_of(2, 3, 32, 32)
     mask = mask_of(images, 8, 5)
-    plain, x = (
-        first_input(encoder, images)[:, 1:].flatten(0, 1),
-        first_input(encoder, images, mask)[:, 1:].flatten(0, 1),
-    )
+    plain, x = (first_input(encoder, images, *m)[:, 1:].flatten(0, 1) for m in ((), (mask,)))
     positions = encoder.pos_embed[0, 1:].repeat(2, 1)
     assert torch.equal(x[mask.hidden], encoder.mask_token + positions[mask.hidden])
     assert torch.equal(x[mask.visible], plain[mask.visible])
@@ -307,6 +304,7 @@ def test_last_attention_is_the_softmax_of_queries_and_keys():
     [
         ({"drop_path": 0.2, "layer_scale": 0.1, "registers": 2, "qk_norm": True}, "pooled"),
         ({"pool": "mean", "distillation_token": True}, "pooled"),
+        ({"pool": "all", "patch_norm": True, "head_dim": 10, "qkv_bias": False}, "pooled"),
         ({"positions": "sincos"}, "drop"),
         ({"pool": "mean"}, "drop"),
         ({"mask_token": True}, "in place"),
@@ -366,8 +364,9 @@ def test_initial_values_are_those_of_dino_and_of_mae():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pool": "max"}, "pool must be one of class, mean, not 'max'"),
+        ({"pool": "max"}, "pool must be one of class, mean, all, not 'max'"),
         ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
+        ({"head_dim": 0}, "head_dim must be at least 1"),
         ({"class_token": False}, "without a class token"),
         ({"representation_size": 8}, "needs classes"),
         ({"image_size": (32, 7)}, "32 x 7 pixels is smaller than a patch of 8"),

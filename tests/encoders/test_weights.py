@@ -1,253 +1,74 @@
-"""Checkpoints of every known kind, made from timm models under the names and in the files of their projects."""
+"""The command that turns checkpoints into encoders of ours or of timm's."""
 
 import argparse
-import os
+import json
 
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 
-from encoders import build, load_weights
+import encoders
+from encoders import weights
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
-SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
-OPTIONS = argparse.Namespace(lr=1e-3, output_dir="somewhere")
 
 
-def timm_vit(**options):
-    """A ViT of timm with weights that all show in its output, MLPs and norms included."""
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 0}
-    model = timm.models.VisionTransformer(**settings | options).eval()
+def scrambled(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights that all show in the output."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-    return model
+            weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+    return model.eval()
 
 
-def small(**settings):
-    return build("vit_small", **SMALL | settings).eval()
-
-
-def head_of_dino(prefix: str) -> dict:
-    return {f"{prefix}head.mlp.0.weight": torch.zeros(8, 48), f"{prefix}head.last_layer.weight_g": torch.zeros(9, 1)}
-
-
-def decoder_of_mae() -> dict:
-    names = ("decoder_embed.weight", "decoder_pos_embed", "decoder_blocks.0.norm1.weight", "decoder_pred.bias")
-    return {name: torch.zeros(3) for name in names} | {"mask_token": torch.zeros(1, 1, 16)}
+def images(size: int) -> torch.Tensor:
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def assert_equals_timm(encoder, model, size=32):
-    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-    tokens = model.forward_features(images)
-    torch.testing.assert_close(encoder(images).pooled, model.forward_head(tokens, pre_logits=True), **CLOSE)
-    expected = model.fc_norm(tokens[:, model.num_prefix_tokens :]).flatten(0, 1)
-    torch.testing.assert_close(encoder(images).tokens, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("ending", ["pth", "safetensors"])
-@pytest.mark.parametrize("source", ["auto", "dino", "timm"])
-def test_flat_files_of_dino_and_timm(tmp_path, ending, source):
-    model, path = timm_vit(), tmp_path / f"vit.{ending}"
-    (save_file if ending == "safetensors" else torch.save)(model.state_dict(), path)
-    encoder = small()
-    report = load_weights(encoder, path, source)
-    assert set(report.used) == set(encoder.state_dict())
-    assert (report.left_out, report.fresh, report.resized) == ([], [], [])
-    assert str(report) == "30 tensors loaded"
-    assert_equals_timm(encoder, model)
-
-
-@pytest.mark.parametrize("teacher", [True, False])
-@pytest.mark.parametrize("source", ["auto", "dino"])
-def test_training_checkpoint_of_dino_gives_the_teacher_without_its_head(tmp_path, teacher, source):
-    model, other = timm_vit(), {name: torch.zeros_like(t) for name, t in timm_vit().state_dict().items()}
-    theirs = {f"backbone.{name}": tensor for name, tensor in (model.state_dict() if teacher else other).items()}
-    student = {f"module.backbone.{n}": t for n, t in (other if teacher else model.state_dict()).items()}
-    checkpoint = {
-        "student": student | head_of_dino("module."),
-        "optimizer": {"state": {0: {"step": 3}}},
-        "epoch": 7,
-        "args": OPTIONS,
-        "dino_loss": {"center": torch.zeros(1, 9)},
-    }
-    if teacher:
-        checkpoint["teacher"] = theirs | head_of_dino("")
-    torch.save(checkpoint, tmp_path / "checkpoint.pth")
-    encoder = small()
-    report = load_weights(encoder, tmp_path / "checkpoint.pth", source)
-    assert_equals_timm(encoder, model)
-    assert {"optimizer", "epoch", "args", "dino_loss"} <= set(report.left_out)
-    assert ("student" in report.left_out) == teacher
-    assert "left out: " in str(report)
-    assert "head.* (2)" in str(report)
-
-
-def test_checkpoints_of_mae(tmp_path):
-    model = timm_vit()
-    checkpoint = {"model": model.state_dict() | decoder_of_mae(), "args": OPTIONS, "optimizer": {}}
-    torch.save(checkpoint, tmp_path / "pretrained.pth")
-    encoder = small(positions="sincos", mask_token=True)
-    before = encoder.mask_token.clone()
-    report = load_weights(encoder, tmp_path / "pretrained.pth", "mae")
-    assert_equals_timm(encoder, model)
-    assert not encoder.pos_embed.requires_grad
-    assert torch.equal(encoder.mask_token, before)  # the checkpoint's mask token is the decoder's
-    assert report.fresh == ["mask_token"]
-    assert set(report.left_out) == {"args", "optimizer", *decoder_of_mae()}
-
-    averaged = small(
-        pool="mean"
-    )  # as the official fine-tuning starts: the norm of the tokens goes, one for the mean comes
-    report = load_weights(averaged, tmp_path / "pretrained.pth")
-    assert {"norm.weight", "norm.bias"} <= set(report.left_out)
-    assert report.fresh == ["fc_norm.weight", "fc_norm.bias"]
-    assert torch.equal(averaged.fc_norm.weight, torch.ones(48))
-
-    tuned = timm_vit(global_pool="avg", num_classes=5)
-    checkpoint = {"model": tuned.state_dict(), "args": OPTIONS}
-    encoder = small(pool="mean")
-    assert set(load_weights(encoder, checkpoint).left_out) == {"args", "head.weight", "head.bias"}
-    assert_equals_timm(encoder, tuned)
-    with pytest.raises(ValueError, match=r"missing .* norm.bias, norm.weight; unknown .* fc_norm.*look at: pool"):
-        load_weights(small(), checkpoint)
-
-
-def test_distilled_checkpoint_of_deit():
-    model = timm.models.deit.VisionTransformerDistilled(
-        img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5
-    ).eval()
-    encoder = small(distillation_token=True)
-    report = load_weights(encoder, {"model": model.state_dict()}, "deit")
-    assert report.left_out == ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
-    with pytest.raises(ValueError, match="unknown to the encoder: dist_token; settings to look at: distillation_token"):
-        load_weights(small(), model.state_dict())
-
-
-@pytest.mark.parametrize("no_embed_class", [True, False])
-def test_registers_of_timm_and_of_dinov2(no_embed_class):
-    model = timm_vit(reg_tokens=3, init_values=0.1, no_embed_class=no_embed_class)
-    encoder = small(registers=3, layer_scale=1.0)
-    load_weights(encoder, model.state_dict())
-    assert_equals_timm(encoder, model)
-    with pytest.raises(ValueError, match=r"unknown to the encoder: .*reg_token; settings to look at: .*registers"):
-        load_weights(small(), model.state_dict())
-
-    dinov2 = timm_vit(init_values=0.1).state_dict() | {"mask_token": torch.ones(1, 48)}
-    dinov2["register_tokens"] = torch.randn(1, 3, 48)
-    model = timm_vit(reg_tokens=3, init_values=0.1, no_embed_class=True)
-    model.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(dict(dinov2), model))
-    encoder = small(registers=3, layer_scale=1.0)
-    assert load_weights(encoder, dinov2).left_out == ["mask_token"]
-    assert_equals_timm(encoder, model)
-    encoder = small(registers=3, layer_scale=1.0, mask_token=True)
-    assert load_weights(encoder, dinov2).left_out == []
-    assert encoder.mask_token.eq(1).all()
-
-
-@pytest.mark.parametrize("rule", ["dino", "mae"])
-def test_position_table_is_resized_by_the_rule_of_the_encoder(rule):
-    model = timm_vit()
-    encoder = small(image_size=(24, 56), interpolation=rule, registers=2)
-    state = model.state_dict() | {"reg_token": torch.zeros(1, 2, 48)}
-    report = load_weights(encoder, state)
-    assert report.resized == [f"pos_embed resized from 4 x 4 to 3 x 7 by the rule of {rule}"]
-    assert report.resized[0] in str(report)
-    maps = model.pos_embed[:, 1:].reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
-    how = {"scale_factor": (3.1 / 4, 7.1 / 4)} if rule == "dino" else {"size": (3, 7)}
-    expected = torch.nn.functional.interpolate(maps, mode="bicubic", **how).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(encoder.pos_embed[:, 1:], expected, **CLOSE)
-    assert torch.equal(encoder.pos_embed[:, :1], model.pos_embed[:, :1])
-
-
-def test_a_table_that_may_be_square_or_not_is_not_guessed():
-    wide = small(image_size=(16, 64))
-    with pytest.raises(ValueError, match=r'may be 4 x 4 or the encoder.s 2 x 8: say source="ours"'):
-        load_weights(small(image_size=(16, 64)), wide.state_dict())
-    encoder = small(image_size=(16, 64))
-    load_weights(encoder, wide.state_dict(), "ours")
-    assert torch.equal(encoder.pos_embed, wide.pos_embed)
-    with pytest.raises(ValueError, match="position table of 22 rows"):
-        load_weights(small(), small(image_size=(24, 56)).state_dict())
-
-
-def test_heads_are_used_where_there_are_any():
-    model = timm_vit(num_classes=5)
-    encoder = small(classes=5)
-    assert load_weights(encoder, model.state_dict()).left_out == []
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(encoder.logits(images), model(images), **CLOSE)
-    report = load_weights(small(classes=5), timm_vit().state_dict())
-    assert report.fresh == ["head.weight", "head.bias"]
-    assert "initial values kept: head.* (2)" in str(report)
-    with pytest.raises(ValueError, match=r"head.weight \(5, 48\), not \(9, 48\).*look at: classes"):
-        load_weights(small(classes=9), model.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("blocks.1.norm2.bias"), "missing from the checkpoint: blocks.1.norm2.bias"),
-        (lambda state: state.update({"extra.weight": torch.ones(2)}), "unknown to the encoder: extra.weight"),
-        (lambda state: state.update({"backbone.extra": torch.ones(2)}), "unknown to the encoder: extra"),
-        (lambda state: state.update({"head.weight": torch.ones(9, 48)}), "missing from the checkpoint: head.bias"),
-        (lambda state: state.pop("pos_embed"), "missing from the checkpoint: pos_embed"),
-        (lambda state: state.update({"norm.bias": torch.ones(2)}), r"norm.bias \(2,\), not \(48,\)"),
-        (lambda state: state.pop("patch_embed.proj.weight"), "these are not weights of a ViT"),
-        (lambda state: state.update({"epoch": 3}), "no weights found"),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
-    encoder, state = small(classes=9), timm_vit().state_dict()
-    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    change(state)
-    with pytest.raises(ValueError, match=message):
-        load_weights(encoder, state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
-
-
-def test_messages_say_what_would_fit():
-    state = build("vit_micro", patch_size=8).state_dict()
-    with pytest.raises(
-        ValueError, match=r"96 wide with 4 blocks .* this encoder 48 .* build vit_micro with patch_size=8"
-    ):
-        load_weights(small(), state)
-    with pytest.raises(ValueError, match=r"unknown to the encoder: .*qkv.bias.* settings to look at: qkv_bias"):
-        load_weights(small(qkv_bias=False), small().state_dict())
-    with pytest.raises(ValueError, match="source must be one of auto, ours"):
-        load_weights(small(), state, "dion")
+def test_an_official_checkpoint_becomes_an_encoder_without_saying_what_it_is(tmp_path, capsys):
+    model = scrambled(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=7))
+    checkpoint = {"model": model.state_dict(), "args": argparse.Namespace(lr=1e-3), "epoch": 3}
+    torch.save(checkpoint, tmp_path / "mae.pth")
+    weights.main([str(tmp_path / "mae.pth"), str(tmp_path / "ours.safetensors")])
+    encoder = encoders.load(tmp_path / "ours.safetensors")
+    assert (encoder.settings["variant"], encoder.settings["image_size"]) == ("vit_tiny", 64)
+    torch.testing.assert_close(encoder(images(64)).pooled, model.forward_features(images(64))[:, 0], **CLOSE)
+    printed = capsys.readouterr().out
+    assert "left out: args, epoch, head.* (2)" in printed
+    assert "of the variant vit_tiny" in printed
 
 
 @torch.no_grad()
-def test_filters_for_three_channels_are_repeated_for_more():
-    three, six = small(), small(channels=6)
-    report = load_weights(six, three.state_dict())
-    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
+def test_ours_becomes_a_checkpoint_that_timm_creates_its_model_from(tmp_path, capsys):
+    encoder = scrambled(encoders.build("vit_tiny", image_size=64, depth=3))
+    encoders.save(encoder, tmp_path / "ours.safetensors")
+    weights.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
+    printed = capsys.readouterr().out
+    call = printed[printed.index("timm.create_model") :].strip()
+    model = eval(call, {"timm": timm}).eval()  # the very line that a user would paste
+    torch.testing.assert_close(model(images(64)), encoder(images(64)).pooled, **CLOSE)
 
 
-class Order:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+def test_settings_change_what_is_built_and_tables_are_resized(tmp_path, capsys):
+    encoders.save(encoders.build("swin_micro"), tmp_path / "a.safetensors")
+    weights.main([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--set", "window_size=2"])
+    assert json.loads((tmp_path / "b.json").read_text())["window_size"] == 2
+    assert "resized from windows of 4 x 4 to 2 x 2" in capsys.readouterr().out
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    torch.save({"model": timm_vit().state_dict(), "args": Order(tmp_path / "ran")}, tmp_path / "evil.pth")
-    with pytest.raises(ValueError, match=r"evil.pth is not read: besides weights it holds posix.mkdir"):
-        load_weights(small(), tmp_path / "evil.pth")
-    assert not (tmp_path / "ran").exists()
-    for name in ("text.pth", "text.safetensors"):
-        (tmp_path / name).write_text("not weights")
-        with pytest.raises(ValueError, match=rf"{name} is not a .safetensors or torch file of weights"):
-            load_weights(small(), tmp_path / name)
+def test_what_cannot_be_is_refused(tmp_path, capsys):
+    encoders.save(encoders.build("navit_micro"), tmp_path / "navit.safetensors")
+    torch.save({"something": torch.ones(2)}, tmp_path / "else.pth")
+    for source, output, options, message in [
+        ("navit.safetensors", "x.safetensors", ["--to", "timm"], "timm"),
+        ("navit.safetensors", "x.pth", [], "must end in .safetensors"),
+        ("else.pth", "x.safetensors", [], "these are not weights of"),
+        ("missing.pth", "x.safetensors", [], "missing.pth"),
+        ("navit.safetensors", "x.safetensors", ["--encoder", "vit_micro"], "which do not fit a ViT"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            weights.main([str(tmp_path / source), str(tmp_path / output), *options])
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / output).exists()

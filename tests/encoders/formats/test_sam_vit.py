@@ -248,6 +248,11 @@ def test_published_variants_are_described_by_their_names():
             encoder = build(variant, **settings)
             again = build(**sam_vit.describe(encoder.state_dict()))
         assert again.settings == encoder.settings
+    for missing in ("neck.0.weight", "blocks.2.attn.rel_pos_w"):
+        state = small().state_dict()
+        state.pop(missing)
+        with pytest.raises(ValueError, match=f"missing from the checkpoint: {missing}"):
+            sam_vit.describe(state)
     with pytest.raises(ValueError, match="do not tell heads, windows"):
         sam_vit.describe(small(relative_positions=False).state_dict())
 

@@ -1,0 +1,273 @@
+"""Weights of Swin Transformers, made from timm models, under Microsoft's names and timm's, in and out."""
+
+import math
+import re
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from encoders import build, load_weights
+from encoders.formats import swin
+from encoders.formats.checkpoint import recognise
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+SMALL = {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64}
+TIMM = {"embed_dim": 24, "depths": (2, 2, 3), "num_heads": (1, 2, 4), "window_size": 4, "img_size": 64}
+TABLE = "attn.relative_position_bias_table"
+
+
+def scramble(model: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            matrix = weight.ndim in (2, 4) and not any(part in name for part in ("table", "token"))
+            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if matrix else 0.5, generator=generator)
+    return model.eval()
+
+
+def timm_swin(**options):
+    return scramble(timm.create_model("swin_tiny_patch4_window7_224", **TIMM | {"num_classes": 0} | options))
+
+
+def small(**settings):
+    return scramble(build("swin_tiny", **SMALL | settings))
+
+
+def official(model) -> dict[str, torch.Tensor]:
+    """timm's weights as Microsoft writes them: merging at the end of a stage, masks and indices, another head."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        name = re.sub(r"layers\.(\d)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", name)
+        state[name.replace("head.fc", "head")] = tensor
+        if name.endswith(TABLE):
+            state[name.replace("bias_table", "index")] = torch.zeros(16, 16, dtype=torch.int64)
+    state["layers.0.blocks.1.attn_mask"] = torch.full((16, 16, 16), -100.0)
+    return state
+
+
+@torch.no_grad()
+def assert_equals_timm(encoder, model, size=(64, 64)):
+    images = torch.randn(2, encoder.channels, *size, generator=torch.Generator().manual_seed(1))
+    expected = model.forward_features(images)
+    torch.testing.assert_close(encoder.eval()(images).tokens, expected.flatten(0, 2), **CLOSE)
+
+
+def test_files_of_microsoft(tmp_path):
+    model = timm_swin(num_classes=5)
+    state = official(model)
+    assert {"layers.1.downsample.norm.weight", "head.weight"} <= set(state)
+    torch.save({"model": state, "optimizer": {}, "epoch": 3}, tmp_path / "swin.pth")
+    for source in ("auto", "swin"):
+        encoder = small()
+        report = load_weights(encoder, tmp_path / "swin.pth", source)
+        assert_equals_timm(encoder, model)
+        assert set(report.used) == set(encoder.state_dict())
+        assert (report.fresh, report.resized) == ([], [])
+        rebuilt = {name for name in state if name.endswith(("index", "attn_mask"))}
+        assert set(report.left_out) == rebuilt | {"optimizer", "epoch", "head.weight", "head.bias"}
+
+
+def test_weights_of_timm():
+    model, encoder = timm_swin(num_classes=5), small(mask_token=True)
+    before = encoder.mask_token.clone()
+    report = load_weights(encoder, model.state_dict())
+    assert_equals_timm(encoder, model)
+    assert set(report.left_out) == {"head.fc.weight", "head.fc.bias"}
+    assert report.fresh == ["mask_token"]
+    assert torch.equal(encoder.mask_token, before)
+
+
+def test_our_weights():
+    source, encoder = small(mask_token=True), build("swin_tiny", **SMALL)
+    report = load_weights(encoder, source.state_dict(), "ours")
+    assert report.left_out == ["mask_token"]
+    assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in encoder.state_dict().items())
+
+
+def test_other_channels_see_their_share():
+    model, encoder = timm_swin(), small(channels=6)
+    report = load_weights(encoder, model.state_dict())
+    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = model.forward_features(images).flatten(0, 2)
+        torch.testing.assert_close(encoder(images.repeat(1, 2, 1, 1)).tokens, expected, **CLOSE)
+
+
+def test_biases_of_another_window_are_stretched():
+    model, encoder = timm_swin(window_size=4), small(window_size=6)
+    report = load_weights(encoder, model.state_dict())
+    assert len(report.resized) == 7
+    assert report.resized[0] == f"layers.0.blocks.0.{TABLE} resized from windows of 4 x 4 to 6 x 6"
+    for name, table in model.state_dict().items():
+        if name.endswith(TABLE):
+            maps = F.interpolate(table.T.reshape(1, -1, 7, 7), size=(11, 11), mode="bicubic")
+            torch.testing.assert_close(encoder.state_dict()[name], maps.reshape(-1, 121).T, **CLOSE)
+
+
+@pytest.mark.parametrize("image_size", [64, 32, (32, 64)])
+def test_biases_of_windows_cut_short_keep_their_relative_positions(image_size):
+    """At 64 pixels the grids are 16, 8 and 4, at 32 they are 8, 4 and 2: timm's tables shrink with them."""
+    model = timm_swin(window_size=8, img_size=image_size)
+    encoder = small(window_size=8, image_size=image_size)
+    report = load_weights(encoder, model.state_dict())
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    assert_equals_timm(encoder, model, size)
+    rows, columns = size[0] // 16, size[1] // 16
+    name = f"layers.2.blocks.0.{TABLE}"
+    assert f"{name} of windows of {rows} x {columns} put in the middle of one of 8 x 8" in report.resized
+    table = encoder.state_dict()[name].view(15, 15, 4)
+    assert torch.equal(table[0, 0], table[8 - rows, 8 - columns])
+
+
+def test_positions_are_resized():
+    encoder = small(absolute_positions=True)
+    table = encoder.absolute_pos_embed.detach()
+    other = build("swin_tiny", **SMALL | {"image_size": (64, 96)}, absolute_positions=True)
+    report = load_weights(other, encoder.state_dict())
+    assert report.resized == ["absolute_pos_embed resized from 16 x 16 to 16 x 24"]
+    maps = F.interpolate(table.view(1, 16, 16, 24).permute(0, 3, 1, 2), size=(16, 24), mode="bicubic")
+    torch.testing.assert_close(other.absolute_pos_embed.view(16, 24, 24), maps[0].permute(1, 2, 0), **CLOSE)
+    assert load_weights(small(absolute_positions=True), encoder.state_dict()).resized == []
+    with pytest.raises(ValueError, match=r"unknown to the encoder: absolute_pos_embed; .*look at: absolute_positions"):
+        load_weights(small(), encoder.state_dict())
+    with pytest.raises(ValueError, match="position table of 384 rows are not known"):
+        load_weights(encoder, other.state_dict())
+    oblong = small(absolute_positions=True, image_size=(32, 128))
+    with pytest.raises(ValueError, match="may be 16 x 16 or the encoder's 8 x 32: say source"):
+        load_weights(oblong, encoder.state_dict())
+    assert load_weights(oblong, oblong.state_dict(), "ours").resized == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 48}, r"build an encoder with dim=24, depths=\(2, 2, 3\), heads=\(1, 2, 4\) with patch_size=4"),
+        ({"depths": (2, 2, 2)}, r"this encoder 24 wide with depths \(2, 2, 2\)"),
+        ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
+        ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
+        ({"patch_size": 2}, "with patch_size=4"),
+        ({"mlp_ratio": 2.0}, "settings to look at: mlp_ratio"),
+        ({"qkv_bias": False}, "settings to look at: qkv_bias"),
+        ({"patch_norm": False}, "settings to look at: patch_norm"),
+    ],
+)
+def test_encoders_that_do_not_fit_are_left_as_they_were(settings, message):
+    encoder = small(**settings)
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_weights(encoder, timm_swin().state_dict())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+def test_the_variant_that_would_fit_is_named():
+    with torch.device("meta"):
+        tiny, other = build("swin_tiny"), build("swin_small")
+    with pytest.raises(ValueError, match="build swin_small with patch_size=4"):
+        load_weights(tiny, other.state_dict())
+
+
+def test_other_families_are_refused():
+    state = timm_swin().state_dict()
+    assert recognise(state) is swin
+    with pytest.raises(ValueError, match="these are weights of a Swin Transformer, which do not fit a ViT"):
+        load_weights(build("vit_micro"), state)
+    with pytest.raises(ValueError, match="these are weights of a ViT, which do not fit a Swin Transformer"):
+        load_weights(small(), build("vit_micro").state_dict())
+    second = timm.create_model("swinv2_tiny_window8_256", embed_dim=24, depths=(1, 1), num_heads=(1, 2), img_size=64)
+    with pytest.raises(ValueError, match="these are not weights of"):
+        load_weights(small(), second.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("swin_micro", {}),
+        ("swin_micro", {"window_size": 3, "channels": 1}),
+        ("swin_small", {}),
+        ("swin_large", {"window_size": 12, "qkv_bias": False}),
+        ("swin_tiny", {"absolute_positions": True, "image_size": 96, "mask_token": True}),
+        ("swin_base", {"dim": 160, "mlp_ratio": 2.7, "patch_norm": False, "patch_size": 2}),
+        ("swin_tiny", {"depths": (1, 2), "heads": (2, 4)}),
+    ],
+)
+def test_what_weights_say_about_their_encoder_builds_it_again(variant, settings):
+    with torch.device("meta"):
+        encoder = build(variant, **settings)
+        described = swin.describe(encoder.state_dict())
+        again = build(**described)
+    assert described["variant"] == variant
+    shapes = {name: tensor.shape for name, tensor in encoder.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in again.state_dict().items()} == shapes
+    if "mlp_ratio" not in settings:
+        expected = {name: value for name, value in settings.items() if name != "image_size" or variant == "swin_tiny"}
+        assert described == {"variant": variant} | expected
+
+
+def test_checkpoints_of_timm_and_microsoft_are_described():
+    model = timm_swin(num_classes=3, window_size=8)
+    expected = {"variant": "swin_tiny", "dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 8}
+    assert swin.describe(model.state_dict()) == swin.describe(official(model)) == expected
+    oblong = timm_swin(window_size=8, img_size=(32, 64)).state_dict()
+    with pytest.raises(ValueError, match="do not belong to square windows"):
+        swin.describe(oblong)
+    broken = {name: tensor for name, tensor in model.state_dict().items() if "layers.2.blocks.0." not in name}
+    with pytest.raises(ValueError, match="not whole"):
+        swin.describe(broken)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "name"),
+    [
+        ("swin_micro", {}, "swin_tiny_patch4_window7_224"),
+        ("swin_tiny", SMALL, "swin_tiny_patch4_window7_224"),
+        ("swin_tiny", SMALL | {"window_size": 8, "image_size": (32, 64)}, "swin_tiny_patch4_window7_224"),
+        ("swin_tiny", SMALL | {"mask_token": True, "channels": 5, "drop_path": 0.3}, "swin_tiny_patch4_window7_224"),
+        ("swin_tiny", SMALL | {"mlp_ratio": 2.7, "qkv_bias": False}, "swin_tiny_patch4_window7_224"),
+        ("swin_tiny", SMALL | {"window_size": 7, "image_size": 56}, "swin_tiny_patch4_window7_224"),
+        ("swin_base", {"window_size": 12, "image_size": 48, "depths": (1, 1, 1, 1)}, "swin_base_patch4_window12_384"),
+    ],
+)
+def test_timm_gives_the_same_features(variant, settings, name):
+    encoder = scramble(build(variant, **settings))
+    found, options, state = swin.to_timm(encoder)
+    assert found == name
+    model = timm.create_model(name, **options).eval()
+    model.load_state_dict(state, strict=True)
+    assert_equals_timm(encoder, model, encoder.image_size)
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in model.layers for block in stage.blocks]
+    assert rates == pytest.approx([block.drop_path.rate for block in encoder.blocks])
+    again = build(variant, **settings)
+    report = load_weights(again, state)
+    assert_equals_timm(again, model, encoder.image_size)
+    own = encoder.state_dict()
+    cut_short = [name for name in state if name.endswith(TABLE) and state[name].shape != own[name].shape]
+    assert len(report.resized) == len(cut_short)
+
+
+def test_official_models_need_few_options():
+    with torch.device("meta"):
+        found = {variant: swin.to_timm(build(variant))[:2] for variant in ("swin_tiny", "swin_large")}
+        wide = swin.to_timm(build("swin_base", window_size=12, image_size=384))[:2]
+    usual = {"num_classes": 0, "drop_path_rate": 0.0}
+    assert found["swin_tiny"] == ("swin_tiny_patch4_window7_224", usual | {"img_size": 224})
+    assert found["swin_large"] == ("swin_large_patch4_window7_224", usual | {"img_size": 224})
+    assert wide == ("swin_base_patch4_window12_384", usual | {"img_size": 384})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"absolute_positions": True}, "no absolute positions"),
+        ({"patch_norm": False}, "without a norm"),
+        ({"norm_eps": 1e-6}, "epsilon of 1e-06"),
+        ({"qk_scale": 0.5}, "no qk_scale"),
+        ({"image_size": 66}, "no images of 66 x 66 pixels for patches of 4"),
+        ({"image_size": 72}, "no mask for padding, which images of 72 x 72 pixels need in windows of 4"),
+    ],
+)
+def test_what_timm_does_not_have_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        swin.to_timm(small(**settings))

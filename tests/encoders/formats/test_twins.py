@@ -1,0 +1,245 @@
+"""Weights of Meituan, timm and vit-pytorch in a Twins-SVT, and ours in timm."""
+
+import argparse
+
+import pytest
+import timm
+import torch
+from vit_pytorch.twins_svt import TwinsSVT
+
+from encoders import VARIANTS, build, load_weights
+from encoders.formats import twins as formats
+from encoders.twins import Twins
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+SMALL = {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4}
+TIMM = {"embed_dims": (32, 64), "depths": (2, 2), "num_heads": (1, 2), "sr_ratios": (2, 1), "wss": (4, 4)}
+TIMM |= {"mlp_ratios": (4, 4)}
+THEIRS = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s1_patch_size": 2}
+THEIRS |= {"s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_size": 2, "s3_depth": 1, "s4_depth": 1}
+THEIRS |= {"s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 2}
+FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 1, 1, 1), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 2)}
+FITTING |= {"patch_size": 2}
+
+
+@torch.no_grad()
+def scramble(model: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        weight.normal_(0, 0.1, generator=generator)
+        if ("norm" in name and name.endswith("weight")) or name.endswith(".g"):
+            weight += 1
+    return model.eval()
+
+
+def timm_twins(**options) -> torch.nn.Module:
+    return scramble(timm.create_model("twins_svt_small", **TIMM | options))
+
+
+def vit_pytorch_twins() -> TwinsSVT:
+    return scramble(TwinsSVT(num_classes=5, **THEIRS))
+
+
+def small(**settings) -> Twins:
+    encoder = build("twins_svt_small", **SMALL | settings)
+    assert isinstance(encoder, Twins)
+    return encoder.eval()
+
+
+def other(**settings) -> Twins:
+    encoder = build("twins_svt_vit_pytorch", **FITTING | settings)
+    assert isinstance(encoder, Twins)
+    return encoder.eval()
+
+
+def images_of(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("source", ["auto", "twins"])
+@torch.no_grad()
+def test_files_of_meituan(tmp_path, source):
+    model = timm_twins(num_classes=5)  # with the names of the published code
+    torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=1.0), "epoch": 3}, tmp_path / "svt.pth")
+    encoder = small(mask_token=True)
+    before = encoder.mask_token.clone()
+    report = load_weights(encoder, tmp_path / "svt.pth", source)
+    assert sorted(report.left_out) == ["args", "epoch", "head.bias", "head.weight"]
+    assert report.fresh == ["mask_token"]
+    assert torch.equal(encoder.mask_token, before)
+    assert set(report.used) == set(encoder.state_dict()) - {"mask_token"}
+    images = images_of(2, 3, 64, 96)
+    torch.testing.assert_close(
+        encoder(images).pooled, model.forward_head(model.forward_features(images), True), **CLOSE
+    )
+    assert load_weights(small(), model.state_dict(), source).left_out == ["head.weight", "head.bias"]  # flat
+
+
+@torch.no_grad()
+def test_ours_come_back_and_leave_the_mask_token_where_there_is_none():
+    encoder, again = scramble(small(mask_token=True)), small(mask_token=True)
+    assert load_weights(again, encoder.state_dict(), "ours").left_out == []
+    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
+    encoder, again = scramble(other()), other()
+    load_weights(again, encoder.state_dict())
+    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("source", ["auto", "vit_pytorch"])
+@torch.no_grad()
+def test_weights_of_vit_pytorch(source, head):
+    model, encoder = vit_pytorch_twins(), other()
+    state = model.state_dict()
+    model.layers[-1] = torch.nn.Identity()
+    report = load_weights(encoder, state if head else model.state_dict(), source)
+    assert report.left_out == ["layers.6.weight", "layers.6.bias"] * head
+    assert (set(report.used), report.fresh, report.resized) == (set(encoder.state_dict()), [], [])
+    images = images_of(2, 3, 64, 128)
+    torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
+
+
+@pytest.mark.parametrize("settings", [{}, {"channels": 1, "image_size": (60, 96), "window_size": (8, 2)}])
+@torch.no_grad()
+def test_ours_in_timm(settings):
+    encoder = scramble(small(mask_token=True, **settings))
+    name, options, state = formats.to_timm(encoder)
+    assert (name, options["num_classes"]) == ("twins_svt_small", 0)
+    assert options.get("img_size") == ((64, 96) if settings else None)
+    model = timm.create_model(name, **options).eval()
+    model.load_state_dict(state)
+    images = images_of(2, encoder.channels, 64, 96)
+    torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["twins_svt_small", "twins_svt_base", "twins_svt_large"])
+def test_published_variants_are_timms_own(name):
+    with torch.device("meta"):
+        found, options, state = formats.to_timm(build(name))
+        model = timm.create_model(name, num_classes=0)
+        assert formats.describe(model.state_dict()) == {"variant": name}
+    assert (found, options) == (name, {"num_classes": 0})
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in model.state_dict().items()}
+
+
+def test_what_timm_does_not_have_is_refused_with_the_reason():
+    encoder = small(qkv_bias=False, qk_scale=0.1, head_dim=16, norm_eps=1e-5, window_size=1)
+    reasons = r"without bias, nor a qk_scale, nor a head_dim .*, nor a norm_eps of 1e-05, .*, nor windows of one token"
+    with pytest.raises(ValueError, match=f"timm's Twins-SVT does not have .*{reasons}: save it as ours"):
+        formats.to_timm(encoder)
+    with pytest.raises(ValueError, match='does not have the parts of layout="vit_pytorch"'):
+        formats.to_timm(other())
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("twins_svt_micro", {}),
+        ("twins_svt_micro", {"channels": 5, "reductions": (4, 2), "qkv_bias": False, "mlp_ratios": (2.0, 3.0)}),
+        ("twins_svt_small", {"mask_token": True, "depths": (1, 2, 3, 1)}),
+        ("twins_svt_base", {"dims": (64, 192, 384, 768), "heads": (2, 6, 12, 24), "patch_size": 8}),
+        ("twins_svt_vit_pytorch", {"patch_size": 2, "depths": (1, 1, 2, 3), "reductions": (4, 2, 2, 1)}),
+    ],
+)
+def test_description_is_what_builds_the_encoder(variant, settings):
+    with torch.device("meta"):
+        state = build(variant, **settings).state_dict()
+        found = formats.describe(state)
+        assert found == {"variant": variant, **settings}
+        again = build(**found).state_dict()
+    assert {k: v.shape for k, v in again.items()} == {k: v.shape for k, v in state.items()}
+
+
+def test_description_of_vit_pytorch_and_of_unknown_heads():
+    assert formats.describe(vit_pytorch_twins().state_dict()) == {
+        "variant": "twins_svt_vit_pytorch",
+        "dims": (12, 20, 24, 36),
+        "depths": (1, 1, 1, 1),
+        "reductions": (4, 2, 2, 2),
+        "patch_size": 2,
+    }
+    with pytest.raises(ValueError, match="weights do not show their heads"):
+        formats.describe(small(dims=(24, 64)).state_dict())
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: blocks.0.0.attn.proj.weight"):
+        formats.describe({k: v for k, v in small().state_dict().items() if k != "blocks.0.0.attn.proj.weight"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("blocks.1.0.norm2.bias"), "missing from the checkpoint: blocks.1.0.norm2.bias"),
+        (lambda state: state.pop("patch_embeds.0.proj.weight"), "missing from the checkpoint: patch_embeds.0.proj.w"),
+        (lambda state: state.update({"extra.weight": torch.ones(2)}), "unknown to the encoder: extra.weight"),
+        (lambda state: state.update({"norm.bias": torch.ones(2)}), r"norm.bias \(2,\), not \(64,\)"),
+        (lambda state: state.pop("blocks.0.0.attn.qkv.weight"), "these are not weights of"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
+    encoder, state = small(), timm_twins(num_classes=0).state_dict()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        load_weights(encoder, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("missing", ["to_q", "to_kv", "to_out.0", "net.1", "norm"])
+def test_missing_parts_of_vit_pytorch_are_named(missing):
+    state = vit_pytorch_twins().state_dict()
+    gone = next(name for name in state if name.startswith("layers.2.1.layers.0.") and missing in name)
+    del state[gone]
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: blocks\.2\.0\."):
+        load_weights(other(), state)
+
+
+def test_messages_say_what_would_fit():
+    with torch.device("meta"):
+        base = build("twins_svt_base").state_dict()
+    with pytest.raises(ValueError, match=r"depths \(2, 2, 18, 2\), this encoder .*: build twins_svt_base$"):
+        load_weights(small(), base)
+    wider = small(dims=(64, 96), heads=(2, 3)).state_dict()
+    with pytest.raises(ValueError, match=r"stages \(64, 96\) wide .*: build .*dims=\(64, 96\), heads=\(2, 3\)"):
+        load_weights(small(), wider)
+    with pytest.raises(ValueError, match=r'has layout="vit_pytorch".* encoder layout="meituan".*twins_svt_vit_pytorch'):
+        load_weights(small(), vit_pytorch_twins().state_dict())
+    with pytest.raises(
+        ValueError, match=r'has layout="meituan".* encoder layout="vit_pytorch".*: build twins_svt_small'
+    ):
+        load_weights(other(), build("twins_svt_small", depths=(1, 1, 1, 1)).state_dict())
+    for settings, message in [
+        ({"qkv_bias": False}, "settings to look at: qkv_bias"),
+        ({"reductions": (4, 1)}, "settings to look at: reductions"),
+        ({"patch_size": 2}, "settings to look at: patch_size"),
+        ({"mlp_ratios": 2.0}, "settings to look at: mlp_ratios"),
+        ({"head_dim": 16}, "settings to look at: head_dim"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_weights(small(**settings), timm_twins().state_dict())
+
+
+def test_what_vit_pytorch_fixes_is_asked_of_the_encoder():
+    state = vit_pytorch_twins().state_dict()
+    for settings in ({"heads": 16, "head_dim": 32}, {"norm_eps": 1e-6}, {"qk_scale": 1.0}):
+        with pytest.raises(ValueError, match="heads=8, head_dim=64, norm_eps=1e-05 and no qk_scale"):
+            load_weights(other(**settings), state)
+    with pytest.raises(ValueError, match="patches of 2 pixels a side, this encoder of 4: build it with patch_size=2"):
+        load_weights(other(patch_size=4), state)
+
+
+@torch.no_grad()
+def test_filters_for_three_channels_are_repeated_for_more():
+    images = images_of(2, 3, 32, 64)
+    for make in (small, other):
+        three, six = scramble(make()), make(channels=6)
+        report = load_weights(six, three.state_dict())
+        assert report.resized[0] == "patch_embeds.0.proj.weight repeated in turn from 3 to 6 channels, times 3/6"
+        torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
+
+
+def test_weights_of_other_families_are_not_taken():
+    pcpvt = timm.create_model("twins_pcpvt_small", embed_dims=(32, 64), depths=(1, 1), num_heads=(1, 2), num_classes=0)
+    assert not formats.recognises(pcpvt.state_dict())
+    for variant in VARIANTS:
+        if variant.endswith("_micro"):
+            assert formats.recognises(build(variant).state_dict()) == variant.startswith("twins")

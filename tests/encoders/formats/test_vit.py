@@ -1,0 +1,264 @@
+"""A ViT into timm, its weights described, and weights of vit-pytorch."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+from encoders import build, load_weights
+from encoders.formats import vit
+
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights that all show in the output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            spread = 1 / math.sqrt(weight[:1].numel() or 1) if weight.ndim in (2, 4) and "pos" not in name else 0.3
+            weight.copy_(spread * torch.randn(weight.shape, generator=generator))
+    return model.eval()
+
+
+def small(**settings):
+    return scramble(build("vit_small", **SMALL | settings), seed=1)
+
+
+def images_of(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def lucidrains(**settings):
+    """vit-pytorch's ViT as installed, 5 classes."""
+    module = pytest.importorskip("vit_pytorch.vit", reason="vit-pytorch is not installed")
+    size = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 100}
+    model = scramble(module.ViT(**size | {"dim_head": 20} | settings))
+    for weight in model.to_patch_embedding[2].parameters():
+        weight.data *= 1e-2  # so that the epsilon of the norm behind it counts
+    return model
+
+
+def like_lucidrains(**settings):
+    style = {"patch_norm": True, "qkv_bias": False, "norm_eps": 1e-5, "head_dim": 20, "mlp_ratio": 100 / 48}
+    return small(**style | settings)
+
+
+@torch.no_grad()
+def assert_equals_lucidrains(encoder, model, images):
+    """`model` pools before its class head."""
+    special, seen = model.cls_token.shape[-2], []
+    handle = model.transformer.register_forward_hook(lambda layer, args, output: seen.append(output))
+    scores = model(images)
+    handle.remove()
+    features = encoder(images)
+    torch.testing.assert_close(features.tokens, seen[0][:, special:].flatten(0, 1), **CLOSE)
+    torch.testing.assert_close(model.mlp_head(features.pooled), scores, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"pool": "mean"}, {"pool": "all", "class_token": False}),
+        ({"dim_head": 16}, {"head_dim": None}),
+        ({"heads": 1, "dim_head": 48}, {"heads": 1, "head_dim": None}),  # no map after attention
+        ({"heads": 1, "dim_head": 32}, {"heads": 1, "head_dim": 32}),
+        ({"channels": 2, "pool": "mean"}, {"channels": 2, "pool": "all", "class_token": False}),
+    ],
+)
+@pytest.mark.parametrize("source", ["auto", "vit_pytorch"])
+def test_weights_of_vit_pytorch_load(tmp_path, theirs, ours, source):
+    model, encoder = lucidrains(**theirs), like_lucidrains(**ours)
+    torch.save(model.state_dict(), tmp_path / "vit.pt")
+    report = load_weights(encoder, tmp_path / "vit.pt", source)
+    assert report.left_out == ["mlp_head.weight", "mlp_head.bias"]
+    assert report.fresh == []
+    assert set(report.used) == set(encoder.state_dict())
+    identity = ours.get("heads") == 1 and ours["head_dim"] is None
+    assert report.resized == [
+        f"blocks.{i}.attn.proj.weight is the identity, vit-pytorch has no map there" for i in range(2) if identity
+    ]
+    assert_equals_lucidrains(encoder, model, images_of(2, theirs.get("channels", 3), 32, 32))
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_weights_of_vit_pytorch_before_its_tables_lost_a_dimension(pool):
+    """Until 1.15.7 there was a class token for either pool, and the mean had it in."""
+    model, encoder = lucidrains(), like_lucidrains(pool="all" if pool == "mean" else "class")
+    model.pool = pool
+    state = model.state_dict()
+    state |= {name: state[name][None] for name in ("cls_token", "pos_embedding")}
+    assert state["cls_token"].shape == (1, 1, 48)
+    assert state["pos_embedding"].shape == (1, 17, 48)
+    load_weights(encoder, state)
+    assert_equals_lucidrains(encoder, model, images_of(2, 3, 32, 32))
+
+
+def test_what_does_not_fit_of_vit_pytorch_is_refused():
+    state = lucidrains().state_dict()
+    for settings, message in [
+        ({"patch_norm": False}, r"unknown to the encoder: patch_embed.norm1.bias.*look at: patch_norm"),
+        ({"head_dim": 24}, r"qkv.weight \(180, 48\), not \(216, 48\).*look at: head_dim"),
+        ({"qkv_bias": True}, r"missing from the checkpoint: blocks.0.attn.qkv.bias.*qkv_bias"),
+        ({"pool": "all", "class_token": False}, r"unknown to the encoder: cls_token.*look at: class_token"),
+        ({"patch_size": 4}, r"patches of 8 pixels, this encoder .* patches of 4 pixels"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_weights(like_lucidrains(**settings), state)
+    with pytest.raises(ValueError, match=r"unknown to the encoder: transformer.layers.0.0.temperature"):
+        load_weights(like_lucidrains(), state | {"transformer.layers.0.0.temperature": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: patch_embed.norm1.bias.*look at: .*patch_norm"):
+        load_weights(small(patch_norm=True), small().state_dict())
+    sam = build("sam_vit_b", **SMALL, window_size=0, mlp_ratio=100 / 48, qkv_bias=False)
+    with pytest.raises(ValueError, match=r"no place for norms of patches \(patch_embed.norm1"):
+        load_weights(sam, state)
+
+
+@torch.no_grad()
+def test_pool_of_all_tokens_and_heads_of_any_width():
+    encoder, images = small(pool="all", registers=2, head_dim=10), images_of(2, 3, 39, 47)
+    seen = []
+    encoder.norm.register_forward_hook(lambda layer, args, output: seen.append(output))
+    features = encoder(images)
+    assert seen[0].shape == (2, 1 + 2 + 20, 48)
+    torch.testing.assert_close(features.pooled, seen[0].mean(1))
+    torch.testing.assert_close(features.tokens, seen[0][:, 3:].flatten(0, 1))
+    assert encoder.last_attention(images).shape == (2, 3, 23, 23)
+    normed = small(patch_norm=True)  # sides that the patch does not divide lose their last pixels
+    assert torch.equal(normed(images).tokens, normed(images[..., :32, :40]).tokens)
+
+
+TIMM_CASES = [
+    {},
+    {"layer_scale": 0.1, "qk_norm": True, "registers": 3},
+    {"pool": "mean", "mlp_ratio": 2.0, "channels": 2},
+    {"pool": "mean", "class_token": False, "registers": 2, "qkv_bias": False},
+    {"pool": "all", "registers": 1},
+    {"classes": 5, "image_size": (24, 45), "mask_token": True},
+    {"positions": "sincos", "patch_size": 4, "image_size": 16},
+]
+
+
+@pytest.mark.parametrize("settings", TIMM_CASES)
+@torch.no_grad()
+def test_timm_gives_the_same_features(tmp_path, settings):
+    encoder = small(**settings)
+    name, options, state = vit.to_timm(encoder)
+    assert name == "vit_small_patch16_224"
+    torch.save(state, tmp_path / "vit.pth")
+    model = timm.create_model(name, checkpoint_path=str(tmp_path / "vit.pth"), **options).eval()
+    size = [n * encoder.stride for n in encoder.table_grid]
+    images = images_of(2, settings.get("channels", 3), *size)
+    tokens, features = model.forward_features(images), encoder(images)
+    expected = model.fc_norm(tokens[:, model.num_prefix_tokens :]).flatten(0, 1)
+    torch.testing.assert_close(features.tokens, expected, **CLOSE)
+    torch.testing.assert_close(features.pooled, model.forward_head(tokens, pre_logits=True), **CLOSE)
+    if "classes" in settings:
+        torch.testing.assert_close(encoder.logits(images), model(images), **CLOSE)
+    again = build("vit_small", **SMALL | settings).eval()
+    load_weights(again, model.state_dict(), "ours")
+    torch.testing.assert_close(again(images).pooled, features.pooled, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_timm_gives_the_same_scores_with_a_distillation_token():
+    encoder, images = small(distillation_token=True, classes=5), images_of(2, 3, 32, 32)
+    name, options, state = vit.to_timm(encoder)
+    model = timm.create_model(name, **options).eval()
+    model.load_state_dict(state)
+    torch.testing.assert_close(encoder.logits(images), model(images), **CLOSE)
+    torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
+
+
+def test_names_in_timm():
+    with torch.device("meta"):
+        for variant in ("tiny", "small", "base", "large", "huge"):
+            name, options, state = vit.to_timm(build(f"vit_{variant}"))
+            assert name == f"vit_{variant}_patch{14 if variant == 'huge' else 16}_224"
+            assert not {"embed_dim", "depth", "num_heads"} & set(options)
+            timm.create_model(name, **options).load_state_dict(state, strict=True)
+        name, options, state = vit.to_timm(build("vit_tiny", distillation_token=True))
+        assert name == "deit_tiny_distilled_patch16_224"
+        timm.create_model(name, **options).load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"norm_eps": 1e-5}, r"epsilon of 1e-6, not 1e-05 \(norm_eps\)"),
+        ({"patch_norm": True}, "no norms of patches"),
+        ({"head_dim": 20}, r"width over their number \(head_dim\)"),
+        ({"qk_scale": 0.5}, "one factor on the logits"),
+        ({"classes": 3, "representation_size": 10}, "no layer before the class head"),
+        ({"distillation_token": True, "registers": 1}, "distillation token only with"),
+        ({"distillation_token": True, "pool": "mean"}, "distillation token only with"),
+    ],
+)
+def test_what_timm_has_not_is_refused(settings, message):
+    with pytest.raises(ValueError, match=f"timm has no equal .*{message}"):
+        vit.to_timm(small(**settings))
+    vit.to_timm(small(qk_scale=0.25))  # heads are 16 wide: this is the usual factor
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *TIMM_CASES[:4],  # of the others a table that is not square, or the mean of all tokens, cannot be seen
+        {"pool": "all", "class_token": False},
+        {"heads": 4, "head_dim": 64, "mask_token": True},
+        {"qk_norm": True, "heads": 6},
+        {"distillation_token": True, "classes": 4},
+        {"representation_size": 10, "classes": 4},
+        {"patch_norm": True, "head_dim": 64},
+    ],
+)
+@torch.no_grad()
+def test_described_weights_build_their_encoder(settings):
+    encoder = small(**{"dim": 192, "heads": 3, **settings})
+    again = build(**vit.describe(encoder.state_dict())).eval()
+    report = load_weights(again, encoder.state_dict())
+    assert (report.fresh, report.resized, report.left_out) == ([], [], [])
+    images = images_of(2, settings.get("channels", 3), 32, 40)
+    assert torch.equal(again(images).pooled, encoder(images).pooled)
+    assert torch.equal(again(images).tokens, encoder(images).tokens)
+
+
+def test_published_sizes_are_described_by_their_names():
+    for variant in ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"):
+        with torch.device("meta"):
+            encoder = build(variant)
+            again = build(**vit.describe(encoder.state_dict()))
+        assert again.settings == encoder.settings
+    mae = small().state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
+    with pytest.raises(ValueError, match="do not tell how many heads share 48 channels"):
+        vit.describe(mae)
+    tiny = small(dim=192).state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
+    assert vit.describe(tiny)["mask_token"] is False
+    tiny.pop("pos_embed")
+    with pytest.raises(ValueError, match="missing from the checkpoint: pos_embed"):
+        vit.describe(tiny)
+    with pytest.raises(ValueError, match="rows and columns of a position table of 22 rows are not known"):
+        vit.describe(small(dim=192, image_size=(24, 56)).state_dict())
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"heads": 1, "dim": 64}])
+def test_described_weights_of_vit_pytorch_build_their_encoder(settings):
+    model = lucidrains(**{"dim_head": 64, **settings})
+    encoder = build(**vit.describe(model.state_dict())).eval()
+    assert load_weights(encoder, model.state_dict()).fresh == []
+    assert_equals_lucidrains(encoder, model, images_of(2, 3, 32, 32))
+
+
+@torch.no_grad()
+def test_a_table_of_registers_comes_back_as_it_was():
+    encoder = small(registers=3)
+    _, options, state = vit.to_timm(encoder)
+    assert state["pos_embed"].shape == (1, 1 + 3 + 16, 48)
+    assert not state["pos_embed"][:, 1:4].any()
+    assert options["reg_tokens"] == 3
+    again = build("vit_small", **SMALL, registers=3)
+    load_weights(again, state)
+    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())

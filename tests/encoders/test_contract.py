@@ -1,0 +1,272 @@
+"""What every encoder promises, asked of the smallest variant of each family, found by its name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import encoders
+from encoders.base import Features
+from encoders.images import Mask, pack
+
+MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+DROPPING = [name for name in MICRO if encoders.family(name).can_drop]
+WHOLE = [name for name in MICRO if not encoders.family(name).can_drop]
+PACKING = [name for name in MICRO if encoders.family(name).takes_packed]
+ONE_SIZE = [name for name in MICRO if not encoders.family(name).takes_packed]
+SIZES = [(16, 16), (24, 16), (225, 225), (96, 160), (33, 33), (4, 64)]
+
+
+def make(variant: str, **settings) -> encoders.Encoder:
+    """Random weights in every parameter, so that all of them show."""
+    torch.manual_seed(0)
+    encoder = encoders.build(variant, **settings)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return encoder.eval()
+
+
+def images_of(count: int, height: int = 16, width: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(encoder: encoders.Encoder, images: torch.Tensor, share: float = 0.5, seed: int = 0) -> Mask:
+    """The same number of hidden tokens in each image, at different places."""
+    grids = encoder.grids(images)
+    tokens = int(grids[0].prod())
+    order = torch.rand(len(images), tokens, generator=torch.Generator().manual_seed(seed)).argsort(1).argsort(1)
+    return Mask.from_hidden((order < max(int(share * tokens), 1)).flatten(), grids)
+
+
+def under(mask: Mask, encoder: encoders.Encoder, images: torch.Tensor) -> torch.Tensor:
+    """(B, 1, H, W) bool: the pixels of hidden tokens."""
+    rows, columns = encoder.grids(images)[0].tolist()
+    hidden = mask.hidden.view(len(images), 1, rows, columns)
+    spread = hidden.repeat_interleave(encoder.stride, 2).repeat_interleave(encoder.stride, 3)
+    spread = spread[:, :, : images.shape[2], : images.shape[3]]
+    beyond = [side - spread.shape[dim] for side, dim in zip(images.shape[2:], (2, 3), strict=True)]
+    return F.pad(spread, (0, beyond[1], 0, beyond[0]))  # pixels beyond the last patch are nobody's
+
+
+def check_shapes(features: Features, encoder: encoders.Encoder, images: torch.Tensor) -> None:
+    grids = encoder.grids(images)
+    assert torch.equal(features.grids, grids)
+    assert features.grids.device.type == "cpu"
+    assert features.tokens.shape == (int(grids.prod(1).sum()), encoder.dim)
+    assert features.pooled.shape == (len(images), encoder.dim)
+    assert features.tokens.isfinite().all()
+    assert features.pooled.isfinite().all()
+
+
+def test_there_is_a_smallest_variant_of_each_of_the_five_families():
+    assert {encoders.family(name).__name__ for name in MICRO} == {"ViT", "Swin", "Twins", "NaViT", "SAMViT"}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_odd_sizes_work_or_are_refused_with_the_reason(variant, size):
+    encoder, images = make(variant), images_of(2, *size)
+    if variant in PACKING and (size[0] % encoder.stride or size[1] % encoder.stride):
+        with pytest.raises(ValueError, match=r"multiple|divide"):
+            encoder(images)
+    elif variant in PACKING and max(size) > 16:
+        with pytest.raises(ValueError, match=r"image_size.*positions"):
+            encoder(images)
+        check_shapes(make(variant, positions="fractional")(images), encoder, images)
+    else:
+        check_shapes(encoder(images), encoder, images)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 28), (18, 27)])
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_hidden_pixels_do_not_leak(variant, size):
+    """New pixels under the mask, bit-equal output; and new pixels elsewhere, another one."""
+    if variant in PACKING:
+        size = tuple(side // 4 * 4 for side in size)
+    encoder = make(variant, mask_token=True, image_size=32)
+    images = images_of(2, *size)
+    mask = mask_of(encoder, images)
+    hidden = under(mask, encoder, images)
+    other = images_of(2, *size, seed=1)
+    before, after = encoder(images, mask), encoder(torch.where(hidden, other, images), mask)
+    check_shapes(before, encoder, images)
+    assert torch.equal(before.tokens, after.tokens)
+    assert torch.equal(before.pooled, after.pooled)
+    assert not torch.equal(before.tokens, encoder(torch.where(hidden, images, other), mask).tokens)
+    assert not torch.equal(before.tokens, encoder(images).tokens)
+
+
+@pytest.mark.parametrize("variant", DROPPING)
+@torch.no_grad()
+def test_dropped_pixels_do_not_leak_and_tokens_are_those_that_are_visible(variant):
+    encoder, images = make(variant), images_of(3)
+    mask = mask_of(encoder, images, 0.75)
+    hidden = under(mask, encoder, images)
+    before = encoder(images, mask, drop=True)
+    after = encoder(torch.where(hidden, images_of(3, seed=1), images), mask, drop=True)
+    assert before.tokens.shape == (len(mask.visible), encoder.dim)
+    assert torch.equal(before.tokens, after.tokens)
+    assert torch.equal(before.pooled, after.pooled)
+    nothing = Mask.from_hidden(torch.zeros(len(mask.hidden), dtype=torch.bool), encoder.grids(images))
+    torch.testing.assert_close(encoder(images, nothing, drop=True).tokens, encoder(images).tokens, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_images_do_not_see_each_other(variant):
+    encoder, images = make(variant), images_of(3)
+    changed = torch.cat([images[:1], images_of(1, seed=5), images[2:]])
+    for mask in (None, mask_of(make(variant, mask_token=True), images)):
+        encoder = make(variant, mask_token=mask is not None)
+        before, after = encoder(images, mask), encoder(changed, mask)
+        each = len(before.tokens) // 3
+        for image in (0, 2):
+            assert torch.equal(before.pooled[image], after.pooled[image])
+            part = slice(image * each, (image + 1) * each)
+            assert torch.equal(before.tokens[part], after.tokens[part])
+        assert not torch.equal(before.pooled[1], after.pooled[1])
+        alone = encoder(images[:1], mask and Mask.from_hidden(mask.hidden[:each], encoder.grids(images[:1])))
+        torch.testing.assert_close(before.pooled[:1], alone.pooled, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", MICRO)
+def test_tokens_lie_in_the_order_of_patches(variant):
+    """The centre of what a token answers to moves down with its row and to the right with its column."""
+    rows, columns = 4, 6
+    stride = make(variant).stride
+    torch.manual_seed(0)  # fresh weights: attention is still even
+    encoder = encoders.build(variant, image_size=columns * stride).eval()
+    images = images_of(2, rows * stride, columns * stride).requires_grad_()
+    tokens = encoder(images).tokens.unflatten(0, (2, rows, columns))
+    direction = torch.randn(encoder.dim)
+    centres = torch.zeros(rows, columns, 2)
+    for row in range(rows):
+        for column in range(columns):
+            (gradient,) = torch.autograd.grad(tokens[1, row, column] @ direction, images, retain_graph=True)
+            assert gradient[0].abs().max() == 0
+            strength = gradient[1].square().sum(0)  # (H, W)
+            strength = strength / strength.sum()
+            places = torch.stack(torch.meshgrid(*map(torch.arange, strength.shape), indexing="ij"))
+            centres[row, column] = (places * strength).sum((1, 2))
+    assert (centres[..., 0].mean(1).diff() > 0).all()
+    assert (centres[..., 1].mean(0).diff() > 0).all()
+
+
+@pytest.mark.parametrize("variant", MICRO)
+def test_every_parameter_gets_a_gradient(variant):
+    for hide in (False, True):
+        encoder = make(variant, mask_token=hide).train()
+        images = images_of(2)
+        features = encoder(images, mask_of(encoder, images) if hide else None)
+        (features.pooled.square().sum() + features.tokens.square().sum()).backward()
+        assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_other_numbers_of_channels(variant, tmp_path):
+    encoder = make(variant, channels=5)
+    assert encoder(torch.randn(1, 5, 16, 16)).pooled.isfinite().all()
+    with pytest.raises(ValueError, match=r"\(B, 5, H, W\).*channels=N"):
+        encoder(images_of(1))
+    three = make(variant)
+    report = encoders.load_weights(encoder, three.state_dict())
+    assert any("from 3 to 5 channels" in line for line in report.resized)
+    six = make(variant, channels=6)
+    encoders.load_weights(six, three.state_dict())
+    images = images_of(2)
+    torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_saved_and_loaded_it_is_the_same(variant, tmp_path):
+    encoder = make(variant)
+    encoders.save(encoder, tmp_path / "encoder.safetensors")
+    again = encoders.load(tmp_path / "encoder.safetensors")
+    assert again.settings == encoder.settings
+    assert torch.equal(again(images_of(2)).pooled, encoder(images_of(2)).pooled)
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_recomputed_activations_change_nothing(variant):
+    plain, recomputing = (make(variant, checkpoint_activations=on).train() for on in (False, True))
+    with torch.enable_grad():
+        for encoder in (plain, recomputing):
+            encoder(images_of(2)).pooled.square().sum().backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), recomputing.named_parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("variant", MICRO)
+def test_drop_path_leaves_out_branches_in_training_only(variant):
+    encoder = make(variant, drop_path=0.5)
+    images = images_of(4)
+    still = encoder(images).pooled
+    torch.testing.assert_close(still, make(variant)(images).pooled)
+    encoder.train()
+    torch.manual_seed(0)
+    moved = encoder(images).pooled
+    torch.manual_seed(0)
+    assert torch.equal(moved, encoder(images).pooled)
+    assert not torch.equal(moved, encoder(images).pooled)
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_blocks_can_be_compiled_one_by_one(variant):
+    """`blocks` are modules that the forward pass calls, all of them once."""
+    encoder = make(variant)
+    calls: list[int] = []
+    for number, block in enumerate(encoder.blocks):
+        block.register_forward_hook(lambda *_, number=number: calls.append(number))
+    encoder(images_of(1))
+    assert calls == list(range(len(encoder.blocks)))
+
+
+@pytest.mark.parametrize("variant", MICRO)
+def test_what_does_not_fit_is_refused(variant):
+    encoder, masking = make(variant), make(variant, mask_token=True)
+    images = images_of(2)
+    mask = mask_of(masking, images)
+    cases = [
+        (masking, (images.byte(),), {}, "normalised floats, not torch.uint8"),
+        (masking, (images[0],), {}, r"\(B, 3, H, W\)"),
+        (encoder, (images, mask), {}, "mask_token=True"),
+        (masking, (images[:1], mask), {}, "does not fit 1 images"),
+        (masking, (images,), {"drop": True}, "there is no mask"),
+    ]
+    if variant in WHOLE:
+        cases.append((masking, (images, mask), {"drop": True}, "cannot drop hidden tokens"))
+    if variant in ONE_SIZE:
+        cases.append((masking, (pack([images], encoder.stride),), {}, "not packed ones"))
+    else:
+        cases.append((masking, (pack([images], 8),), {}, "8"))
+    for asked, inputs, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            asked(*inputs, **options)
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize("other", MICRO)
+def test_weights_of_another_family_are_refused(variant, other):
+    if variant == other or (variant, other) == ("sam_vit_micro", "vit_micro"):  # which grows from it
+        return
+    with pytest.raises(ValueError, match=r"these are weights of .* which do not fit"):
+        encoders.load_weights(encoders.build(variant), encoders.build(other).state_dict())
+
+
+@pytest.mark.parametrize("variant", PACKING)
+@torch.no_grad()
+def test_packed_equals_single(variant):
+    encoder = make(variant, positions="fractional")
+    views = [images_of(2, 8, 20), images_of(3, 12, 12, seed=1), images_of(1, 4, 28, seed=2)]
+    packed = encoder(pack(views, encoder.stride))
+    singles = [encoder(image[None]) for view in views for image in view]
+    torch.testing.assert_close(packed.pooled, torch.cat([f.pooled for f in singles]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.tokens, torch.cat([f.tokens for f in singles]), rtol=1e-5, atol=1e-5)
