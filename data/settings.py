@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, get_args
 
 import yaml
@@ -57,12 +58,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def names(model: type[BaseModel], prefix: str = "", only: Any = None) -> list[str]:
-    """Dotted names of all settings of a model, or of those of one type; `list[str]` finds what may also be a string."""
+    """Dotted names of all settings of a model, or of those of one type, also where that may be None; `list[str]` finds
+    what may also be a string."""
     found = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found += names(field.annotation, f"{prefix}{name}.", only)
-        elif only is None or field.annotation is only or {str, only} <= set(get_args(field.annotation)):
+            continue
+        types = set(get_args(field.annotation))
+        if only is None or field.annotation is only or {str, only} <= types or {NoneType, only} == types:
             found.append(prefix + name)
     return found
 

@@ -9,13 +9,12 @@ are told apart by whether they run within windows or over all of an image.
 
 import argparse
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -58,7 +57,7 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
     images = torch.empty(1, encoder.channels, height, width, device="meta")
     with (
         FlopCounterMode(display=False) as counter,
-        FusedAttention() as attention,
+        FusedAttention(encoder) as attention,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         encoder(images)
@@ -77,18 +76,25 @@ class FusedAttention(TorchFunctionMode):
     """Takes the place of attention, which on the meta device is not the fused kernel that it is on others: counts its
     operations, and keeps for the backward pass what such a kernel keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.operations = {True: 0, False: 0}
         """within windows or not -> floating-point operations"""
+        self.tokens = 0
+        """of the block that runs, whose windows have fewer"""
+        for part in encoder.blocks:
+            for block in part if isinstance(part, nn.ModuleList) else [part]:
+                block.register_forward_pre_hook(self._enter)
+
+    def _enter(self, block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.tokens = inputs[0].numel() // inputs[0].shape[-1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         q, k, v = args
-        windows = math.prod(q.shape[:-3]) > 1  # of one image
-        self.operations[windows] += sdpa_flop_count(q.shape, k.shape, v.shape)
+        self.operations[q.shape[-2] < self.tokens] += sdpa_flop_count(q.shape, k.shape, v.shape)
         return _Kernel.apply(q, k, v, kwargs.get("attn_mask"))
 
 

@@ -211,7 +211,7 @@ class Swin(Encoder):
         heads: attention heads of each stage.
         window_size: tokens of a side of a window.
         patch_size: pixels of a side of a patch.
-        image_size: pixels of a side of the images that absolute_positions are for, or (height, width).
+        image_size: pixels of a side of the images that positions and exports to timm are for, or (height, width).
         mlp_ratio: width of the hidden layer of an MLP, as a multiple of the stage's width.
         channels: channels of an image.
         qkv_bias: give queries, keys and values a bias.

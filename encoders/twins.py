@@ -387,7 +387,8 @@ def _init(layer: nn.Module):
 
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
     """A value for each stage."""
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * stages
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    values = values * stages if len(values) == 1 else values  # the command line reads a number as a list of one
     if len(values) != stages:
         raise ValueError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}")
     return values

@@ -216,6 +216,7 @@ def build_method(config: RunConfig, *, fresh: bool) -> Method:
     except ValueError as error:
         raise SettingsError(f"{config.method}: {error}") from error
     if config.compile:
+        torch._dynamo.config.recompile_limit = 64  # shared by all blocks: stages times kinds times sizes of crops
         for part in method.modules():
             if isinstance(part, encoders.Encoder):
                 for block in part.blocks:

@@ -255,8 +255,6 @@ def describe(state: State) -> dict[str, Any]:
         "norm_eps": eps,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
         "layer_scale": 1.0 if "blocks.0.ls1.gamma" in state else None,
-        "representation_size": len(state["pre_logits.fc.weight"]) if "pre_logits.fc.weight" in state else None,
-        "classes": len(state["head.weight"]) if "head.weight" in state else 0,
     }
 
 

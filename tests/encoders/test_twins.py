@@ -21,6 +21,7 @@ OPTIONS = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 3
 OPTIONS |= {"s4_depth": 2, "s1_patch_size": 2, "s1_local_patch_size": 4, "s2_local_patch_size": 4}
 OPTIONS |= {"s3_local_patch_size": 2, "s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 1}
 FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 2, 1, 2), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 1)}
+FITTING |= {"patch_size": 2}
 
 
 @torch.no_grad()
@@ -76,7 +77,7 @@ def in_timm(encoder: Twins) -> torch.nn.Module:
         ({}, (24, 24)),
         ({}, (48, 72)),
         ({"window_size": (6, 2, 3), "reductions": (6, 1, 3), "mlp_ratios": 2.0, "channels": 5}, (72, 24)),
-        ({"patch_size": 3, "heads": 2, "depths": (2, 2, 1), "reductions": 2}, (72, 36)),
+        ({"patch_size": 3, "heads": (2,), "depths": (2, 2, 1), "reductions": 2}, (72, 36)),
     ],
 )
 @torch.no_grad()
@@ -96,23 +97,18 @@ def test_equals_timm_where_nothing_is_padded(settings, size):
 def test_small_equals_timm_with_the_same_epsilons():
     oracle = scramble(timm.create_model("twins_svt_small", num_classes=0))
     for name, weight in oracle.named_parameters():  # variances of about 1e-6 before each norm, where epsilon counts
-        if name.startswith("patch_embeds") or any(part in name for part in ("attn.proj", "fc2", "attn.sr")):
+        if any(part in name for part in ("patch_embeds", "attn.proj", "fc2", "attn.sr", "pos_block")):
             weight *= 1e-3
     encoder, images = build("twins_svt_small").eval(), images_of(1, 3, 224, 224)
     load_weights(encoder, oracle.state_dict())
     torch.testing.assert_close(encoder(images).tokens, oracle.forward_features(images)[0], **CLOSE)
 
 
-def vit_pytorch_twins(**options) -> TwinsSVT:
-    model = scramble(TwinsSVT(num_classes=5, **OPTIONS | options))
-    model.layers[-1] = torch.nn.Identity()
-    return model
-
-
 @pytest.mark.parametrize("size", [(64, 64), (64, 128)])
 @torch.no_grad()
 def test_other_layout_equals_vit_pytorch(size):
-    oracle, encoder = vit_pytorch_twins(), build("twins_svt_vit_pytorch", **FITTING, patch_size=2).eval()
+    oracle, encoder = scramble(TwinsSVT(num_classes=5, **OPTIONS)), build("twins_svt_vit_pytorch", **FITTING).eval()
+    oracle.layers[-1] = torch.nn.Identity()
     load_weights(encoder, oracle.state_dict(), "vit_pytorch")
     images = images_of(2, 3, *size)
     features, maps = encoder(images), oracle.layers[:4](images)
@@ -222,18 +218,16 @@ def test_an_odd_grid_is_completed_with_zeros(layout):
 @torch.no_grad()
 def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size, layout):
     encoder, images = small(mask_token=True, **layout), images_of(2, 3, *size)
-    mask = mask_of(encoder, images, 7)
-    rows, columns = encoder.grid(*size)
+    mask, (rows, columns) = mask_of(encoder, images, 7), encoder.grid(*size)
     pixels = mask.hidden.view(2, 1, rows, columns).repeat_interleave(8, 2).repeat_interleave(8, 3)
     pixels = pixels[..., : size[0], : size[1]]
     features = encoder(images, mask)
-    assert features.tokens.shape == (2 * rows * columns, 48)
     assert same(encoder(images.where(~pixels, 7.0), mask), features)
     assert not same(encoder(images.where(pixels, 7.0), mask), features)
-    other, half = encoder(torch.stack([images[0], -images[1]]), mask), rows * columns
-    assert torch.equal(other.pooled[0], features.pooled[0])
-    assert torch.equal(other.tokens[:half], features.tokens[:half])
-    assert not torch.equal(other.tokens[half:], features.tokens[half:])
+    other = encoder(torch.stack([images[0], -images[1]]), mask)
+    equal = (other.tokens == features.tokens).all(1).view(2, -1)
+    assert equal[0].all()
+    assert not equal[1].any()
 
 
 @torch.no_grad()
@@ -271,7 +265,6 @@ def test_intermediate_features_are_those_of_a_shallower_encoder(layout, most):
     features = encoder.intermediate(images, most)
     assert len(features) == most
     assert same(features[-1], encoder(images))
-    assert same(encoder.intermediate(images)[0], features[-1])
     depths = (*encoder.depths[:2], encoder.depths[2] - 1)
     if min(depths) > 0:
         shallow = Twins(**SMALL | layout | {"depths": depths}).eval()
@@ -284,8 +277,8 @@ def test_intermediate_features_are_those_of_a_shallower_encoder(layout, most):
 @torch.no_grad()
 def test_scale_may_as_well_be_in_the_queries():
     encoder, plain, images = small(qk_scale=0.5), small(), images_of(2, 3, 24, 40)
-    for stage, (dim, heads) in enumerate(zip(SMALL["dims"], SMALL["heads"], strict=True)):
-        for block in plain.blocks[stage]:
+    for dim, heads, stage in zip(plain.dims, plain.heads, plain.blocks, strict=True):
+        for block in stage:
             queries = block.attn.qkv if hasattr(block.attn, "qkv") else block.attn.q
             queries.weight[:dim] *= 0.5 * math.sqrt(dim // heads)
             queries.bias[:dim] *= 0.5 * math.sqrt(dim // heads)
@@ -318,6 +311,7 @@ def test_recomputed_activations_change_nothing():
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_each_block_is_compiled_and_gives_the_same():
     encoder = small(dims=(16, 24), depths=(2, 1), heads=2, reductions=2, mlp_ratios=2.0)
@@ -341,8 +335,8 @@ def test_windows_seen_in_evaluation_serve_a_training():
     encoder, images = small(), images_of(2, 3, 33, 32)
     with torch.inference_mode():
         encoder(images)
+        assert not cached_keys((3, 3), (2, 2), 1, images.device).is_inference()
     made = cached_keys.cache_info().misses
-    assert made > 0
     encoder.train()(images).pooled.sum().backward()
     assert cached_keys.cache_info().misses == made
 
@@ -352,12 +346,10 @@ def test_windows_seen_in_evaluation_serve_a_training():
     [("small", 23_547_776), ("base", 55_301_952), ("large", 98_246_400), ("vit_pytorch", 251_512_096)],
 )
 def test_variants_have_their_published_number_of_parameters(size, parameters):
-    with torch.device("meta"):
-        encoder, oracle = build(f"twins_svt_{size}"), TwinsSVT(num_classes=1)
+    with torch.device("meta"):  # the number of vit-pytorch's is that of TwinsSVT() without its head
+        encoder = build(f"twins_svt_{size}")
     assert sum(weight.numel() for weight in encoder.parameters()) == parameters
     assert (encoder.dim, encoder.stride) == (encoder.dims[-1], 32)
-    if size == "vit_pytorch":
-        assert sum(weight.numel() for weight in oracle.parameters()) - 513 == parameters
 
 
 def test_initial_values_are_those_of_the_published_code():
@@ -404,6 +396,5 @@ def test_inputs_that_do_not_fit_are_refused():
             encoder(*inputs, drop=drop)
     with pytest.raises(ValueError, match="mask_token=True"):
         small()(images, mask_of(encoder, images, 4))
-    for call in (encoder.pyramid, encoder.intermediate):
-        with pytest.raises(ValueError, match="build it with channels=N"):
-            call(images[:, :2])
+    with pytest.raises(ValueError, match="build it with channels=N"):
+        encoder.pyramid(images[:, :2])

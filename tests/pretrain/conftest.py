@@ -23,14 +23,16 @@ TINY = [
 class Launched:
     """A running `accelerate launch pretrain/run.py` in a process group of its own."""
 
-    def __init__(self, arguments: list[str], processes: int, log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: list[str], processes: int, log: Path, environment: dict[str, str], script: Path
+    ) -> None:
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
         launcher += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
         launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*launcher, str(ROOT / "pretrain" / "run.py"), *arguments],
+                [*launcher, str(script), *arguments],
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
             )  # fmt: skip
@@ -59,8 +61,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start a run: `launch(["--output", ...], processes=2)`. Whatever still runs at the end of the test is killed."""
     started: list[Launched] = []
 
-    def start(arguments: list[str], processes: int = 1, **environment: str) -> Launched:
-        started.append(Launched(arguments, processes, tmp_path / f"log-{len(started)}.txt", environment))
+    def start(
+        arguments: list[str], processes: int = 1, script: Path = ROOT / "pretrain" / "run.py", **environment: str
+    ) -> Launched:
+        log = tmp_path / f"log-{len(started)}.txt"
+        started.append(Launched(arguments, processes, log, environment, script))
         return started[-1]
 
     yield start

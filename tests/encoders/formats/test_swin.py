@@ -107,19 +107,25 @@ def test_biases_of_another_window_are_stretched():
             torch.testing.assert_close(encoder.state_dict()[name], maps.reshape(-1, 121).T, **CLOSE)
 
 
-@pytest.mark.parametrize("image_size", [64, 32, (32, 64)])
-def test_biases_of_windows_cut_short_keep_their_relative_positions(image_size):
+@pytest.mark.parametrize(
+    ("window", "size", "own"),
+    [
+        (8, (64, 64), 64),
+        (8, (32, 64), (32, 64)),
+        (8, (64, 64), 224),  # its own windows are not cut short
+        (20, (64, 64), 64),  # all of them are
+    ],
+)
+def test_biases_of_windows_cut_short_keep_their_relative_positions(window, size, own):
     """At 64 pixels the grids are 16, 8 and 4, at 32 they are 8, 4 and 2: timm's tables shrink with them."""
-    model = timm_swin(window_size=8, img_size=image_size)
-    encoder = small(window_size=8, image_size=image_size)
+    model, encoder = timm_swin(window_size=window, img_size=size), small(window_size=window, image_size=own)
     report = load_weights(encoder, model.state_dict())
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
     assert_equals_timm(encoder, model, size)
-    rows, columns = size[0] // 16, size[1] // 16
-    name = f"layers.2.blocks.0.{TABLE}"
-    assert f"{name} of windows of {rows} x {columns} put in the middle of one of 8 x 8" in report.resized
-    table = encoder.state_dict()[name].view(15, 15, 4)
-    assert torch.equal(table[0, 0], table[8 - rows, 8 - columns])
+    name, rows, columns = f"layers.2.blocks.0.{TABLE}", size[0] // 16, size[1] // 16
+    sentence = f"{name} of windows of {rows} x {columns} put in the middle of one of {window} x {window}"
+    assert sentence in report.resized
+    table = encoder.state_dict()[name].view(2 * window - 1, 2 * window - 1, 4)
+    assert torch.equal(table[0, 0], table[window - rows, window - columns])
 
 
 def test_positions_are_resized():

@@ -207,6 +207,9 @@ def test_messages_say_what_would_fit():
         ValueError, match=r'has layout="meituan".* encoder layout="vit_pytorch".*: build twins_svt_small'
     ):
         load_weights(other(), build("twins_svt_small", depths=(1, 1, 1, 1)).state_dict())
+    same_sizes = build("twins_svt_vit_pytorch", dims=(32, 64), depths=(2, 2)).state_dict()
+    with pytest.raises(ValueError, match=r'has layout="vit_pytorch".*: build twins_svt_vit_pytorch, dims=\(32, 64\)'):
+        load_weights(small(), same_sizes)
     for settings, message in [
         ({"qkv_bias": False}, "settings to look at: qkv_bias"),
         ({"reductions": (4, 1)}, "settings to look at: reductions"),

@@ -1,0 +1,226 @@
+"""What every encoder costs under every method, and what leaving hidden tokens out saves.
+
+    python benchmarks/pairs.py [--output benchmarks/results/pairs.md]
+
+A step is all that training does on noise images that lie ready: colour and blur on the device, the method, backward,
+clipping, AdamW, the teacher. DINO has the published crops, 2 x 224 + 8 x 96 pixels, and 8,192 prototypes; MAE has one
+crop of 224 pixels and hides three quarters; drop path is off. bf16 on a GPU, float32 on a CPU. The rows take turns in
+rounds, so that other work on the machine hits all of them, each in a process of its own; medians are shown.
+"""
+
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from device_check import build, random_batch, step
+from loader import device, processor
+from pydantic import Field
+from torch import Tensor
+
+import encoders
+from data.masking import random_mask
+from data.settings import Settings, parse
+from encoders.base import Encoder
+from encoders.images import Mask
+from pretrain.methods import METHODS
+from pretrain.optim import parameter_groups
+
+DROPPING = ("vit_base", "navit_base")
+RATIOS = (0.5, 0.75, 0.9)
+IMAGES = {"cpu": 4, "cuda": 64}
+"""images of a step"""
+FORWARD_IMAGES = {"cpu": 8, "cuda": 64}
+PASSES = 3
+"""forward passes of a turn"""
+
+
+class PairsBenchmark(Settings):
+    """Time and memory of a step of every encoder under every method."""
+
+    encoders: tuple[str, ...] = ("vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
+    """variants; the others are compared with the first"""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """methods; with mae comes the table of what dropping saves"""
+    batch_size: int | None = Field(default=None, ge=1)
+    """images of a step; without it, 4 on a CPU and 64 on a GPU"""
+    steps: int = Field(default=1, ge=1)
+    """steps of a turn, after one to warm up"""
+    rounds: int = Field(default=3, ge=1)
+    """how often the rows take turns"""
+    output: Path | None = None
+    """file for the tables, in Markdown"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one pair did in one round."""
+
+    encoder_parameters: int
+    trained_parameters: int
+    tokens: str
+    """of an image, those of the first view"""
+    seconds: list[float]
+    """of each step"""
+    memory: int
+    """bytes at the peak"""
+
+
+def main(settings: PairsBenchmark) -> None:
+    try:
+        for variant in settings.encoders:
+            encoders.family(variant)
+        if unknown := set(settings.methods) - set(METHODS):
+            raise ValueError(f"unknown method {min(unknown)!r}; known are {', '.join(METHODS)}")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    batch_size = settings.batch_size or IMAGES[device().type]
+    started = time.perf_counter()
+    tables = {
+        f"Every encoder under every method, {batch_size} images a step": pair_rows(settings, batch_size),
+    }
+    if "mae" in settings.methods:
+        images = FORWARD_IMAGES[device().type]
+        tables[f"What dropping saves: forward pass of {images} images, no gradient"] = dropping_rows(settings.rounds)
+    show(tables, settings, time.perf_counter() - started)
+
+
+def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
+    """Headings and a row for each pair."""
+    pairs = [(method, variant) for method in settings.methods for variant in settings.encoders]
+    turns: dict[tuple[str, str], list[Turn]] = {pair: [] for pair in pairs}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
+        for number in range(1, settings.rounds + 1):
+            for method, variant in pairs:
+                turn = processes.submit(take_turn, method, variant, batch_size, settings.steps).result()
+                turns[method, variant].append(turn)
+                said = f"round {number} of {settings.rounds}: {method} {variant}"
+                print(f"{said}, {statistics.median(turn.seconds):.3f} s a step", flush=True)
+    first = settings.encoders[0]
+    rows = [["method", "encoder", "parameters", "trained in all", "tokens", "ms a step", "images/s", "time", "memory"]]
+    for (method, variant), taken in turns.items():
+        seconds = statistics.median(s for turn in taken for s in turn.seconds)
+        ratio = statistics.median(
+            statistics.median(turn.seconds) / statistics.median(base.seconds)
+            for turn, base in zip(taken, turns[method, first], strict=True)
+        )
+        cells = [method, variant, f"{taken[0].encoder_parameters:,}", f"{taken[0].trained_parameters:,}"]
+        cells += [taken[0].tokens, f"{1000 * seconds:,.0f}", f"{batch_size / seconds:,.2f}", f"{ratio:.2f}"]
+        rows.append([*cells, f"{statistics.median(turn.memory for turn in taken) / 2**30:.2f} GiB"])
+    return rows
+
+
+def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Turn:
+    """Some steps of one pair, in a process that has done nothing else."""
+    method, optim, transform = build(method_name, variant, batch_size, steps + 1)
+    method.to(device())
+    groups = parameter_groups(method, method.frozen())
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optim.betas or (0.9, 0.999))
+    batch = random_batch(transform, batch_size, seed=0)
+    weights = sum(t.nbytes for t in [*method.parameters(), *method.buffers()])
+    before = peak_memory(0)
+    seconds = []
+    for number in range(steps + 1):
+        start = time.perf_counter()
+        step(method, optimizer, optim, batch, number, steps + 1, bf16=device().type == "cuda")
+        wait()
+        seconds.append(time.perf_counter() - start)
+    encoder, view = method.trained_encoder(), batch.views[0]
+    tokens = str(int(encoder.grids(view)[0].prod()))
+    if batch.masks is not None:
+        how = "dropped" if encoder.can_drop else "in place"
+        tokens = f"{int(batch.masks.lengths[0])} of {tokens}, {how}"
+    trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
+    count = sum(p.numel() for p in encoder.parameters())
+    return Turn(count, trained, tokens, seconds[1:], peak_memory(before) + (weights if device().type == "cpu" else 0))
+
+
+def peak_memory(before: int) -> int:
+    """Bytes: on a GPU the most that torch held; on a CPU how far the process rose above `before`, its weights not
+    counted since they were there."""
+    if device().type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
+
+
+def wait() -> None:
+    """For the device to have done what it was given."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def dropping_rows(rounds: int) -> list[list[str]]:
+    """Headings and a row for each encoder and share of hidden tokens."""
+    count = FORWARD_IMAGES[device().type]
+    images = torch.randn(count, 3, 224, 224, device=device())
+    cases: list[tuple[str, Encoder, dict[float, Mask]]] = []
+    for variant in DROPPING:
+        encoder = build("mae", variant, count, 1)[0].trained_encoder().to(device()).eval()
+        cases.append((variant, encoder, {ratio: masks(encoder, images, ratio) for ratio in RATIOS}))
+    seconds: dict[tuple[str, float], list[float]] = {(v, r): [] for v in DROPPING for r in (0.0, *RATIOS)}
+    for number in range(1, rounds + 1):
+        for variant, encoder, hidden in cases:
+            for ratio in (0.0, *RATIOS):
+                seconds[variant, ratio].append(forward_seconds(encoder, images, hidden.get(ratio)))
+        print(f"round {number} of {rounds}: forward passes", flush=True)
+    rows = [["encoder", "hidden", "tokens", "all tokens, ms", "visible tokens, ms", "times faster"]]
+    for variant, encoder, hidden in cases:
+        tokens = int(encoder.grids(images)[0].prod())
+        for ratio, mask in hidden.items():
+            full, some = seconds[variant, 0.0], seconds[variant, ratio]
+            faster = statistics.median(a / b for a, b in zip(full, some, strict=True))
+            times = [f"{1000 * statistics.median(s):,.0f}" for s in (full, some)]
+            rows.append([variant, f"{ratio:.0%}", f"{int(mask.lengths[0])} of {tokens}", *times, f"{faster:.2f}"])
+    return rows
+
+
+def masks(encoder: Encoder, images: Tensor, ratio: float) -> Mask:
+    """A random mask of each image."""
+    rng, grids = np.random.default_rng(0), encoder.grids(images)
+    hidden = [random_mask((int(rows), int(columns)), ratio, rng).flatten() for rows, columns in grids]
+    return Mask.from_hidden(torch.from_numpy(np.concatenate(hidden)), grids).to(device())
+
+
+@torch.no_grad()
+def forward_seconds(encoder: Encoder, images: Tensor, mask: Mask | None) -> float:
+    """Of one pass, the median of `PASSES` after one to warm up."""
+    seconds = []
+    for _ in range(PASSES + 1):
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, enabled=device().type == "cuda"):
+            encoder(images, mask, drop=mask is not None)
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def show(tables: dict[str, list[list[str]]], settings: PairsBenchmark, seconds: float) -> None:
+    """Print the tables, and write them as Markdown when asked."""
+    cuda = device().type == "cuda"
+    machine = torch.cuda.get_device_name() if cuda else f"{processor()}, {os.cpu_count()} cores"
+    machine += f", torch {torch.__version__}, {'bf16' if cuda else 'float32'}"
+    how = f"medians of {settings.rounds} rounds with {settings.steps} timed steps of each pair"
+    command = " ".join(["python benchmarks/pairs.py", *sys.argv[1:]])
+    lines = ["# Pairs", "", f"`{command}`: {machine}; {how}, {seconds / 60:.0f} minutes in all.", ""]
+    for title, (headings, *rows) in tables.items():
+        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+        lines += [f"## {title}", ""]
+        for cells in (headings, [f"{'-' * (width - 1)}:" for width in widths], *rows):
+            lines.append("| " + " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |")
+        lines.append("")
+    print("\n" + "\n".join(lines))
+    if settings.output:
+        settings.output.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(parse(PairsBenchmark))

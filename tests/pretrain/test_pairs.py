@@ -1,0 +1,72 @@
+"""Every method with every encoder, through the real command: some steps on the embedded images, stopped and resumed,
+exported, loaded, scored by k-NN; two processes beside one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import encoders
+from pretrain.methods import METHODS
+
+VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+PAIRS = [(method, variant) for method in METHODS for variant in VARIANTS]
+SMALL = {
+    "dino": {"--dino.hidden_dim": "32", "--dino.bottleneck_dim": "16", "--dino.prototypes": "64"},
+    "mae": {"--mae.decoder_dim": "16", "--mae.decoder_heads": "2"},
+}
+NATIVE = {"--mae.native": "true", "--mae.mask": "block", "--mae.smallest_size": "12"}
+IN_PLACE = {"--mae.drop": "false", "--mae.decoder_depth": "1"}
+RUNS: dict[str, dict[str, str]] = {
+    f"{method} of {variant}": {"--method": method, "--encoder": variant} for method, variant in PAIRS
+}
+RUNS["mae of navit_micro, native sizes in blocks"] = {"--method": "mae", "--encoder": "navit_micro"} | NATIVE
+RUNS["mae of vit_micro in place"] = {"--method": "mae", "--encoder": "vit_micro"} | IN_PLACE
+
+
+def arguments(name: str, output: Path, *more: str) -> list[str]:
+    """The command line of one of RUNS."""
+    common = {"--steps": "6", "--batch_size": "16", "--record_every": "1", "--checkpoint_every": "3", "--workers": "1"}
+    common["--optim.lr"] = "1e-3"  # at the preset's own, rounding grows tenfold a step
+    chosen = RUNS[name] | SMALL[RUNS[name]["--method"]] | common | {"--encoder.drop_path": "0", "--output": str(output)}
+    return [*(word for pair in chosen.items() for word in pair), *more]
+
+
+@pytest.mark.slow
+def test_every_pairing_trains_resumes_exports_and_scores(launch, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "runs_in_turn.py"
+    whole = [arguments(name, tmp_path / name) for name in RUNS]
+    resumed = [arguments(name, tmp_path / name, "--resume") for name in RUNS]
+    shared = [arguments(name, tmp_path / "two" / name) for name in RUNS]
+    for file, runs in (("one.json", [*whole, *resumed]), ("two.json", shared)):
+        (tmp_path / file).write_text(json.dumps(runs))
+    one = launch([str(tmp_path / "one.json")], script=script)
+    two = launch([str(tmp_path / "two.json")], processes=2, script=script)
+    logs = one.wait(900), two.wait(900)
+    assert (one.process.returncode, two.process.returncode) == (0, 0), "".join(log[-5000:] for log in logs)
+    for name in RUNS:
+        folder = tmp_path / name
+        assert (folder / "encoder.safetensors").exists(), name
+        assert (tmp_path / "two" / name / "encoder.safetensors").exists(), name
+        lines = numbers(folder / "metrics.jsonl")
+        assert sorted(lines) == list(range(7)), name
+        assert {step for step, line in lines.items() if "knn_top1" in line} == {0, 6}, name
+        assert lines == numbers(folder / "uninterrupted.jsonl"), name  # bit for bit
+        for step, other in numbers(tmp_path / "two" / name / "metrics.jsonl").items():
+            if step:
+                assert other["loss"] == pytest.approx(lines[step]["loss"], rel=1e-5, abs=1e-5), (name, step)
+        trained = encoders.load(folder / "encoder.safetensors")
+        before = encoders.load(folder / "checkpoints" / "step-00000003" / "encoder.safetensors").state_dict()
+        changed = [not torch.equal(tensor, before[key]) for key, tensor in trained.state_dict().items()]
+        assert any(changed), name
+        again = load_file(folder / "uninterrupted.safetensors")
+        assert all(torch.equal(tensor, again[key]) for key, tensor in trained.state_dict().items()), name
+
+
+def numbers(file: Path) -> dict[int, dict[str, float]]:
+    """The lines of a metrics.jsonl by step, without what depends on the clock."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    clock = ("images_per_second", "data_wait")
+    return {line["step"]: {k: v for k, v in line.items() if k not in clock} for line in lines}
