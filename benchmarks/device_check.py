@@ -3,7 +3,8 @@
 1. Every method with every small encoder: losses of some steps in bf16 on the device beside float32 on the CPU.
 2. Images per second, peak memory and the photometric share of the step, ViT-S/16 and ViT-B/16 at 2 x 224 + 8 x 96; and,
    with --data, the share of time that the real loader keeps the device waiting.
-3. With --cifar, a short DINO run on CIFAR-10 with k-NN before and after.
+3. Every method with an encoder of every family, by benchmarks/pairs.py.
+4. With --cifar, a short run of each method on CIFAR-10 with k-NN before and after.
 
 Tables go to benchmarks/results/. Without CUDA it says so and exits 0.
 """
@@ -34,6 +35,11 @@ from pretrain.optim import OptimConfig, apply_schedules, clip_gradients, paramet
 
 ROOT = Path(__file__).parent.parent
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+SMALL: dict[str, dict[str, Any]] = {
+    "dino": {"global_size": 16, "local_size": 8, "local_crops": 2, "prototypes": 256, "hidden_dim": 256},
+    "mae": {"size": 16, "decoder_dim": 64, "decoder_heads": 4},
+}
+"""settings of each method for the smallest encoders"""
 
 
 class DeviceCheck(Settings):
@@ -91,8 +97,7 @@ def agreement(settings: DeviceCheck) -> list[str]:
     lines = ["| method | encoder | steps | first loss, CPU | largest difference |", "|---|---|---|---|---|"]
     for name in METHODS:
         for variant in MICRO:
-            small = {"global_size": 16, "local_size": 8, "local_crops": 2, "prototypes": 256, "hidden_dim": 256}
-            method, optim, transform = build(name, variant, 16, settings.steps, **small)
+            method, optim, transform = build(name, variant, 16, settings.steps, **SMALL[name])
             losses = []
             for device, bf16 in (("cpu", False), ("cuda", True)):
                 twin = copy.deepcopy(method).to(device)
@@ -168,30 +173,36 @@ def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: OptimConf
     return f"{waited / (time.perf_counter() - start):.0%} with {settings.workers} workers"
 
 
+def pairs(settings: DeviceCheck) -> list[str]:
+    """Every method with an encoder of every family at 224 pixels: the table of benchmarks/pairs.py on this device."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "pairs.md"
+        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "pairs.py"), "--output", str(table)], check=True)
+        return table.read_text().splitlines()[2:]
+
+
 def cifar(settings: DeviceCheck) -> list[str]:
-    """A short DINO run on CIFAR-10 through the real command."""
+    """A short run of each method on CIFAR-10 through the real command."""
     if settings.cifar is None:
         return ["not run: give --cifar FOLDER"]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "run"
-        command = [
-            sys.executable,
-            str(ROOT / "pretrain" / "run.py"),
-            "--config",
-            str(ROOT / "configs" / "cifar10_dino.yaml"),
-        ]
-        command += ["--data", f"{settings.cifar}/cifar10-train-*.tar.gz", "--output", str(output)]
-        command += ["--evaluation.val", f"{settings.cifar}/cifar10-test-*.tar.gz", "--workers", str(settings.workers)]
-        start = time.perf_counter()
-        subprocess.run(command, check=True)
-        seconds = time.perf_counter() - start
-        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    lines = ["| step | images | loss | 20-NN |", "|---|---|---|---|"]
-    for r in records:
-        if "knn_top1" in r:
-            loss = f"{r['loss']:.3f}" if "loss" in r else "-"
-            lines.append(f"| {r['step']} | {r['images']} | {loss} | {r['knn_top1']:.3f} |")
-    return [*lines, "", f"{seconds:.0f} s in all, evaluations included."]
+    lines = ["| method | step | images | loss | 20-NN | s, evaluations included |", "|---|---|---|---|---|---|"]
+    for method in METHODS:
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "run"
+            preset = ROOT / "configs" / f"cifar10_{method}.yaml"
+            command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(preset)]
+            command += ["--data", f"{settings.cifar}/cifar10-train-*.tar.gz", "--output", str(output)]
+            command += ["--evaluation.val", f"{settings.cifar}/cifar10-test-*.tar.gz"]
+            start = time.perf_counter()
+            subprocess.run([*command, "--workers", str(settings.workers)], check=True)
+            seconds = time.perf_counter() - start
+            records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        for r in records:
+            if "knn_top1" in r:
+                loss = f"{r['loss']:.3f}" if "loss" in r else "-"
+                cells = (method, r["step"], r["images"], loss, f"{r['knn_top1']:.3f}", f"{seconds:.0f}")
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def main(settings: DeviceCheck) -> None:
@@ -202,7 +213,8 @@ def main(settings: DeviceCheck) -> None:
     lines = ["# Device check", "", f"`python benchmarks/device_check.py` on {machine}.", ""]
     parts = {
         "bf16 on the device beside float32 on the CPU": agreement,
-        "Speed and memory, bf16, 2 x 224 + 8 x 96": throughput,
+        "Speed and memory, bf16, DINO at 2 x 224 + 8 x 96 and MAE at 224": throughput,
+        "Every pairing": pairs,
         "CIFAR-10": cifar,
     }
     for title, part in parts.items():

@@ -9,8 +9,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -146,6 +146,20 @@ def _lists(model: type[BaseModel], argv: Sequence[str]) -> tuple[dict[str, Any],
     return found, rest
 
 
+def _singles(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes what the parser makes of one number where a number or several can stand: `8` of the list `[8]`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        kind = field and field.annotation
+        if isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, BaseModel):
+            value = _singles(kind, value)
+        elif isinstance(value, list) and len(value) == 1 and get_origin(kind) in (Union, UnionType):
+            value = value[0] if {int, float} & set(get_args(kind)) else value
+        found[name] = value
+    return found
+
+
 def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str, Any]:
     """What the command line sets, as nested dictionaries. Handles `--help`.
 
@@ -156,7 +170,8 @@ def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str
     known = names(model)
     try:
         lists, rest = _lists(model, argv)
-        return merge(CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, rest))(), lists)
+        values = merge(CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, rest))(), lists)
+        return _singles(model, values)
     except UnreadableValue as error:  # a list or mapping that is not JSON
         raise SettingsError(f"{str(error).splitlines()[0]}: {error.__cause__ or error}") from error
     except SettingsError as error:

@@ -204,6 +204,8 @@ def build_method(config: RunConfig, *, fresh: bool) -> Method:
     encoder_settings = config.encoder_settings
     try:
         encoder = encoders.build(encoder_settings.pop("variant"), **encoder_settings)
+        if encoder.channels != 3:
+            raise ValueError(f"images are decoded to 3 channels, not {encoder.channels}: leave encoder.channels at 3")
         if config.init_from and fresh:
             folder = Path(config.init_from).is_dir()
             source = resolve_checkpoint(config.init_from) if folder else config.init_from

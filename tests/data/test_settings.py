@@ -19,6 +19,10 @@ class Inner(Section):
     """SHARDS"""
     fast: bool = False
     """a switch"""
+    slow: bool | None = None
+    """a switch that may be left open"""
+    size: int | tuple[int, int] = 3
+    """one number or two"""
 
 
 class Job(Settings):
@@ -45,12 +49,22 @@ def test_flags_are_typed_and_the_rest_keeps_its_default() -> None:
         job.inner.rate = 0.3
 
 
+def test_one_number_or_several_and_switches_that_may_be_left_open() -> None:
+    assert load("--inner.size", "8").inner.size == 8
+    assert load("--inner.size=[8, 9]").inner.size == (8, 9)
+    assert load("--inner.size", "8,9").inner.size == (8, 9)
+    assert [load("--inner.slow", word).inner.slow for word in ("true", "false")] == [True, False]
+    assert load("--inner.slow").inner.slow is True
+    assert load("--no-inner.slow").inner.slow is False
+    assert load().inner.slow is None
+
+
 def test_nothing_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEPS": "7", "data": "x.tar", "INNER": '{"rate": 0.9}', "ON": "false"}.items():
         monkeypatch.setenv(name, value)
     assert load().model_dump() == {
         "steps": 3, "data": None, "on": True,
-        "inner": {"rate": 0.1, "pair": (0.0, 1.0), "shards": None, "fast": False},
+        "inner": {"rate": 0.1, "pair": (0.0, 1.0), "shards": None, "fast": False, "slow": None, "size": 3},
     }  # fmt: skip
 
 
@@ -131,8 +145,9 @@ def test_every_wrong_value_has_a_line() -> None:
 
 
 def test_suggestions_and_names() -> None:
-    assert names(Job) == ["steps", "data", "on", "inner.rate", "inner.pair", "inner.shards", "inner.fast"]
-    assert names(Job, only=bool) == ["on", "inner.fast"]
+    inner = ["inner.rate", "inner.pair", "inner.shards", "inner.fast", "inner.slow", "inner.size"]
+    assert names(Job) == ["steps", "data", "on", *inner]
+    assert names(Job, only=bool) == ["on", "inner.fast", "inner.slow"]
     assert names(Job, only=list[str]) == ["data", "inner.shards"]
     assert suggestion("qqqqqq", names(Job)) == ""
 
