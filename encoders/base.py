@@ -38,6 +38,8 @@ class Encoder(nn.Module):
     """whether hidden tokens can be left out of the computation (`drop=True`)"""
     takes_packed: bool = False
     """whether images of many sizes can be packed in one batch"""
+    undecayed: tuple[str, ...] = ()
+    """parts of the names of parameters that weight decay leaves alone, by the encoder's paper, beside all vectors"""
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode `images` (B, C, H, W), normalised floats, or packed ones.

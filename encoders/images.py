@@ -1,4 +1,4 @@
-"""What goes into an encoder: images of one size or packed ones of many, and a mask on the encoder's output grid.
+"""What goes into an encoder: images of one size or packed ones of many, how their tokens lie, and a mask on the output.
 
 B images, C channels, H x W pixels; h x w grid of tokens; T = sum over images of h * w tokens; V visible tokens;
 P = patch * patch * C. The tokens of a batch lie flat, image after image and row by row; `grids` (B, 2) says how they
@@ -6,7 +6,7 @@ split.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -109,6 +109,113 @@ class Mask:
         return Mask(self.hidden.pin_memory(), self.visible.pin_memory(), self.lengths)
 
 
+def onto(numbers: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` of `numbers` on the CPU, for which nobody waits."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which of the flat tokens are whose, made once for a forward pass. What follows from it is made when it is first
+    asked for, and kept: all blocks share it, and nothing waits for the device.
+
+    B images, T tokens (of which keys and values are made), Q queries; R sequences, padded to the longest, L' keys of
+    the B images or L queries.
+    """
+
+    lengths: Tensor
+    """(B,) int64 on the CPU: tokens of each image, none of them 0"""
+    device: torch.device
+    """where the tokens are"""
+    queries: Tensor | None = None
+    """(B,) int64 on the CPU: queries of each image; None: as many as tokens"""
+    sequences: Tensor | None = None
+    """(R,) int64 on the CPU: how many images, one after the other, share each sequence; None: nobody packed them"""
+    uniform: bool = field(init=False)
+    """whether all images have as many tokens, and as many queries"""
+
+    def __post_init__(self):
+        if self.sequences is not None and int(self.sequences.sum()) != len(self.lengths):
+            raise ValueError(f"sequences of {int(self.sequences.sum())} images do not hold {len(self.lengths)} images")
+        counts = (self.lengths, self.query_lengths)
+        object.__setattr__(self, "uniform", all(bool((n == n[0]).all()) for n in counts))
+
+    @property
+    def query_lengths(self) -> Tensor:
+        """(B,) int64 on the CPU."""
+        return self.lengths if self.queries is None else self.queries
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """(T,) int64 on the device: the image of each token."""
+        counts, images = onto(self.lengths, self.device), torch.arange(len(self.lengths), device=self.device)
+        return torch.repeat_interleave(images, counts, output_size=int(self.lengths.sum()))
+
+    @cached_property
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """Two of (B + 1,) int32 on the device: the first query and the first token of each image, and their ends."""
+        ends = torch.stack([self.query_lengths, self.lengths]).cumsum(1)
+        first, second = onto(F.pad(ends, (1, 0)).int(), self.device)
+        return first, second
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Most queries and most tokens of an image."""
+        return int(self.query_lengths.max()), int(self.lengths.max())
+
+    @cached_property
+    def padded(self) -> tuple["Padded", "Padded"]:
+        """Queries and tokens in padded sequences."""
+        assert self.sequences is not None
+        owner = torch.repeat_interleave(self.sequences)  # (B,): the sequence of each image
+        queries, tokens = (_pad(n, owner, len(self.sequences), self.device) for n in (self.query_lengths, self.lengths))
+        return queries, tokens
+
+    @cached_property
+    def pairs(self) -> Tensor:
+        """(R, 1, L, L') bool on the device: which queries and keys of the padded sequences are of one image; what pads
+        queries goes with all keys, so that no row of a softmax is empty."""
+        queries, keys = (padded.images for padded in self.padded)
+        return ((queries[:, :, None] == keys[:, None, :]) | (queries[:, :, None] < 0))[:, None]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """T tokens in R sequences, each padded to L, the length of the longest; on the device."""
+
+    places: Tensor
+    """(T,) int64: where in R * L each token lies"""
+    images: Tensor
+    """(R, L) int64: whose each place is; padding is -1"""
+
+
+def _pad(lengths: Tensor, owner: Tensor, sequences: int, device: torch.device) -> Padded:
+    """From the `lengths` (B,) of images and the sequence that is the `owner` (B,) of each."""
+    images = torch.repeat_interleave(lengths)  # (T,): the image of each token
+    rows = owner[images]  # (T,): its sequence
+    counts = torch.bincount(rows, minlength=sequences)
+    longest = int(counts.max())
+    places = rows * longest + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    whose = torch.full((sequences * longest,), -1).index_copy(0, places, images)
+    return Padded(onto(places, device), onto(whose.unflatten(0, (sequences, longest)), device))
+
+
+def places(grids: Tensor, layout: Layout, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Row and column of each token, and how many rows and columns its image has: (B, 2) -> two of (2, T) int64.
+
+    Args:
+        grids: on the CPU.
+        layout: of the tokens that there are.
+        visible: (T,) int64, ascending: their flat places on the full grids, None when none is missing.
+    """
+    counts = grids.prod(1)
+    numbers = onto(torch.cat([(counts.cumsum(0) - counts)[:, None], grids], 1), layout.device)  # (B, 3)
+    flat = torch.arange(len(layout.owner), device=layout.device) if visible is None else visible
+    start, *sides = numbers.index_select(0, layout.owner).unbind(1)
+    place = flat - start  # within the image
+    return torch.stack([place // sides[1], place % sides[1]]), torch.stack(sides)
+
+
 def patchify(images: Tensor, patch: int) -> Tensor:
     """Pixels of each patch, (row, column, channel) order as in MAE (2111.06377): (B, C, H, W) -> (T, P).
 
@@ -136,6 +243,8 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
         if view.patch != patch:
             raise ValueError(f"these images are packed in patches of {view.patch} pixels, not of {patch}")
         parts.append(view)
+    if len(parts) == 1:
+        return parts[0]
     sequences = [part.sequences for part in parts if part.sequences is not None]
     return PackedImages(
         torch.cat([part.patches for part in parts]),
@@ -143,15 +252,6 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
         patch,
         torch.cat(sequences) if len(sequences) == len(parts) else None,
     )
-
-
-def places(grids: Tensor) -> Tensor:
-    """Row and column of every token of a batch: (B, 2) -> (2, T) int64 on the CPU."""
-    each = [
-        torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")).flatten(1)
-        for rows, columns in grids.tolist()
-    ]
-    return torch.cat(each, 1)
 
 
 def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -1,20 +1,26 @@
-"""Parts that more than one encoder uses: attention, MLP, drop path, layer scale, position tables, initial weights.
+"""Parts that more than one encoder uses: attention, MLP, drop path, layer scale, position tables, initial weights, and
+what their settings have in common.
 
 B images, N tokens, D width, d width of one head; T tokens of a packed batch, R sequences of L places that they share;
 r x c grid of a position table.
 """
 
-from typing import Literal, cast
+import inspect
+from functools import partial
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from encoders.images import Layout, Padded
+
 try:  # torch 2.10 and later
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
+VARLEN_TAKES_SCALE = varlen_attn is not None and "scale" in inspect.signature(varlen_attn).parameters
 
 Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
@@ -27,105 +33,83 @@ def attention(
     *,
     scale: float | None = None,
     bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    sequences: Tensor | None = None,
+    packed: Layout | None = None,
 ) -> Tensor:
     """softmax(q kT * scale + bias) v: queries, keys and values (..., heads, N, d) -> (..., heads, N, d).
 
-    With `lengths` the batch is packed: q, k and v are (heads, T, d), image after image, and each image attends to
-    itself alone. It goes to the fastest of three equal ways that the device and the numbers have.
+    With `packed`, q, k and v are (heads, T, d), image after image, and each image attends to itself alone. Where images
+    have as many tokens, they are a batch of them; else it goes to the fastest of three equal ways that the device and
+    the numbers have.
 
     Args:
         scale: of the logits, d ** -0.5 when None.
         bias: broadcasts to (..., heads, N, N); floats are added to the logits, and a False shuts a pair out.
-        lengths: (B,) int64 on the CPU, tokens of each image, none of them 0.
-        query_lengths: (B,) int64 on the CPU, queries of each image where they are not as many as the keys.
-        sequences: (R,) int64 on the CPU, how many images share each sequence; used on GPUs without `varlen_attn`.
+        packed: which tokens are whose; its `sequences` serve on GPUs without `varlen_attn`.
 
     Raises:
         ValueError: a bias for packed images.
     """
-    if lengths is None:
+    if packed is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     if bias is not None:
         raise ValueError("packed images take no bias")
-    query_lengths = lengths if query_lengths is None else query_lengths
-    if bool((lengths == lengths[0]).all() & (query_lengths == query_lengths[0]).all()):
-        q, k, v = (x.unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
+    if packed.uniform:
+        q, k, v = (x.unflatten(1, (len(packed.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
-    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0:
-        return _attention_varlen(q, k, v, scale, query_lengths, lengths)
-    if q.is_cuda and sequences is not None:
-        return _attention_in_sequences(q, k, v, scale, query_lengths, lengths, sequences)
-    return _attention_by_image(q, k, v, scale, query_lengths, lengths)
+    return _attention_packed(q, k, v, scale, packed)
 
 
-def _attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, query_lengths: Tensor, lengths: Tensor
-) -> Tensor:
+@torch.compiler.disable()  # what depends on the lengths of this batch would be compiled anew for each
+def _attention_packed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
+    if _has_varlen(q):
+        return _attention_varlen(q, k, v, scale, packed)
+    if q.is_cuda and packed.sequences is not None:
+        return _attention_in_sequences(q, k, v, scale, packed)
+    return _attention_by_image(q, k, v, scale, packed)
+
+
+def _has_varlen(q: Tensor) -> bool:
+    """Whether flash attention takes such queries (heads, T, d)."""
+    return (
+        varlen_attn is not None
+        and q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
     """By flash attention over all images at once: (heads, T, d) on CUDA in half precision."""
     assert varlen_attn is not None
-    if scale is not None:  # the kernel's own scale is d ** -0.5, in the oldest version that has it unchangeably
-        q = q * (scale * q.shape[-1] ** 0.5)
-    starts = [F.pad(n.cumsum(0), (1, 0)).int() for n in (query_lengths, lengths)]
-    starts = [n.pin_memory().to(q.device, non_blocking=True) for n in starts]  # (B + 1,) each
-    longest = int(query_lengths.max()), int(lengths.max())
+    attend = partial(varlen_attn, scale=scale) if VARLEN_TAKES_SCALE else varlen_attn
+    if scale is not None and not VARLEN_TAKES_SCALE:
+        q = q * (scale * q.shape[-1] ** 0.5)  # over the kernel's own d ** -0.5; exact where it is a power of two
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # (T, heads, d)
-    out = varlen_attn(q, k, v, starts[0], starts[1], *longest)
+    out = attend(q, k, v, *packed.starts, *packed.longest)
     return cast(Tensor, out).transpose(0, 1)
 
 
-def _attention_in_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    query_lengths: Tensor,
-    lengths: Tensor,
-    sequences: Tensor,
-) -> Tensor:
+def _attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
     """NaViT's own way: sequences padded to the longest, and a mask that keeps images apart: (heads, T, d)."""
-    owner = torch.repeat_interleave(sequences)  # (B,): the sequence of each image
-    q_places, q_images = _places(query_lengths, owner, len(sequences))
-    k_places, k_images = _places(lengths, owner, len(sequences))
-    apart = (q_images[:, :, None] == k_images[:, None, :]).to(q.device)  # (R, L, L'): pairs within an image
+    queries, tokens = packed.padded
 
-    def spread(x: Tensor, places: Tensor, images: Tensor) -> Tensor:
-        padded = x.new_zeros(len(x), images.numel(), x.shape[-1]).index_copy(1, places.to(x.device), x)
-        return padded.unflatten(1, images.shape).transpose(0, 1)  # (R, heads, L, d)
+    def spread(x: Tensor, padded: Padded) -> Tensor:
+        zeros = x.new_zeros(len(x), padded.images.numel(), x.shape[-1])
+        return zeros.index_copy(1, padded.places, x).unflatten(1, padded.images.shape).transpose(0, 1)
 
-    out = F.scaled_dot_product_attention(
-        spread(q, q_places, q_images),
-        spread(k, k_places, k_images),
-        spread(v, k_places, k_images),
-        attn_mask=apart[:, None],
-        scale=scale,
-    )
-    return out.transpose(0, 1).flatten(1, 2).index_select(1, q_places.to(q.device))
+    q, k, v = spread(q, queries), spread(k, tokens), spread(v, tokens)  # (R, heads, L, d)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=packed.pairs, scale=scale)
+    return out.transpose(0, 1).flatten(1, 2).index_select(1, queries.places)
 
 
-def _places(lengths: Tensor, owner: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-    """Where each token lies when sequences are padded to the longest (T,), and whose it is there (R, L); -1 is padding,
-    which pairs with itself so that no row of a softmax is empty."""
-    images = torch.repeat_interleave(lengths)  # (T,): the image of each token
-    rows = owner[images]  # (T,): its sequence
-    counts = torch.bincount(rows, minlength=sequences)
-    first = F.pad(counts.cumsum(0), (1, 0))[:-1]
-    longest = int(counts.max())
-    places = rows * longest + torch.arange(len(rows)) - first[rows]
-    whose = torch.full((sequences * longest,), -1).index_copy(0, places, images)
-    return places, whose.unflatten(0, (sequences, longest))
-
-
-def _attention_by_image(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, query_lengths: Tensor, lengths: Tensor
-) -> Tensor:
+def _attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
     """Image by image: (heads, T, d)."""
-    pieces = zip(q.split(query_lengths.tolist(), 1), *(x.split(lengths.tolist(), 1) for x in (k, v)), strict=True)
-    # as batches of one: kernels want four dimensions
-    outs = [F.scaled_dot_product_attention(*(x[None] for x in piece), scale=scale)[0] for piece in pieces]
-    return torch.cat(outs, 1)
+    counts = packed.lengths.tolist()
+    pieces = zip(q.split(packed.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
+    batches = ((a[None], b[None], c[None]) for a, b, c in pieces)  # of one: kernels want four dimensions
+    return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)
 
 
 class MLP(nn.Module):
@@ -153,7 +137,8 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (1603.09382): in training a residual branch is left out for a sample, along the first dimension.
+    """Stochastic depth (1603.09382): in training a residual branch is left out for a sample, along the first dimension,
+    or for all tokens of an image if they are packed: (B, ..., D) or (T, D) -> the same shape.
 
     What remains is scaled up so that the expectation does not change.
     """
@@ -164,11 +149,13 @@ class DropPath(nn.Module):
             raise ValueError(f"drop_path is the share of branches left out, 0 <= drop_path < 1, not {rate}")
         self.rate = rate
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, packed: Layout | None = None) -> Tensor:
         if not self.training or self.rate == 0:
             return x
-        kept = x.new_empty(len(x), *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
-        return x * (kept / (1 - self.rate))
+        samples = len(x) if packed is None else len(packed.lengths)
+        kept = x.new_empty(samples, *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
+        factors = kept / (1 - self.rate)
+        return x * (factors if packed is None else factors.index_select(0, packed.owner))
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"
@@ -214,3 +201,44 @@ def init_linear(layer: nn.Module, init: Init) -> None:
             nn.init.trunc_normal_(layer.weight, std=0.02)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
+
+
+def learned(*shape: int) -> nn.Parameter:
+    """A token or a table, truncated normal of 0.02 at the start."""
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
+
+
+def table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
+    """Rows and columns of a position table for images of `image_size` pixels, one side or (rows, columns).
+
+    Raises:
+        ValueError: they have less than one patch.
+    """
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if min(height, width) < patch_size:
+        raise ValueError(
+            f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
+        )
+    return height // patch_size, width // patch_size
+
+
+def check_choices(**choices: tuple[str, object]):
+    """Whether settings have one of the values of their `Literal`: name=(value, literal).
+
+    Raises:
+        ValueError: one has another.
+    """
+    for name, (value, known) in choices.items():
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
+
+
+def check_counts(**counts: int):
+    """Whether settings are at least 1.
+
+    Raises:
+        ValueError: one is less.
+    """
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")

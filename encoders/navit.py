@@ -1,12 +1,12 @@
 """NaViT (2307.06304): a vision transformer for images of any size and aspect ratio, packed in one flat batch.
 
 B images, C channels; P = patch * patch * C values of a patch; T tokens of the batch, image after image and row by row
-(or those of them that are visible); Q queries; D width, d width of one head; R sequences that the images share.
+(or those of them that are visible); Q queries; D width, d width of one head.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
-from encoders.images import Images, Mask, PackedImages, pack
-from encoders.layers import MLP, DropPath, attention, init_linear
+from encoders.images import Images, Layout, Mask, PackedImages, onto, pack, places
+from encoders.layers import MLP, DropPath, attention, check_choices, check_counts, init_linear, learned, table_grid
 
 Pool = Literal["attention", "mean"]
 Positions = Literal["absolute", "fractional"]
@@ -28,18 +28,6 @@ VARIANTS = {
     "navit_base": {"dim": 768, "depth": 12, "heads": 12, "head_dim": 64},
     "navit_large": {"dim": 1024, "depth": 24, "heads": 16, "head_dim": 64},
 }
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which tokens are whose."""
-
-    lengths: Tensor
-    """(B,) int64 on the CPU: tokens of each image"""
-    owner: Tensor
-    """(T,) int64: the image of each token"""
-    sequences: Tensor | None
-    """(R,) int64 on the CPU: how many images share each sequence"""
 
 
 class PatchEmbed(nn.Module):
@@ -81,14 +69,12 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(heads, head_dim)
         self.proj = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, context: Tensor, layout: Layout, query_lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, layout: Layout) -> Tensor:
         q = rearrange(self.q(x), "q (heads d) -> heads q d", heads=self.heads)
         k, v = rearrange(self.kv(context), "t (two heads d) -> two heads t d", two=2, heads=self.heads)
         # back from float32, in which autocast leaves the norms: the fast kernels want half precision
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        out = attention(
-            q, k, v, scale=1.0, lengths=layout.lengths, query_lengths=query_lengths, sequences=layout.sequences
-        )
+        out = attention(q, k, v, scale=1.0, packed=layout)
         return self.proj(rearrange(out, "heads q d -> q (heads d)"))
 
 
@@ -105,15 +91,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         inside = self.norm1(x)
-        x = x + self._branch(self.attn(inside, inside, layout), layout)
-        return x + self._branch(self.mlp(self.norm2(x)), layout)
-
-    def _branch(self, x: Tensor, layout: Layout) -> Tensor:
-        """Left out, or scaled up, for all tokens of an image together."""
-        if not self.training or self.drop_path.rate == 0:
-            return x
-        factors = self.drop_path(x.new_ones(len(layout.lengths), 1))  # (B, 1)
-        return x * factors.index_select(0, layout.owner)
+        x = x + self.drop_path(self.attn(inside, inside, layout), layout)
+        return x + self.drop_path(self.mlp(self.norm2(x)), layout)
 
 
 class AttentionPool(nn.Module):
@@ -121,13 +100,13 @@ class AttentionPool(nn.Module):
 
     def __init__(self, dim: int, heads: int, head_dim: int, norm_eps: float):
         super().__init__()
-        self.query = nn.Parameter(nn.init.trunc_normal_(torch.empty(dim), std=0.02))
+        self.query = learned(dim)
         self.norm = nn.LayerNorm(dim, eps=norm_eps, bias=False)
         self.attn = Attention(dim, heads, head_dim)
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
         queries = self.norm(self.query).expand(len(layout.lengths), -1)  # (B, D)
-        return self.query + self.attn(queries, tokens, layout, torch.ones_like(layout.lengths))
+        return self.query + self.attn(queries, tokens, replace(layout, queries=torch.ones_like(layout.lengths)))
 
 
 class NaViT(Encoder):
@@ -163,6 +142,7 @@ class NaViT(Encoder):
 
     can_drop = True
     takes_packed = True
+    undecayed = ("q_norm.gamma", "k_norm.gamma")  # gains of norms, as vectors are
 
     def __init__(
         self,
@@ -185,23 +165,23 @@ class NaViT(Encoder):
         checkpoint_activations: bool = False,
     ):
         super().__init__()
-        _check_choices(positions=(positions, Positions), pool=(pool, Pool))
-        _check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
+        check_choices(positions=(positions, Positions), pool=(pool, Pool))
+        check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
         _check_shares(token_drop=token_drop, token_drop_full=token_drop_full)
         if head_dim is None and dim % heads:
             raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads: set head_dim")
         head_dim = dim // heads if head_dim is None else head_dim
-        _check_counts(head_dim=head_dim)
+        check_counts(head_dim=head_dim)
         self.dim, self.stride, self.channels = dim, patch_size, channels
         self.fractional = positions == "fractional"
         self.token_drop, self.token_drop_full = token_drop, token_drop if token_drop_full is None else token_drop_full
         self.checkpoint_activations = checkpoint_activations
 
         self.patch_embed = PatchEmbed(patch_size**2 * channels, dim, norm_eps)
-        rows, columns = _table_grid(image_size, patch_size)
-        self.pos_embed_rows = nn.Parameter(nn.init.trunc_normal_(torch.empty(rows, dim), std=0.02))
-        self.pos_embed_columns = nn.Parameter(nn.init.trunc_normal_(torch.empty(columns, dim), std=0.02))
-        self.mask_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, dim), std=0.02)) if mask_token else None
+        rows, columns = table_grid(image_size, patch_size)
+        self.pos_embed_rows = learned(rows, dim)
+        self.pos_embed_columns = learned(columns, dim)
+        self.mask_token = learned(1, dim) if mask_token else None
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
             Block(dim, heads, head_dim, mlp_ratio=mlp_ratio, norm_eps=norm_eps, drop_path=rate) for rate in rates
@@ -243,9 +223,10 @@ class NaViT(Encoder):
             visible, lengths = mask.visible, mask.lengths
         elif self._drops_tokens():
             visible, lengths = _some(lengths, self._shares(lengths))
-            visible = _onto(visible, device)
+            visible = onto(visible, device)
 
-        owner, places, sides = _places(packed.grids, visible, device)
+        layout = Layout(lengths, device, sequences=packed.sequences)
+        own, sides = places(packed.grids, layout, visible)  # (2, T) each
         if visible is not None:
             patches = patches.index_select(0, visible)  # (V, P)
         x = self.patch_embed(patches)  # (T, D)
@@ -253,17 +234,17 @@ class NaViT(Encoder):
             assert self.mask_token is not None
             x = torch.where(mask.hidden[:, None], self.mask_token, x)
         for axis, table in enumerate((self.pos_embed_rows, self.pos_embed_columns)):
-            x = x + self._positions(table, places[axis], sides[axis])
-        return x, Layout(lengths, owner, packed.sequences)
+            x = x + self._positions(table, own[axis], sides[axis])
+        return x, layout
 
-    def _positions(self, table: Tensor, places: Tensor, sides: Tensor) -> Tensor:
-        """Entries of a table (n, D) at `places` (T,) along images of `sides` (T,) patches: (T, D)."""
+    def _positions(self, table: Tensor, own: Tensor, sides: Tensor) -> Tensor:
+        """Entries of a table (n, D) for tokens at place `own` (T,) along images of `sides` (T,) patches: (T, D)."""
         if not self.fractional:
-            return F.embedding(places, table)
-        places = places * len(table)  # over `sides`: in whole numbers, so that entries themselves are hit exactly
-        before = places // sides
+            return F.embedding(own, table)
+        own = own * len(table)  # over `sides`: in whole numbers, so that entries themselves are hit exactly
+        before = own // sides
         after = (before + 1).clamp(max=len(table) - 1)
-        rest = ((places % sides) / sides).to(table.dtype)
+        rest = ((own % sides) / sides).to(table.dtype)
         return torch.lerp(F.embedding(before, table), F.embedding(after, table), rest[:, None])
 
     def _drops_tokens(self) -> bool:
@@ -317,18 +298,6 @@ class NaViT(Encoder):
             )
 
 
-def _check_choices(**choices: tuple[str, object]):
-    for name, (value, known) in choices.items():
-        if value not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
-
-
-def _check_counts(**counts: int):
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-
-
 def _check_shares(**shares: float | None):
     for name, value in shares.items():
         if value is not None and not 0 <= value < 1:
@@ -349,35 +318,6 @@ def _check_packed(images: PackedImages, side: int, channels: int):
         raise ValueError(f"{len(images.patches)} packed patches do not make images of {images.grids.tolist()} patches")
 
 
-def _table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    """Entries of the tables for rows and for columns."""
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if min(height, width) < patch_size:
-        raise ValueError(
-            f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
-        )
-    return height // patch_size, width // patch_size
-
-
-def _onto(numbers: Tensor, device: torch.device) -> Tensor:
-    """A copy for the device that nobody waits for."""
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
-
-
-def _places(grids: Tensor, visible: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token, or of the `visible` (V,): its image (T,), its row and column (2, T), and the rows and columns that
-    its image has (2, T)."""
-    lengths = grids.prod(1)
-    numbers = _onto(torch.cat([(lengths.cumsum(0) - lengths)[:, None], lengths[:, None], grids], 1), device)  # (B, 4)
-    total, images = int(lengths.sum()), torch.arange(len(grids), device=device)
-    owner = torch.repeat_interleave(images, numbers[:, 1], output_size=total)  # (T,)
-    flat = torch.arange(total, device=device) if visible is None else visible
-    owner = owner if visible is None else owner.index_select(0, visible)  # (V,)
-    start, _, rows, columns = numbers.index_select(0, owner).unbind(1)
-    place = flat - start  # within the image
-    return owner, torch.stack([place // columns, place % columns]), torch.stack([rows, columns])
-
-
 def _some(lengths: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens that stay when a share of each image, rounded to whole tokens, is left out: their flat places (V,),
     ascending, and how many each image keeps (B,)."""
@@ -392,4 +332,4 @@ def _mean(tokens: Tensor, layout: Layout) -> Tensor:
     """Mean of the tokens of each image, summed in float32 at least: (T, D) -> (B, D)."""
     wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
     sums = wide.new_zeros(len(layout.lengths), tokens.shape[-1]).index_add(0, layout.owner, wide)  # (B, D)
-    return (sums / _onto(layout.lengths, tokens.device)[:, None]).to(tokens.dtype)
+    return (sums / onto(layout.lengths, tokens.device)[:, None]).to(tokens.dtype)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
 from encoders.images import Images, Mask
-from encoders.layers import DropPath, attention, init_linear, resize_table
+from encoders.layers import DropPath, attention, check_counts, init_linear, learned, resize_table, table_grid
 from encoders.vit import PatchEmbed
 
 VARIANTS = {
@@ -165,6 +165,8 @@ class SAMViT(Encoder):
         checkpoint_activations: recompute each block in the backward pass, which saves memory.
     """
 
+    undecayed = ("pos_embed", "rel_pos_h", "rel_pos_w")  # as in MViTv2 (2112.01526), whence the relative positions are
+
     def __init__(
         self,
         *,
@@ -187,7 +189,7 @@ class SAMViT(Encoder):
         checkpoint_activations: bool = False,
     ):
         super().__init__()
-        _check_counts(dim=dim, depth=depth, heads=heads, out_dim=out_dim, patch_size=patch_size, channels=channels)
+        check_counts(dim=dim, depth=depth, heads=heads, out_dim=out_dim, patch_size=patch_size, channels=channels)
         if dim % heads:
             raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads")
         if window_size < 0:
@@ -196,11 +198,11 @@ class SAMViT(Encoder):
             raise ValueError(f"global_blocks must be numbers of blocks, 0 to {depth - 1}, not {tuple(global_blocks)}")
         self.dim, self.stride, self.channels = out_dim, patch_size, channels
         self.checkpoint_activations = checkpoint_activations
-        self.table_grid = _table_grid(image_size, patch_size)
+        self.table_grid = table_grid(image_size, patch_size)
 
         self.patch_embed = PatchEmbed(channels, dim, patch_size, "trunc_normal")
-        self.pos_embed = _normal(1, *self.table_grid, dim) if absolute_positions else None
-        self.mask_token = _normal(1, dim) if mask_token else None
+        self.pos_embed = learned(1, *self.table_grid, dim) if absolute_positions else None
+        self.mask_token = learned(1, dim) if mask_token else None
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps)
         self.blocks = nn.ModuleList()
         for i in range(depth):
@@ -287,23 +289,3 @@ class SAMViT(Encoder):
     def _neck(self, x: Tensor) -> Tensor:
         """(B, h, w, D) -> (B, M, h, w)."""
         return self.neck(x.permute(0, 3, 1, 2))
-
-
-def _normal(*shape: int) -> nn.Parameter:
-    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
-
-
-def _table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    """Rows and columns of tokens of an image."""
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if min(height, width) < patch_size:
-        raise ValueError(
-            f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
-        )
-    return height // patch_size, width // patch_size
-
-
-def _check_counts(**counts: int):
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")

@@ -82,9 +82,13 @@ class FusedAttention(TorchFunctionMode):
         """within windows or not -> floating-point operations"""
         self.tokens = 0
         """of the block that runs, whose windows have fewer"""
-        for part in encoder.blocks:
-            for block in part if isinstance(part, nn.ModuleList) else [part]:
-                block.register_forward_pre_hook(self._enter)
+        parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]
+        self.hooks = [block.register_forward_pre_hook(self._enter) for part in parts for block in part]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
 
     def _enter(self, block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.tokens = inputs[0].numel() // inputs[0].shape[-1]
@@ -103,7 +107,8 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        *batch, heads, n, _ = q.shape
+        out = q.new_empty(*batch, n, heads, v.shape[-1]).transpose(-3, -2)  # heads side by side, as kernels have them
         normalizers = q.new_empty(q.shape[:-1])
         ctx.save_for_backward(*(t for t in (q, k, v, bias, out, normalizers) if t is not None))
         return out

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
 from encoders.images import Images, Mask
-from encoders.layers import MLP, DropPath, attention, init_linear, resize_table
+from encoders.layers import MLP, DropPath, attention, check_counts, init_linear, learned, resize_table
 
 VARIANTS = {
     "swin_micro": {"dim": 48, "depths": (2, 2), "heads": (2, 4), "patch_size": 2, "window_size": 4, "image_size": 16},
@@ -224,6 +224,8 @@ class Swin(Encoder):
         checkpoint_activations: compute the blocks' activations again in the backward pass, to save memory.
     """
 
+    undecayed = ("relative_position_bias_table", "absolute_pos_embed")
+
     def __init__(
         self,
         *,
@@ -248,12 +250,9 @@ class Swin(Encoder):
         depths, heads = tuple(depths), tuple(heads)
         _check_stages(dim, depths, heads)
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        _check_counts(window_size=window_size, patch_size=patch_size, channels=channels, image_size=min(height, width))
-        self.dim, self.stride, self.channels = (
-            dim * 2 ** (len(depths) - 1),
-            patch_size * 2 ** (len(depths) - 1),
-            channels,
-        )
+        check_counts(window_size=window_size, patch_size=patch_size, channels=channels, image_size=min(height, width))
+        coarser = 2 ** (len(depths) - 1)
+        self.dim, self.stride, self.channels = dim * coarser, patch_size * coarser, channels
         self.depths, self.heads, self.window_size, self.patch_size = depths, heads, window_size, patch_size
         self.image_size = (height, width)
         self.checkpoint_activations = checkpoint_activations
@@ -261,8 +260,8 @@ class Swin(Encoder):
         self.patch_embed = PatchEmbed(channels, dim, patch_size, norm_eps=norm_eps if patch_norm else None)
         self.table_grid = self.stage_grid(0, height, width)
         positions = (1, self.table_grid[0] * self.table_grid[1], dim)
-        self.absolute_pos_embed = _learned(*positions) if absolute_positions else None
-        self.mask_token = _learned(1, dim) if mask_token else None
+        self.absolute_pos_embed = learned(*positions) if absolute_positions else None
+        self.mask_token = learned(1, dim) if mask_token else None
         block = partial(Block, window_size=window_size, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, qk_scale=qk_scale)
         block = partial(block, norm_eps=norm_eps)
         self.layers = nn.ModuleList()
@@ -378,20 +377,10 @@ class Swin(Encoder):
         return Features(x.mean((1, 2)), x.flatten(0, 2), self.grids(images))  # (B, D), (B * h * w, D)
 
 
-def _learned(*shape: int) -> nn.Parameter:
-    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
-
-
 def _check_stages(dim: int, depths: tuple[int, ...], heads: tuple[int, ...]):
     if len(depths) != len(heads) or not depths:
         raise ValueError(f"depths and heads have one entry for each stage, not {len(depths)} and {len(heads)}")
-    _check_counts(dim=dim, depths=min(depths), heads=min(heads))
+    check_counts(dim=dim, depths=min(depths), heads=min(heads))
     for stage, count in enumerate(heads):
         if dim * 2**stage % count:
             raise ValueError(f"stage {stage + 1} is {dim * 2**stage} wide, which does not split into {count} heads")
-
-
-def _check_counts(**counts: int):
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
 from encoders.images import Images, Mask
-from encoders.layers import MLP, DropPath, attention, init_linear
+from encoders.layers import MLP, DropPath, attention, check_choices, init_linear, learned
 
 Layout = Literal["meituan", "vit_pytorch"]
 Number = TypeVar("Number", int, float)
@@ -231,6 +231,8 @@ class Twins(Encoder):
         layout: whose arrangement of the parts, that of the published models or that of vit-pytorch.
     """
 
+    undecayed = ("pos_block.",)
+
     def __init__(
         self,
         *,
@@ -253,8 +255,7 @@ class Twins(Encoder):
         layout: Layout = "meituan",
     ):
         super().__init__()
-        if layout not in get_args(Layout):
-            raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, not {layout!r}")
+        check_choices(layout=(layout, Layout))
         self.dims, stages = tuple(dims), len(dims)
         self.depths, self.heads = _each("depths", depths, stages), _each("heads", heads, stages)
         self.window_size = _each("window_size", window_size, stages)
@@ -277,9 +278,7 @@ class Twins(Encoder):
         self.blocks = nn.ModuleList(self._stages(drop_path))
         self.pos_block = nn.ModuleList(PositionGenerator(dim) for dim in self.dims)
         self.norm = nn.LayerNorm(self.dim, eps=norm_eps) if layout == "meituan" else nn.Identity()
-        self.mask_token = nn.Parameter(torch.empty(1, self.dims[0])) if mask_token else None
-        if self.mask_token is not None:
-            nn.init.trunc_normal_(self.mask_token, std=0.02)
+        self.mask_token = learned(1, self.dims[0]) if mask_token else None
         if layout == "meituan":  # vit-pytorch keeps the layers' own initial values
             self.apply(_init)
 
@@ -365,7 +364,7 @@ class Twins(Encoder):
         side = self.stride // self.patch_size
         hidden = mask.hidden.view(len(x), *grid)
         hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)
-        return torch.where(hidden[:, : x.shape[1], : x.shape[2]], self.mask_token, x)
+        return torch.where(hidden[:, : x.shape[1], : x.shape[2]], self.mask_token.to(x.dtype), x)
 
 
 def _kinds(layout: Layout, depths: Sequence[int]) -> list[list[bool]]:

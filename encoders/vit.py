@@ -7,7 +7,7 @@ one head; S special tokens in front of the patches: class, distillation, registe
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from einops import rearrange
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
-from encoders.images import Images, Mask, patchify
+from encoders.images import Images, Layout, Mask, patchify
 from encoders.layers import (
     MLP,
     DropPath,
@@ -23,9 +23,13 @@ from encoders.layers import (
     Interpolation,
     LayerScale,
     attention,
+    check_choices,
+    check_counts,
     init_linear,
+    learned,
     resize_table,
     sincos_table,
+    table_grid,
 )
 
 Pool = Literal["class", "mean", "all"]
@@ -72,7 +76,7 @@ class NormedPatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention: (B, N, D), or packed images (T, D) with their `lengths`, -> the same shape."""
+    """Self-attention: (B, N, D), or `packed` images (T, D), -> the same shape."""
 
     def __init__(
         self,
@@ -99,9 +103,9 @@ class Attention(nn.Module):
         q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
         return self.q_norm(q), self.k_norm(k), v
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, packed: Layout | None = None) -> Tensor:
         q, k, v = self._split(x)
-        out = attention(q, k, v, scale=self.scale, lengths=lengths)
+        out = attention(q, k, v, scale=self.scale, packed=packed)
         return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
     def weights(self, x: Tensor) -> Tensor:
@@ -113,7 +117,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each a residual branch with its norm in front.
 
-    (B, N, D), or packed images (T, D) with their `lengths`, which know no drop path, -> the same shape.
+    (B, N, D), or `packed` images (T, D), -> the same shape.
     """
 
     def __init__(
@@ -140,9 +144,9 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), lengths)))
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+    def forward(self, x: Tensor, packed: Layout | None = None) -> Tensor:
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), packed)), packed)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), packed)
 
 
 class ViT(Encoder):
@@ -221,10 +225,10 @@ class ViT(Encoder):
         checkpoint_activations: bool = False,
     ):
         super().__init__()
-        _check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
-        _check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
-        _check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
-        _check_counts(head_dim=1 if head_dim is None else head_dim)
+        check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
+        check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
+        check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
+        check_counts(head_dim=1 if head_dim is None else head_dim)
         if head_dim is None and dim % heads:
             raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads: give head_dim")
         if not class_token and (pool == "class" or distillation_token):
@@ -235,13 +239,13 @@ class ViT(Encoder):
 
         embed = partial(NormedPatchEmbed, norm_eps=norm_eps) if patch_norm else partial(PatchEmbed, init=init)
         self.patch_embed = embed(channels, dim, patch_size)
-        self.cls_token = _tokens(1, 1, dim) if class_token else None
-        self.dist_token = _tokens(1, 1, dim) if distillation_token else None
-        self.reg_token = _tokens(1, registers, dim) if registers else None
-        self.mask_token = _tokens(1, dim) if mask_token else None
+        self.cls_token = learned(1, 1, dim) if class_token else None
+        self.dist_token = learned(1, 1, dim) if distillation_token else None
+        self.reg_token = learned(1, registers, dim) if registers else None
+        self.mask_token = learned(1, dim) if mask_token else None
         self.placed = class_token + distillation_token
         self.special = self.placed + registers
-        self.table_grid = _table_grid(image_size, patch_size)
+        self.table_grid = table_grid(image_size, patch_size)
         self.pos_embed = _position_table(self.placed, self.table_grid, dim, positions, position_init)
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
         block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale, head_dim=head_dim)
@@ -358,20 +362,6 @@ class ViT(Encoder):
         return Features(self.fc_norm(pooled), self.fc_norm(tokens), self.grids(images))
 
 
-def _tokens(*shape: int) -> nn.Parameter:
-    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
-
-
-def _table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    """Rows and columns of the position table."""
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if min(height, width) < patch_size:
-        raise ValueError(
-            f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
-        )
-    return height // patch_size, width // patch_size
-
-
 def _position_table(
     placed: int, grid: tuple[int, int], dim: int, positions: Positions, position_init: PositionInit
 ) -> nn.Parameter:
@@ -381,15 +371,3 @@ def _position_table(
     else:
         table = nn.init.trunc_normal_(torch.empty(1, placed + grid[0] * grid[1], dim), std=0.02)
     return nn.Parameter(table, requires_grad=positions == "learned")
-
-
-def _check_choices(**choices: tuple[str, object]):
-    for name, (value, known) in choices.items():
-        if value not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
-
-
-def _check_counts(**counts: int):
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")

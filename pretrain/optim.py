@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from data.settings import Section
+from encoders.base import Encoder
 from pretrain.schedules import cosine
 
 
@@ -21,7 +22,7 @@ class OptimConfig(Section):
     warmup_steps: int | None = Field(default=None, ge=0)
     """steps over which the learning rate rises linearly from 0"""
     weight_decay: float | None = Field(default=None, ge=0)
-    """weight decay at the start; biases, norms and other vectors have none"""
+    """weight decay at the start; biases, norms, other vectors and what the encoder's paper exempts have none"""
     weight_decay_end: float | None = Field(default=None, ge=0)
     """weight decay at the end (cosine in between)"""
     betas: tuple[float, float] | None = None
@@ -35,16 +36,24 @@ class OptimConfig(Section):
 
 
 def parameter_groups(method: nn.Module, frozen: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Trainable parameters, split by weight decay (no biases, no vectors) and by how long they stay frozen.
+    """Trainable parameters, split by weight decay (no biases, no vectors, nothing that is `undecayed` in its encoder)
+    and by how long they stay frozen.
 
     `frozen` maps a prefix of parameter names to the steps during which those parameters keep learning rate 0. A group
     with learning rate 0 freezes under every engine; deleting gradients, as DINO does, is not seen by ZeRO.
     """
+    encoders = [module for module in method.modules() if isinstance(module, Encoder)]
+    undecayed = {
+        parameter
+        for encoder in encoders
+        for name, parameter in encoder.named_parameters()
+        if any(part in name for part in encoder.undecayed)
+    }
     groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, parameter in method.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = parameter.ndim > 1 and not name.endswith(".bias")
+        decays = parameter.ndim > 1 and not name.endswith(".bias") and parameter not in undecayed
         steps = max((n for prefix, n in frozen.items() if name.startswith(prefix)), default=0)
         groups.setdefault((decays, steps), []).append(parameter)
     return [

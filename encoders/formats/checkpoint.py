@@ -37,6 +37,9 @@ PLACES = {
     "timm": ("state_dict", "model"),
 }
 
+# The prefix of the encoder where a method's model is saved -> those of its other parts: DINO and EsViT, SimMIM.
+WRAPPERS = {"backbone.": ("head.", "head_dense."), "encoder.": ("decoder.",)}
+
 FORMATS: dict[str, ModuleType] = {
     "ViT": vit,
     "Swin": swin,
@@ -127,7 +130,8 @@ def unwrap(checkpoint: Mapping[str, Any], source: Source, report: Report) -> Sta
     if not checkpoint or not all(isinstance(value, Tensor) for value in checkpoint.values()):
         raise ValueError(f"no weights found for source {source!r}; the checkpoint holds {listed(map(str, checkpoint))}")
     state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
-    if any(name.startswith("backbone.") for name in state):
-        report.left_out += [name for name in state if name.startswith("head.")]
-        state = {name.removeprefix("backbone."): t for name, t in state.items() if not name.startswith("head.")}
+    for wrapper, others in WRAPPERS.items():
+        if any(name.startswith(wrapper) for name in state):
+            report.left_out += [name for name in state if name.startswith(others)]
+            state = {name.removeprefix(wrapper): t for name, t in state.items() if not name.startswith(others)}
     return state

@@ -55,6 +55,8 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
         elsewhere.append("mask_token")
     report.left_out += elsewhere
     state = _official_names({name: tensor for name, tensor in state.items() if name not in elsewhere})
+    if "mask_token" in state:  # SimMIM's is (1, 1, D)
+        state["mask_token"] = state["mask_token"].reshape(1, -1)
     _check_size(encoder, state)
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     report.fresh += [name for name in ("mask_token",) if name in own and name not in state]

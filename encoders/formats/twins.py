@@ -139,11 +139,11 @@ def describe(state: State) -> dict[str, Any]:
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     """timm's name, options of `timm.create_model` and weights of the encoder; its mask token stays here.
 
-    timm's model gives the same where no grid needs padding. Elsewhere its windows attend to padding as well, and what
-    the patches and summaries do not divide is cut off.
+    timm's model gives the same where no grid needs padding, as those of `image_size`. Elsewhere its windows attend to
+    padding as well, and what the patches and summaries do not divide is cut off.
 
     Raises:
-        ValueError: there is no such model in timm, with the reason.
+        ValueError: there is no such model in timm, with the reason, or `image_size` needs padding.
     """
     assert isinstance(encoder, Twins)
     reasons = [
@@ -157,16 +157,30 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     lacking = [reason for lacks, reason in reasons if lacks]
     if lacking:
         raise ValueError(f"timm's Twins-SVT does not have {', nor '.join(lacking)}: save it as ours")
+    size = encoder.image_size
+    height, width = tuple(size) if isinstance(size, Sequence) else (size, size)
+    _check_timm_size(encoder, height, width)
     name = _nearest("meituan", encoder.dims, encoder.depths, PUBLISHED)
-    known, stages = _settings(name), len(encoder.dims)
+    known = _settings(name)
     ours = {setting: getattr(encoder, setting) for setting in TIMM_OPTIONS}
-    differ = _differing(ours, known, stages)
+    differ = _differing(ours, known, 4)  # as many stages as timm's defaults have
     options = {"num_classes": 0, **{TIMM_OPTIONS[setting]: value for setting, value in differ.items()}}
-    sides = encoder.image_size if isinstance(encoder.image_size, Sequence) else (encoder.image_size,) * 2
-    height, width = (math.ceil(side / encoder.stride) * encoder.stride for side in sides)
     if (height, width) != (224, 224):
         options["img_size"] = (height, width)
     return name, options, {name: tensor for name, tensor in encoder.state_dict().items() if name != "mask_token"}
+
+
+def _check_timm_size(encoder: Twins, height: int, width: int):
+    """Whether images of `height` x `width` pixels need padding nowhere."""
+    for stage, (window, reduction) in enumerate(zip(encoder.window_size, encoder.reductions, strict=True)):
+        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)  # the first block is a local one
+        pixels = encoder.patch_size * 2**stage * tokens
+        if height % pixels or width % pixels:
+            raise ValueError(
+                f"timm's Twins-SVT has no mask for padding, which images of {height} x {width} pixels need: stage "
+                f"{stage + 1} takes multiples of {pixels} pixels; build the encoder with such an image_size, on which "
+                "no weight depends"
+            )
 
 
 def _is_theirs(state: State) -> bool:

@@ -16,7 +16,7 @@ from data.batch import Batch
 from data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from data.masking import MaskedCrop, MaskKind
 from encoders.base import Encoder, Features
-from encoders.images import Mask, PackedImages, patchify, places
+from encoders.images import Images, Layout, Mask, PackedImages, onto, patchify, places
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.vit import Block, ViT
@@ -114,29 +114,29 @@ class Decoder(nn.Module):
             self.register_buffer("waves", sincos_table(1, LONGEST_SIDE, width)[:, : width // 2], persistent=False)
         self.apply(lambda layer: init_linear(layer, "xavier"))
 
-    def forward(self, features: Features, mask: Mask) -> Tensor:
-        """(T, P), from features of the visible tokens (V, D), or of all of them."""
+    def forward(self, features: Features, mask: Mask, sequences: Tensor | None = None) -> Tensor:
+        """(T, P), from features of the visible tokens (V, D), or of all of them; `sequences` of `PackedImages`."""
         x = self.embed(features.tokens)  # (V or T, E)
         if self.mask_token is not None:
             x = self.mask_token.to(x.dtype).repeat(len(mask.hidden), 1).index_copy(0, mask.visible, x)  # (T, E)
         if not self.blocks:
             return self.pred(x)
-        x = x + self._positions(features.grids, x.device)
-        lengths: Tensor | None = features.grids.prod(1)
-        if bool((lengths == lengths[0]).all()):
-            x, lengths = x.unflatten(0, (len(lengths), -1)), None  # (B, N, E)
+        layout = Layout(features.grids.prod(1), x.device, sequences=sequences)
+        x = x + self._positions(features.grids, layout)
+        if layout.uniform:
+            x = x.unflatten(0, (len(layout.lengths), -1))  # (B, N, E)
         if self.class_token:
             x = torch.cat([self.embed(features.pooled)[:, None], x], 1)  # (B, 1 + N, E)
         for block in self.blocks:
-            x = block(x, lengths)
+            x = block(x, None if layout.uniform else layout)
         x = self.pred(self.norm(x))
-        return x if lengths is not None else x[:, int(self.class_token) :].flatten(0, 1)
+        return x[:, int(self.class_token) :].flatten(0, 1) if layout.uniform else x
 
-    def _positions(self, grids: Tensor, device: torch.device) -> Tensor:
+    def _positions(self, grids: Tensor, layout: Layout) -> Tensor:
         """Fixed sine-cosine positions of all tokens: (B, 2) -> (T, E), the column's half first."""
         if int(grids.max()) > LONGEST_SIDE:
             raise ValueError(f"a grid of {int(grids.max())} tokens a side is more than the decoder's {LONGEST_SIDE}")
-        row, column = places(grids).to(device, non_blocking=True)  # (T,) each
+        (row, column), _ = places(grids, layout)  # (T,) each
         return torch.cat([self.waves[column], self.waves[row]], 1)
 
 
@@ -156,7 +156,7 @@ def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Te
     per_token = (predicted - target).square().mean(1)  # (T,)
     counts = grids.prod(1)
     each = 1 / ((counts - mask.lengths) * len(counts))  # (B,): the weight of a hidden token
-    weights = torch.repeat_interleave(each.to(per_token.dtype), counts).to(per_token.device, non_blocking=True)
+    weights = onto(torch.repeat_interleave(each.to(per_token.dtype), counts), per_token.device)  # (T,)
     return (per_token * weights * mask.hidden).sum()
 
 
@@ -212,7 +212,7 @@ class MAE(Method):
         (images,), mask = batch.views, batch.masks
         assert mask is not None
         features = self.encoder(images, mask, drop=self.drop)
-        predicted = self.decoder(features, mask).float()  # (T, P)
+        predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
         with torch.autocast(predicted.device.type, enabled=False):
             loss = mae_loss(predicted, self._targets(batch), mask, features.grids)
         self._pooled = features.pooled.detach().float()
@@ -245,7 +245,7 @@ class MAE(Method):
         pixels = view.patches if isinstance(view, PackedImages) else patchify(view, stride)  # (T, P)
         training = self.training
         self.eval()
-        predicted = self.decoder(self.encoder(view, mask, drop=self.drop), mask).float()
+        predicted = self.decoder(self.encoder(view, mask, drop=self.drop), mask, _sequences(view)).float()
         self.train(training)
         if self.config.normalize_targets:  # the true mean and contrast of a patch, which it was not asked for
             predicted = predicted * (pixels.var(1, keepdim=True) + 1e-6).sqrt() + pixels.mean(1, keepdim=True)
@@ -254,6 +254,10 @@ class MAE(Method):
         shown = [pixels, pixels.masked_fill(hidden, 0.0), torch.where(hidden, predicted, pixels)]
         columns = [PackedImages(patches, grids, stride).unpack()[:images] for patches in shown]
         return {"reconstruction": [list(row) for row in zip(*columns, strict=True)]}
+
+
+def _sequences(images: Images) -> Tensor | None:
+    return images.sequences if isinstance(images, PackedImages) else None
 
 
 def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:

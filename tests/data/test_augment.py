@@ -20,6 +20,7 @@ from data.augment import (
     shift_hue,
 )
 from data.batch import Batch, Photometric
+from encoders.images import PackedImages, pack
 
 N = 20_000
 STRONG = ColorConfig(
@@ -209,3 +210,18 @@ def test_finish_makes_floats_of_all_views():
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         ColorConfig(**bad)
+
+
+def test_packed_images_are_normalised_like_others_and_take_no_photometric_changes():
+    generator = torch.Generator().manual_seed(0)
+    views = [torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8, generator=generator) for size in ((8, 12), (4, 4))]
+    packed = finish(Batch([pack(views, 4)], (1,))).views[0]
+    assert isinstance(packed, PackedImages)
+    expected = [image for view in views for image in finish(Batch([view], (1,))).views[0]]
+    for image, other in zip(packed.unpack(), expected, strict=True):
+        torch.testing.assert_close(image, other, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="floats already"):
+        finish(Batch([packed], (1,)))
+    drawn = draw(np.random.default_rng(0), ColorConfig(), (0.0,) * 4, (0.0,) * 4)
+    with pytest.raises(ValueError, match="no photometric changes"):
+        finish(Batch([pack(views, 4)], (1,), photometric=[drawn]))

@@ -1,9 +1,11 @@
 """Masks and patches against what they say of themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from encoders.images import Mask, best_fit, first_fit, pack, patchify
+from encoders.images import Layout, Mask, best_fit, first_fit, pack, patchify, places
 
 
 def test_mask_lists_the_visible_places_and_counts_them_for_each_image():
@@ -50,6 +52,52 @@ def test_images_of_many_sizes_are_packed_in_their_order_and_unpacked():
         torch.testing.assert_close(image, expected, rtol=0, atol=0)
     with pytest.raises(ValueError, match="patches of 2 pixels, not of 4"):
         pack([packed], 4)
+
+
+def test_packing_a_single_view_copies_its_pixels_once(monkeypatch):
+    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("a second copy"))
+    images = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    packed = pack([images], 2)
+    assert torch.equal(packed.patches, patchify(images, 2))
+    assert packed.grids.tolist() == [[2, 3], [2, 3]]
+    assert packed.sequences is None
+    again = pack([replace(packed, sequences=torch.tensor([2]))], 2)
+    assert again.patches is packed.patches
+    assert again.sequences.tolist() == [2]
+
+
+def test_layout_says_whose_each_token_is():
+    lengths, queries = torch.tensor([3, 2, 1, 4]), torch.tensor([1, 2, 1, 1])
+    layout = Layout(lengths, torch.device("cpu"), queries=queries, sequences=torch.tensor([2, 2]))
+    assert layout.owner.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
+    assert [starts.tolist() for starts in layout.starts] == [[0, 1, 3, 4, 5], [0, 3, 5, 6, 10]]
+    assert layout.longest == (2, 4)
+    asking, tokens = layout.padded
+    assert asking.places.tolist() == [0, 1, 2, 3, 4]
+    assert asking.images.tolist() == [[0, 1, 1], [2, 3, -1]]
+    assert tokens.places.tolist() == list(range(10))
+    assert tokens.images.tolist() == [[0, 0, 0, 1, 1], [2, 3, 3, 3, 3]]
+    assert layout.pairs[:, 0].int().tolist() == [
+        [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]],
+        [[1, 0, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],  # the last pads, and takes all
+    ]
+    for name in ("owner", "starts", "padded", "pairs"):
+        assert getattr(layout, name) is getattr(layout, name)  # made once
+    assert not layout.uniform
+    assert Layout(torch.tensor([3, 3]), torch.device("cpu")).uniform
+    assert not Layout(torch.tensor([3, 3]), torch.device("cpu"), queries=torch.tensor([1, 2])).uniform
+    with pytest.raises(ValueError, match="sequences of 3 images do not hold 4"):
+        Layout(lengths, torch.device("cpu"), sequences=torch.tensor([2, 1]))
+
+
+def test_places_are_the_rows_and_columns_of_all_tokens_or_of_visible_ones():
+    grids = torch.tensor([[2, 3], [1, 4], [2, 1]])
+    expected = [(row, column, h, w) for h, w in grids.tolist() for row in range(h) for column in range(w)]
+    own, sides = places(grids, Layout(grids.prod(1), torch.device("cpu")))
+    assert list(zip(*own.tolist(), *sides.tolist(), strict=True)) == expected
+    visible = torch.tensor([1, 3, 5, 8, 11])
+    own, sides = places(grids, Layout(torch.tensor([3, 1, 1]), torch.device("cpu")), visible)
+    assert list(zip(*own.tolist(), *sides.tolist(), strict=True)) == [expected[place] for place in visible]
 
 
 @pytest.mark.parametrize("fit", [best_fit, first_fit])

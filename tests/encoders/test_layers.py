@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
-from encoders import layers
+from encoders import layers, vit
+from encoders.images import Layout
 from encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
 
 
@@ -105,33 +107,125 @@ def test_linear_layers_start_as_named(init, deviation):
     assert not layer.bias.any()
 
 
-def test_packed_attention_is_that_of_each_image_alone_by_every_way():
+LENGTHS, QUERIES, SEQUENCES = torch.tensor([3, 7, 1, 4]), torch.tensor([2, 1, 5, 3]), torch.tensor([1, 2, 1])
+CPU = torch.device("cpu")
+
+
+def naive_packed(q, k, v, scale, layout):
+    """Image by image, each query on its own, in float64: (heads, T, d)."""
+    out, first, before = [], 0, 0
+    for queries, tokens in zip(layout.query_lengths.tolist(), layout.lengths.tolist(), strict=True):
+        keys, values = (x[:, before : before + tokens].double() for x in (k, v))
+        for query in range(first, first + queries):
+            weights = (scale * torch.einsum("hd,hkd->hk", q[:, query].double(), keys)).exp()
+            out.append(torch.einsum("hk,hkd->hd", weights / weights.sum(1, keepdim=True), values))
+        first, before = first + queries, before + tokens
+    return torch.stack(out, 1)
+
+
+def packed_inputs(layout, width=8):
     generator = torch.Generator().manual_seed(0)
-    lengths, query_lengths, sequences = torch.tensor([3, 7, 1, 4]), torch.tensor([2, 1, 5, 3]), torch.tensor([1, 2, 1])
-    k, v = (torch.randn(2, 15, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    q = torch.randn(2, 11, 8, generator=generator, dtype=torch.float64)
-    images = zip(q.split(query_lengths.tolist(), 1), *(x.split(lengths.tolist(), 1) for x in (k, v)), strict=True)
-    expected = [(0.3 * a @ b.mT).softmax(-1) @ c for a, b, c in images]
-    inputs = (q, k, v, 0.3, query_lengths, lengths)
-    ways = {
-        "chosen": attention(q, k, v, scale=0.3, lengths=lengths, query_lengths=query_lengths),
-        "by image": layers._attention_by_image(*inputs),
-        "in sequences": layers._attention_in_sequences(*inputs, sequences),
-    }
-    for way, out in ways.items():
-        torch.testing.assert_close(out, torch.cat(expected, 1), msg=lambda text, way=way: f"{way}: {text}")
-    equal = attention(k, k, v, lengths=torch.tensor([5, 5, 5]))
-    torch.testing.assert_close(equal, layers._attention_by_image(k, k, v, None, *[torch.tensor([5, 5, 5])] * 2))
+    counts = (int(n.sum()) for n in (layout.query_lengths, layout.lengths, layout.lengths))
+    return [torch.randn(2, n, width, generator=generator, dtype=torch.float64) for n in counts]
+
+
+@pytest.mark.parametrize("queries", [QUERIES, None])
+def test_packed_attention_is_the_formula_by_every_way(queries):
+    layout = Layout(LENGTHS, CPU, queries=queries, sequences=SEQUENCES)
+    q, k, v = packed_inputs(layout)
+    for scale in (0.3, None):
+        expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, layout)
+        ways = {
+            "chosen": attention(q, k, v, scale=scale, packed=layout),
+            "by image": layers._attention_by_image(q, k, v, scale, layout),
+            "in sequences": layers._attention_in_sequences(q, k, v, scale, layout),
+        }
+        for way, out in ways.items():
+            torch.testing.assert_close(out, expected, msg=lambda text, way=way: f"{way}: {text}")
     with pytest.raises(ValueError, match="no bias"):
-        attention(q, k, v, bias=torch.zeros(1), lengths=lengths)
+        attention(q, k, v, bias=torch.zeros(1), packed=layout)
+
+
+@pytest.mark.parametrize("queries", [torch.tensor([2, 2, 2]), torch.tensor([1, 4, 1]), None])
+def test_images_of_one_size_are_a_batch_for_attention(queries, monkeypatch):
+    shapes, original = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        shapes.append((q.shape, k.shape, v.shape))
+        return original(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    layout = Layout(torch.tensor([5, 5, 5]), CPU, queries=queries)
+    q, k, v = packed_inputs(layout)
+    torch.testing.assert_close(attention(q, k, v, scale=0.3, packed=layout), naive_packed(q, k, v, 0.3, layout))
+    each = 5 if queries is None else 2
+    together = [((3, 2, each, 8), (3, 2, 5, 8), (3, 2, 5, 8))]
+    assert (shapes == together) == (queries is None or queries.tolist() == [2, 2, 2])
+
+
+def test_no_way_of_packed_attention_reads_from_the_device():
+    """Tensors on the meta device have no values, so what waits for a device fails there."""
+    layout = Layout(LENGTHS, torch.device("meta"), queries=QUERIES, sequences=SEQUENCES)
+    inputs = [x.to("meta") for x in packed_inputs(layout)]
+    for way in (layers._attention_in_sequences, layers._attention_by_image):
+        assert way(*inputs, 0.3, layout).shape == (2, 11, 8)
+    assert all(n.is_meta for n in (*layout.starts, layout.owner, layout.pairs))
+
+
+@pytest.mark.parametrize("takes_scale", [True, False])
+def test_the_varlen_kernel_is_given_what_it_takes(takes_scale, monkeypatch):
+    """A stand-in with its signature, with and without a scale of its own: it runs on GPUs only."""
+    layout = Layout(LENGTHS, CPU, queries=QUERIES)
+
+    def kernel(q, k, v, q_starts, k_starts, most_queries, most_tokens, scale=None):
+        assert takes_scale or scale is None
+        assert q_starts.dtype == k_starts.dtype == torch.int32
+        assert (q_starts.tolist(), k_starts.tolist()) == ([0, 2, 3, 8, 11], [0, 3, 10, 11, 15])
+        assert (most_queries, most_tokens) == (5, 7)
+        assert all(x.is_contiguous() for x in (q, k, v))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return naive_packed(*(x.transpose(0, 1) for x in (q, k, v)), scale, layout).transpose(0, 1)
+
+    monkeypatch.setattr(layers, "varlen_attn", kernel)
+    monkeypatch.setattr(layers, "VARLEN_TAKES_SCALE", takes_scale)
+    q, k, v = packed_inputs(layout)
+    for scale in (0.3, None):
+        expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, layout)
+        torch.testing.assert_close(layers._attention_varlen(q, k, v, scale, layout), expected)
+
+
+def test_packed_blocks_compile_and_those_of_one_size_whole():
+    torch.compiler.reset()
+    block = vit.Block(
+        16, 2, mlp_ratio=2, qkv_bias=True, norm_eps=1e-6, qk_norm=False, qk_scale=None, layer_scale=None, drop_path=0.0
+    )
+    counter, graphs = CompileCounter(), []
+    compiled = torch.compile(block, backend=counter)
+    for lengths in ([3, 7, 1, 4], [2, 9, 4], [5, 4, 3, 2, 1], [14, 1]):
+        layout, x = Layout(torch.tensor(lengths), CPU), torch.randn(15, 16)
+        torch.testing.assert_close(compiled(x, layout), block(x, layout))
+        graphs.append(counter.frame_count)
+    assert len(set(graphs)) == 1  # the lengths of a batch compile nothing anew
+    torch.compiler.reset()
+    layout, whole = Layout(torch.tensor([5, 5, 5]), CPU), torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(x, layout), block(x, layout))
+    torch.compiler.reset()
+
+
+def test_drop_path_leaves_out_packed_images_as_a_whole():
+    torch.manual_seed(0)
+    layer, layout = DropPath(0.5), Layout(torch.tensor([2, 1, 3]), CPU)
+    found = {tuple(layer(torch.ones(6, 2), layout)[:, 0].tolist()) for _ in range(100)}
+    assert found == {(a, a, b, c, c, c) for a in (0.0, 2.0) for b in (0.0, 2.0) for c in (0.0, 2.0)}
+    assert torch.equal(layer.eval()(torch.ones(6, 2), layout), torch.ones(6, 2))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or layers.varlen_attn is None, reason="varlen_attn runs on CUDA only")
-def test_packed_attention_by_the_varlen_kernel():
-    lengths, query_lengths = torch.tensor([30, 7, 100, 4]), torch.tensor([2, 1, 50, 3])
-    q, k, v = (
-        torch.randn(4, int(n.sum()), 32, device="cuda", dtype=torch.bfloat16) for n in (query_lengths, lengths, lengths)
-    )
-    out = layers._attention_varlen(q, k, v, 0.3, query_lengths, lengths)
-    expected = layers._attention_by_image(*(x.float() for x in (q, k, v)), 0.3, query_lengths, lengths)
+@pytest.mark.parametrize("scale", [0.3, 1.0, None])
+def test_packed_attention_by_the_varlen_kernel(scale):
+    lengths, queries = torch.tensor([30, 7, 100, 4]), torch.tensor([2, 1, 50, 3])
+    layout = Layout(lengths, torch.device("cuda"), queries=queries)
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in packed_inputs(layout, width=32))
+    out = layers._attention_varlen(q, k, v, scale, layout)
+    expected = layers._attention_by_image(*(x.float() for x in (q, k, v)), scale, layout)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

@@ -77,7 +77,7 @@ def in_timm(encoder: Twins) -> torch.nn.Module:
         ({}, (24, 24)),
         ({}, (48, 72)),
         ({"window_size": (6, 2, 3), "reductions": (6, 1, 3), "mlp_ratios": 2.0, "channels": 5}, (72, 24)),
-        ({"patch_size": 3, "heads": (2,), "depths": (2, 2, 1), "reductions": 2}, (72, 36)),
+        ({"patch_size": 3, "heads": (2,), "depths": (2, 2, 1), "reductions": 2, "image_size": 72}, (72, 36)),
     ],
 )
 @torch.no_grad()

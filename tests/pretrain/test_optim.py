@@ -1,7 +1,10 @@
+import re
+
 import pytest
 import torch
 from torch import nn
 
+import encoders
 from pretrain.optim import OptimConfig, apply_schedules, clip_gradients, parameter_groups
 from pretrain.schedules import cosine
 
@@ -29,6 +32,40 @@ def test_groups_split_by_decay_and_freezing() -> None:
         (True, 0): ["body.0.weight", "cls_token"],  # as in DINO, the class token is decayed
         (False, 0): ["body.0.bias", "body.1.bias", "body.1.weight"],
     }
+
+
+# settings that make all tables; matrices and tables without weight decay by the papers, named in full
+UNDECAYED = {
+    "vit_micro": ({"mask_token": True, "registers": 2, "qk_norm": True}, r"(?!)"),  # none: DINO decays all of them
+    "swin_micro": (
+        {"mask_token": True, "absolute_positions": True},
+        r"absolute_pos_embed|layers\.\d\.blocks\.\d\.attn\.relative_position_bias_table",
+    ),
+    "twins_svt_micro": ({"mask_token": True}, r"pos_block\.\d\.proj\.0\.weight"),
+    "navit_micro": ({"mask_token": True}, r"(blocks\.\d\.attn|attn_pool\.attn)\.[qk]_norm\.gamma"),
+    "sam_vit_micro": ({"mask_token": True}, r"pos_embed|blocks\.\d\.attn\.rel_pos_[hw]"),
+}
+
+
+@pytest.mark.parametrize("variant", [name for name in encoders.VARIANTS if name.endswith("_micro")])
+@pytest.mark.parametrize("prefix", ["encoder.", "student.encoder."])
+def test_weight_decay_leaves_alone_what_the_papers_do(variant: str, prefix: str) -> None:
+    settings, exempt = UNDECAYED[variant]
+    with torch.device("meta"):
+        method: nn.Module = nn.ModuleDict({"encoder": encoders.build(variant, **settings)})
+        if prefix != "encoder.":
+            method = nn.ModuleDict({"student": method, "rel_pos_head": nn.Linear(2, 2)})
+    names = {parameter: name for name, parameter in method.named_parameters()}
+    decays = {names[p]: group["decays"] for group in parameter_groups(method, {}) for p in group["params"]}
+    assert len(decays) == len(names)
+    assert decays.get("rel_pos_head.weight", True)  # a name matters in encoders alone
+    found = 0
+    for parameter, name in names.items():
+        inside = name.removeprefix(prefix)
+        vector = parameter.ndim == 1 or name.endswith(".bias")
+        assert decays[name] == (not vector and not re.fullmatch(exempt, inside)), name
+        found += not vector and not decays[name]
+    assert (found == 0) == (variant == "vit_micro")
 
 
 def test_schedules_reach_the_groups_and_frozen_ones_do_not_move() -> None:

@@ -69,6 +69,39 @@ def test_files_of_microsoft(tmp_path):
         assert set(report.left_out) == rebuilt | {"optimizer", "epoch", "head.weight", "head.bias"}
 
 
+@pytest.mark.parametrize("mask_token", [True, False])
+def test_checkpoints_of_simmim(tmp_path, mask_token):
+    model, token = timm_swin(), torch.randn(1, 1, 24)
+    state = {f"encoder.{name}": tensor for name, tensor in official(model).items()} | {"encoder.mask_token": token}
+    torch.save({"model": state | {"decoder.0.weight": torch.ones(2)}, "epoch": 3}, tmp_path / "simmim.pth")
+    encoder = small(mask_token=mask_token)
+    report = load_weights(encoder, tmp_path / "simmim.pth")
+    assert_equals_timm(encoder, model)
+    assert {"epoch", "decoder.0.weight"} <= set(report.left_out)
+    assert ("mask_token" in report.left_out) != mask_token
+    assert not mask_token or torch.equal(encoder.mask_token, token[0])
+
+
+def test_teachers_of_esvit(tmp_path):
+    model = timm_swin()
+    teacher = {f"backbone.{name}": tensor for name, tensor in official(model).items()}
+    heads = {"head.mlp.0.weight": torch.ones(2), "head_dense.mlp.0.weight": torch.ones(2)}
+    torch.save({"student": {}, "teacher": teacher | heads}, tmp_path / "checkpoint.pth")
+    encoder = small()
+    assert set(heads) <= set(load_weights(encoder, tmp_path / "checkpoint.pth").left_out)
+    assert_equals_timm(encoder, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_become_float32(dtype):
+    state = {name: tensor.to(dtype) for name, tensor in timm_swin(window_size=8).state_dict().items()}
+    rounded, encoder = timm_swin(window_size=8), small(window_size=8)
+    rounded.load_state_dict(state)
+    assert load_weights(encoder, state).resized  # tables as well
+    assert {tensor.dtype for tensor in encoder.state_dict().values()} == {torch.float32}
+    assert_equals_timm(encoder, rounded)
+
+
 def test_weights_of_timm():
     model, encoder = timm_swin(num_classes=5), small(mask_token=True)
     before = encoder.mask_token.clone()

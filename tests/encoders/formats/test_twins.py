@@ -100,7 +100,7 @@ def test_weights_of_vit_pytorch(source, head):
     torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"channels": 1, "image_size": (60, 96), "window_size": (8, 2)}])
+@pytest.mark.parametrize("settings", [{}, {"channels": 1, "image_size": (64, 96), "window_size": (8, 2)}])
 @torch.no_grad()
 def test_ours_in_timm(settings):
     encoder = scramble(small(mask_token=True, **settings))
@@ -130,6 +130,25 @@ def test_what_timm_does_not_have_is_refused_with_the_reason():
         formats.to_timm(encoder)
     with pytest.raises(ValueError, match='does not have the parts of layout="vit_pytorch"'):
         formats.to_timm(other())
+    for settings, message in [
+        ({"image_size": (64, 72)}, "images of 64 x 72 pixels need: stage 1 takes multiples of 16 pixels"),
+        ({"image_size": 80}, "stage 2 takes multiples of 32 pixels"),
+        ({"image_size": 64, "reductions": (3, 1)}, "stage 1 takes multiples of 48 pixels"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            formats.to_timm(small(**settings))
+
+
+@pytest.mark.parametrize("stages", [2, 5])
+@torch.no_grad()
+def test_other_numbers_of_stages_in_timm(stages):
+    settings = {"dims": (32,) * stages, "depths": (2,) * stages, "heads": 1, "reductions": 1, "window_size": 2}
+    encoder = scramble(small(**settings, image_size=128))
+    name, options, state = formats.to_timm(encoder)
+    model = timm.create_model(name, **options).eval()
+    model.load_state_dict(state)
+    images = images_of(1, 3, 128, 128)
+    torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
 
 
 @pytest.mark.parametrize(
