@@ -83,9 +83,7 @@ def main(settings: PairsBenchmark) -> None:
         raise SystemExit(str(error)) from None
     batch_size = settings.batch_size or IMAGES[device().type]
     started = time.perf_counter()
-    tables = {
-        f"Every encoder under every method, {batch_size} images a step": pair_rows(settings, batch_size),
-    }
+    tables = {f"Every encoder under every method, {batch_size} images a step": pair_rows(settings, batch_size)}
     if "mae" in settings.methods:
         images = FORWARD_IMAGES[device().type]
         tables[f"What dropping saves: forward pass of {images} images, no gradient"] = dropping_rows(settings.rounds)
@@ -102,10 +100,11 @@ def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
             for method, variant in pairs:
                 turn = processes.submit(take_turn, method, variant, batch_size, settings.steps).result()
                 turns[method, variant].append(turn)
-                said = f"round {number} of {settings.rounds}: {method} {variant}"
-                print(f"{said}, {statistics.median(turn.seconds):.3f} s a step", flush=True)
+                said = f"{statistics.median(turn.seconds):.3f} s a step, {turn.memory / 2**30:.2f} GiB"
+                print(f"round {number} of {settings.rounds}: {method} {variant}, {said}", flush=True)
     first = settings.encoders[0]
-    rows = [["method", "encoder", "parameters", "trained in all", "tokens", "ms a step", "images/s", "time", "memory"]]
+    headings = ["method", "encoder", "parameters", "trained in all", "tokens an image", "ms a step", "images/s"]
+    rows = [[*headings, f"time / {first}", "peak memory"]]
     for (method, variant), taken in turns.items():
         seconds = statistics.median(s for turn in taken for s in turn.seconds)
         ratio = statistics.median(
@@ -206,9 +205,10 @@ def forward_seconds(encoder: Encoder, images: Tensor, mask: Mask | None) -> floa
 def show(tables: dict[str, list[list[str]]], settings: PairsBenchmark, seconds: float) -> None:
     """Print the tables, and write them as Markdown when asked."""
     cuda = device().type == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"{processor()}, {os.cpu_count()} cores"
+    threads = f"{os.cpu_count()} cores, threads of torch: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name() if cuda else f"{processor()}, {threads}"
     machine += f", torch {torch.__version__}, {'bf16' if cuda else 'float32'}"
-    how = f"medians of {settings.rounds} rounds with {settings.steps} timed steps of each pair"
+    how = f"medians of {settings.rounds} rounds, steps timed in each: {settings.steps}"
     command = " ".join(["python benchmarks/pairs.py", *sys.argv[1:]])
     lines = ["# Pairs", "", f"`{command}`: {machine}; {how}, {seconds / 60:.0f} minutes in all.", ""]
     for title, (headings, *rows) in tables.items():

@@ -263,7 +263,8 @@ class Twins(Encoder):
         self.mlp_ratios = _each("mlp_ratios", mlp_ratios, stages)
         _check_counts(dims=self.dims, depths=self.depths, heads=self.heads, reductions=self.reductions)
         _check_counts(window_size=self.window_size, patch_size=[patch_size], channels=[channels])
-        _check_counts(head_dim=[1 if head_dim is None else head_dim])
+        sides = image_size if isinstance(image_size, Sequence) else [image_size]
+        _check_counts(head_dim=[1 if head_dim is None else head_dim], image_size=sides)
         self.dim, self.stride = self.dims[-1], patch_size * 2 ** (stages - 1)
         self.channels, self.patch_size, self.image_size = channels, patch_size, image_size
         self.layout: Layout = layout

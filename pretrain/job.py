@@ -30,7 +30,7 @@ from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.optim import parameter_groups
-from pretrain.preflight import report
+from pretrain.preflight import rehearse, report
 from pretrain.record import Recorder
 from pretrain.scoring import Scorer
 
@@ -215,6 +215,7 @@ def build_method(config: RunConfig, *, fresh: bool) -> Method:
     assert config.steps is not None
     try:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
+        rehearse(method, encoder)
     except ValueError as error:
         raise SettingsError(f"{config.method}: {error}") from error
     if config.compile:

@@ -128,9 +128,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             micro_batches = list(itertools.islice(batches, config.accumulate))
             waited = time.perf_counter() - started
             corrupt += sum(len(b.skipped) for b in micro_batches)
-            if (
-                run.recorder and config.evaluation.pictures and run.position.step == 0
-            ):
+            if run.recorder and config.evaluation.pictures and run.position.step == 0:
                 run.recorder.pictures(_pictures(run, _on_device(run, micro_batches[0])), 0)
             result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
             window.add(config.batch_size, waited)

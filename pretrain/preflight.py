@@ -10,11 +10,29 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import encoders
 from data.augment import finish
 from data.batch import collate
 from data.shards import plan
 from pretrain.config import RunConfig, to_yaml
 from pretrain.methods.base import Method
+
+
+def rehearse(method: Method, encoder: encoders.Encoder) -> None:
+    """Show the encoder crops of a square, a wide and a tall image, on a device where nothing is computed.
+
+    Raises:
+        ValueError: it does not take them.
+    """
+    transform = method.transform()
+    pictures = (torch.zeros(3, *size, dtype=torch.uint8) for size in ((64, 64), (32, 256), (256, 32)))
+    crops = [transform(picture, np.random.default_rng(0)) for picture in pictures]
+    batch = finish(collate(crops, transform.crops, [""] * len(crops), packing=transform.packing)).to("meta")
+    with torch.device("meta"):
+        phantom = encoders.build(**encoder.settings).train()
+    with torch.random.fork_rng(devices=[]):
+        for view in batch.views:
+            phantom(view, batch.masks, drop=method.drop)
 
 
 def state_bytes(method: Method) -> int:

@@ -19,6 +19,8 @@ class Method(nn.Module):
 
     image_size: int
     """side in pixels of the images on which the encoder is scored while it trains"""
+    drop: bool = False
+    """whether hidden tokens are left out of the encoder"""
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss () float32 of this process's images, and metrics () that cost no wait for the device."""

@@ -268,8 +268,8 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
     if config.native and not encoder.takes_packed:
         raise ValueError(f"{name} takes images of one size: mae.native needs an encoder that packs them (navit)")
     if not config.native and config.size % encoder.stride:
-        near = config.size // encoder.stride * encoder.stride
+        sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(
             f"mae.size {config.size} is not a multiple of {encoder.stride}, the pixels of a token of {name}: "
-            f"take {near or encoder.stride} or {near + encoder.stride}"
+            f"take {' or '.join(str(n * encoder.stride) for n in sizes)}"
         )

@@ -375,6 +375,7 @@ def test_initial_values_are_those_of_the_published_code():
         ({"dims": (), "depths": (), "heads": 1, "mlp_ratios": 2.0, "reductions": 1}, "dims must be at least 1"),
         ({"patch_size": 0}, "patch_size must be at least 1"),
         ({"head_dim": 0}, "head_dim must be at least 1"),
+        ({"image_size": (24, 0)}, "image_size must be at least 1, not 24, 0"),
         ({"drop_path": 1.5}, "drop_path"),
         ({"layout": "timm"}, "layout must be one of meituan, vit_pytorch, not 'timm'"),
     ],

@@ -15,7 +15,7 @@ from data.crops import MultiCrop, MultiCropConfig
 from pretrain.config import RunConfig, load, resolve
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
-from pretrain.preflight import activation_bytes, report, state_bytes
+from pretrain.preflight import activation_bytes, rehearse, report, state_bytes
 from tests.evaluation.conftest import write_shard
 
 WIDTH, HIDDEN = 3 * 16 * 16, 32
@@ -109,3 +109,23 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "prototypes: 64",
     ):
         assert part in said, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dino.local_size 3", "images of 3 x 3 pixels are smaller than one patch"),
+        ("--encoder navit_micro --dino.local_size 10", "do not divide into patches of 4"),
+        ("--encoder navit_micro --encoder.image_size 8", "build the encoder with image_size"),
+    ],
+)
+def test_crops_that_the_encoder_does_not_take_are_refused_before_the_start(arguments: str, message: str) -> None:
+    chosen = arguments.split()
+    config = resolve(load(["--data", "x.tar", "--encoder", "vit_micro", "--dino.global_size", "16", *chosen]), 1000)
+    before = torch.random.get_rng_state()
+    method = dino(config)
+    drawn = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        rehearse(method, method.trained_encoder())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert not torch.equal(before, drawn)
