@@ -64,7 +64,10 @@ def build(variant: str, **settings: Any) -> Encoder:
     defaults = {name: parameter.default for name, parameter in known.items()}
     published = {name: value for name, value in VARIANTS[variant].items() if name != "family"}
     resolved = defaults | published | settings
-    encoder = constructor(**resolved)
+    try:
+        encoder = constructor(**resolved)
+    except TypeError as error:
+        raise ValueError(f"a setting of {variant} has a value of the wrong kind: {error}") from error
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in resolved.items()}
     encoder.settings = {"variant": variant, **plain}
     return encoder

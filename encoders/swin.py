@@ -47,7 +47,7 @@ def window_sizes(grid: tuple[int, int], window_size: int) -> tuple[int, int]:
     return min(grid[0], window_size), min(grid[1], window_size)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def cut(grid: tuple[int, int], window_size: int, shifted: bool, device: torch.device) -> Windows:
     """Windows of a grid, made once for each device. A side that is one window is not shifted.
 

@@ -67,7 +67,7 @@ def real_keys(grid: tuple[int, int], window: tuple[int, int], heads: int, device
         return repeat(inside, "(h r) (w c) -> 1 (h w heads) 1 (r c)", r=window[0], c=window[1], heads=heads)
 
 
-cached_keys = lru_cache(maxsize=64)(real_keys)
+cached_keys = lru_cache(maxsize=32)(real_keys)
 
 
 class PatchEmbed(nn.Module):

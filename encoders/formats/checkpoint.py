@@ -129,7 +129,7 @@ def unwrap(checkpoint: Mapping[str, Any], source: Source, report: Report) -> Sta
         checkpoint = checkpoint[place]
     if not checkpoint or not all(isinstance(value, Tensor) for value in checkpoint.values()):
         raise ValueError(f"no weights found for source {source!r}; the checkpoint holds {listed(map(str, checkpoint))}")
-    state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
+    state = {name.removeprefix("module.").replace("_orig_mod.", ""): tensor for name, tensor in checkpoint.items()}
     for wrapper, others in WRAPPERS.items():
         if any(name.startswith(wrapper) for name in state):
             report.left_out += [name for name in state if name.startswith(others)]

@@ -99,3 +99,10 @@ def test_every_setting_is_documented_in_one_line(family):
     lines = {line.split(":")[0].strip() for line in described if line.endswith(".")}
     assert len(lines) == len(described)
     assert lines == set(inspect.signature(family).parameters)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dim", 48.5), ("image_size", "x"), ("heads", None)])
+def test_settings_of_a_wrong_kind_are_refused(name, value):
+    for variant in ("vit_micro", "navit_micro", "sam_vit_micro"):
+        with pytest.raises(ValueError, match="wrong kind|must be|not"):
+            build(variant, **{name: value})

@@ -251,3 +251,9 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
         (tmp_path / name).write_text("not weights")
         with pytest.raises(ValueError, match=rf"{name} is not a .safetensors or torch file of weights"):
             load_weights(small(), tmp_path / name)
+
+
+def test_prefixes_of_distributed_and_of_compiled_modules_are_taken_off():
+    model, encoder = timm_vit(), small()
+    load_weights(encoder, {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()})
+    assert_equals_timm(encoder, model)
