@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m encoders.weights",
         description="Convert a checkpoint, official or ours, to an encoder of ours or of timm's.",
     )
-    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="a file of weights")
+    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="file of weights or run folder")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors to write; ours has a .json beside it")
     parser.add_argument("--to", choices=("ours", "timm"), default="ours", help="whose names to write (ours)")
     parser.add_argument("--encoder", metavar="VARIANT", help="what to build; without it, found from the checkpoint")
@@ -46,6 +46,7 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Enco
     Raises:
         ValueError: what it is cannot be found, or it does not fit.
     """
+    source = source / "encoder.safetensors" if source.is_dir() else source  # a run, or a checkpoint in it
     checkpoint = read(source)
     beside = source.with_suffix(".json")
     if variant is None and source.suffix == ".safetensors" and beside.is_file():

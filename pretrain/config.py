@@ -173,6 +173,9 @@ def load(argv: Sequence[str]) -> RunConfig:
         preset = read_yaml(PRESETS / f"digits_{method}.yaml")
     preset_variant = preset.get("encoder", {}).get("variant")
     variant = encoder.encoder or file.get("encoder", {}).get("variant") or preset_variant or "vit_small"
+    saved = file.get("encoder", {}).get("variant")
+    if first.resume and not first.config and saved and variant != saved:
+        raise SettingsError(f"this run trains {saved}, not {variant}: leave --encoder away, or choose another --output")
     if variant != preset_variant:  # the preset's details belong to its own variant
         preset.pop("encoder", None)
     model = settings_model(variant)

@@ -114,7 +114,9 @@ def read(path: str | Path) -> Mapping[str, Any]:
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked is None:
-            raise ValueError(f"{path} is not a .safetensors or torch file of weights: {error}") from error
+            # torch's own words advise to read it as code
+            reason = "" if "weights_only" in str(error) else f": {error}"
+            raise ValueError(f"{path} is not a .safetensors or torch file of weights{reason}") from error
         raise ValueError(
             f"{path} is not read: besides weights it holds {blocked[1]}, and reading that could run code; "
             "where it is trusted, save its state dict alone as .safetensors"

@@ -38,19 +38,20 @@ class MAEConfig(RandomCropConfig):
     """MAE. The decoder that is not set follows from the encoder."""
 
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
-    """share of an image's tokens that are hidden"""
+    """share of an image's tokens that are hidden; at least one is, and at least one is not"""
     mask: MaskKind = "random"
     """hide single tokens, or blocks of them"""
     drop: bool | None = None
     """leave hidden tokens out of the encoder; without it, where the encoder can"""
     normalize_targets: bool = True
     """predict each patch's pixels less their mean, over their standard deviation"""
-    decoder_dim: int = Field(default=512, ge=4, multiple_of=4)
-    """width of the decoder"""
+    decoder_dim: int | None = Field(default=None, ge=4, multiple_of=4)
+    """width of the decoder; without it, the encoder's in steps of 32, at most 512"""
     decoder_depth: int | None = Field(default=None, ge=0)
-    """blocks of the decoder; 0 is one linear layer; without it, 8 where tokens are dropped, else 0"""
-    decoder_heads: int = Field(default=16, ge=1)
-    """attention heads of the decoder"""
+    """blocks of the decoder; 0 is one linear layer; without it, 0 where tokens are hidden in place, else 8, and 2 for
+    encoders of fewer than 12 blocks"""
+    decoder_heads: int | None = Field(default=None, ge=1)
+    """attention heads of the decoder; without it, 32 channels each"""
     native: bool = False
     """keep each image's aspect ratio; images of many sizes are packed, which takes an encoder like NaViT (then `ratio`
     plays no part)"""
@@ -73,7 +74,7 @@ def resolve(
         "betas": (0.9, 0.95),
         "clip": 0.0,
     }
-    return fill(config, {"smallest_size": config.size}), fill(optim, defaults)
+    return fill(config, {"smallest_size": config.size} if config.native else {}), fill(optim, defaults)
 
 
 class Decoder(nn.Module):
@@ -85,9 +86,10 @@ class Decoder(nn.Module):
     def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
         """`dim`: width D of the encoder; `pixels`: P; `class_token`: whether the pooled features take part."""
         super().__init__()
-        width = config.decoder_dim
-        if depth and width % config.decoder_heads:
-            raise ValueError(f"mae.decoder_dim {width} does not split into {config.decoder_heads} mae.decoder_heads")
+        width = config.decoder_dim or min(max(dim // 32 * 32, 32), 512)  # 512, 16 heads, for the published encoders
+        heads = config.decoder_heads or max(width // 32, 1)
+        if depth and width % heads:
+            raise ValueError(f"mae.decoder_dim {width} does not split into {heads} mae.decoder_heads")
         if not depth and drop:
             raise ValueError("mae.decoder_depth 0 predicts from tokens that are there: set mae.drop false, or a depth")
         self.drop, self.class_token = drop, class_token and depth > 0
@@ -96,7 +98,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 width,
-                config.decoder_heads,
+                heads,
                 mlp_ratio=4.0,
                 qkv_bias=True,
                 norm_eps=1e-6,
@@ -185,7 +187,8 @@ class MAE(Method):
         _check(encoder, config, self.drop)
         unused = ("mask_token",) if self.drop else ()
         freeze(encoder, (*unused, "attn_pool", "pre_logits", "head", "head_dist"))
-        depth = (8 if self.drop else 0) if config.decoder_depth is None else config.decoder_depth
+        usual = (8 if len(encoder.blocks) >= 12 else 2) if self.drop else 0
+        depth = usual if config.decoder_depth is None else config.decoder_depth
         class_token = getattr(encoder, "pool", None) == "class"
         pixels = encoder.stride**2 * encoder.channels
         self.encoder = encoder
@@ -267,6 +270,8 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
         raise ValueError(f"{name} cannot leave hidden tokens out: leave mae.drop unset, or set it false")
     if config.native and not encoder.takes_packed:
         raise ValueError(f"{name} takes images of one size: mae.native needs an encoder that packs them (navit)")
+    if not config.native and (config.smallest_size or config.token_budget):
+        raise ValueError("mae.smallest_size and mae.token_budget are for images of many sizes: set mae.native true")
     if not config.native and config.size % encoder.stride:
         sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(

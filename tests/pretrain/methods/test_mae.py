@@ -156,12 +156,13 @@ def test_targets_are_normalised_by_mean_and_unbiased_deviation() -> None:
 @pytest.mark.parametrize(
     ("variant", "encoder", "settings", "drop", "depth"),
     [
-        ("vit_micro", TINY, {"decoder_depth": None}, True, 8),
+        ("vit_micro", TINY, {"decoder_depth": None, "decoder_dim": None, "decoder_heads": None}, True, 2),
+        ("vit_micro", TINY | {"depth": 12}, {"decoder_depth": None}, True, 8),
         ("vit_micro", TINY, {"drop": False, "decoder_depth": None}, False, 0),
         ("vit_micro", TINY, {"drop": False}, False, 2),
         ("vit_micro", TINY | {"pool": "mean"}, {}, True, 2),
         ("vit_micro", TINY | {"class_token": False, "pool": "mean"}, {"drop": False}, False, 2),
-        ("navit_micro", {}, {"decoder_depth": None, "size": 16}, True, 8),
+        ("navit_micro", {}, {"decoder_depth": None, "size": 16}, True, 2),
         ("navit_micro", {}, {"native": True, "size": 16, "smallest_size": 12, "token_budget": 40}, True, 2),
         ("navit_micro", {}, {"native": True, "size": 16, "drop": False, "token_budget": 40}, False, 2),
     ],
@@ -225,6 +226,7 @@ def test_panels_show_the_image_what_is_visible_and_what_is_predicted() -> None:
     [
         ("vit_micro", TINY, {"size": 30}, "mae.size 30 is not a multiple of 8, .* take 24 or 32"),
         ("vit_micro", TINY, {"native": True}, "ViT takes images of one size: mae.native needs an encoder that packs"),
+        ("vit_micro", TINY, {"token_budget": 100}, "for images of many sizes: set mae.native true"),
         ("vit_micro", TINY, {"decoder_heads": 3}, "decoder_dim 16 does not split into 3"),
         ("vit_micro", TINY, {"decoder_depth": 0}, "predicts from tokens that are there"),
         ("swin_micro", {}, {"drop": True}, "Swin cannot leave hidden tokens out"),
