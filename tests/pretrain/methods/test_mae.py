@@ -253,3 +253,22 @@ def test_the_published_recipe_is_what_is_not_set() -> None:
     assert (config.size, config.scale, config.flip, config.mask_ratio) == (224, (0.2, 1.0), 0.5, 0.75)
     assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.weight_decay) == (1.5e-4, 0.0, 40 * 312, 0.05)
     assert (optim.weight_decay_end, optim.betas, optim.clip) == (0.05, (0.9, 0.95), 0.0)
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "navit_micro"])
+def test_images_that_are_not_square(variant) -> None:
+    """The loss of a batch of 16 x 24 pixels, from what the decoder predicts for its 4 x 6 tokens of 4 pixels."""
+    method = make(variant, {"image_size": 24} if variant == "navit_micro" else {}, size=16)
+    images = torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    hidden = torch.rand(2, 24, generator=torch.Generator().manual_seed(1)).argsort(1).argsort(1) < 18
+    mask = Mask.from_hidden(hidden.flatten(), method.encoder.grids(images))
+    seen: list[torch.Tensor] = []
+    method.decoder.register_forward_hook(lambda _, __, out: seen.append(out))
+    loss, _ = method(Batch([images], (1,), masks=mask), 0)
+    errors = []
+    for b, row, column in ((b, r, c) for b in range(2) for r in range(4) for c in range(6)):
+        if hidden[b, 6 * row + column]:
+            patch = images[b, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4].permute(1, 2, 0).flatten().double()
+            target = (patch - patch.mean()) / (patch.var() + 1e-6).sqrt()
+            errors.append((seen[0][24 * b + 6 * row + column].double() - target).square().mean())
+    torch.testing.assert_close(loss.double(), torch.stack(errors).mean(), rtol=1e-5, atol=0)
