@@ -214,7 +214,10 @@ def table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int,
     Raises:
         ValueError: they have less than one patch.
     """
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+        raise ValueError(f"image_size is one side in pixels, or (rows, columns), not {image_size!r}")
+    height, width = sides
     if min(height, width) < patch_size:
         raise ValueError(
             f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
