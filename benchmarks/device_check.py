@@ -85,7 +85,8 @@ def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: in
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         loss, _ = method(finish(batch.to(device, non_blocking=True)), number)
     loss.backward()
-    clip_gradients(method.trained_parts(), cast(float, optim.clip), optim.clip_by)
+    parts = [[p.grad for p in part.parameters() if p.grad is not None] for part in method.trained_parts()]
+    clip_gradients(parts, cast(float, optim.clip), optim.clip_by)
     optimizer.step()
     optimizer.zero_grad()
     method.after_step(number)

@@ -183,7 +183,13 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
-        for batch in self._loader:
+        # forked with SIGTERM held back, so that none comes before a worker has arranged what it does then
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            batches = iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for batch in batches:
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
             for name in batch.skipped:

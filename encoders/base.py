@@ -1,7 +1,6 @@
 """The interface of all encoders."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +8,11 @@ from torch import Tensor, nn
 from encoders.images import Images, Mask, PackedImages
 
 
-@dataclass(frozen=True)
-class Features:
-    """What an encoder returns for B images. Class, register and distillation tokens never appear in `tokens`."""
+class Features(NamedTuple):
+    """What an encoder returns for B images. Class, register and distillation tokens never appear in `tokens`.
+
+    A tuple, so that whoever wraps modules (ZeRO-3, FSDP) finds the tensors in it.
+    """
 
     pooled: Tensor
     """(B, D): one vector an image"""

@@ -2,14 +2,16 @@
 
 OUTPUT/checkpoints/
   step-00001000/
-    __0_0.distcp ...     method and optimizer, by torch.distributed.checkpoint
+    __0_0.distcp ...     method and optimizer, by torch.distributed.checkpoint: what each process holds (pieces.py)
     .metadata
     random-00000.pt      random states of each process
     trainer.json         step, images, settings, versions, loss scale
     encoder.safetensors  the trained encoder, for evaluation     encoder.json
+    manifest.json        sizes and checksums of all of these
   latest -> step-00001000
 """
 
+import copy
 import errno
 import importlib.metadata
 import json
@@ -18,21 +20,23 @@ import os
 import random
 import re
 import shutil
+import threading
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import encoders
+from pretrain import manifest
+from pretrain.config import CheckpointConfig
+from pretrain.engines import Engine
+from pretrain.pieces import Piece, read, write
 
 log = logging.getLogger(__name__)
 # one process needs no process group
@@ -60,6 +64,8 @@ class Position:
     """images that were replaced, over all processes"""
     alarm: dict[str, Any] = field(default_factory=dict)
     """the memory of the collapse alarm"""
+    unscored: dict[str, Any] = field(default_factory=dict)
+    """the record of this step, where its evaluation and its line in metrics.jsonl were left to the resumed run"""
 
 
 def whole(folder: Path) -> list[Path]:
@@ -68,64 +74,144 @@ def whole(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-def save(
-    folder: Path,
-    accelerator: Accelerator,
-    wrapped: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    encoder: encoders.Encoder,
-    position: Position,
-    settings: dict[str, Any],
-) -> Path:
-    """Write a checkpoint into OUTPUT/checkpoints; called on all processes together. A step that has one keeps it.
+class Saver:
+    """Writes the checkpoints of a run, one after the other; all methods are called on all processes together."""
 
-    Raises:
-        CheckpointError: it could not be written; earlier ones are whole, and `latest` points at the newest of them.
-    """
-    final = folder / f"step-{position.step:08d}"
-    part = folder / f".{final.name}.part"
-    if final.exists():
-        return final
-    model_state, optimizer_state = get_state_dict(wrapped, optimizer)
-    needed = sum(t.numel() * t.element_size() for t in _tensors([model_state, optimizer_state]))
-    problem = ""
-    try:
-        if accelerator.is_main_process:
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        engine: Engine,
+        settings: dict[str, Any],
+        config: CheckpointConfig,
+    ) -> None:
+        """`folder`: OUTPUT/checkpoints; `settings`: the run's, resolved."""
+        self.folder, self.accelerator, self.engine, self.settings = folder, accelerator, engine, settings
+        self.config = config
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        # the background must not meet the training in a collective
+        several = config.background and dist.is_initialized()
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if several else None
+
+    def save(self, position: Position, encoder: encoders.Encoder, *, now: bool = False, keep_all: bool = False) -> None:
+        """Write a checkpoint of this moment, then remove those that need not stay. A step that has one keeps it.
+
+        With `checkpoint.background` the files are written while the training goes on, but for `now`.
+
+        Args:
+            encoder: as the engine holds it.
+            keep_all: remove none.
+
+        Raises:
+            CheckpointError: it, or the one before it, could not be written; earlier ones are whole, and `latest` points
+                at the newest of them.
+        """
+        self.wait()
+        final = self.folder / f"step-{position.step:08d}"
+        if final.exists():
+            return
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        pieces = {name: piece.share(rank, processes) for name, piece in self.engine.pieces().items()}
+        whole = self.engine.whole(encoder, everywhere=False)
+        state = _trainer(self.accelerator, self.engine, position, self.settings)
+        own = sum(p.data.nbytes for p in pieces.values())
+        own += sum(t.nbytes for t in whole.state_dict().values()) if whole is not None else 0
+        needed = sum(_gather(own))
+        if self.config.background and not now:
+            pieces = {name: piece.copy() for name, piece in pieces.items()}
+            whole = copy.deepcopy(whole)
+            arguments = (final, pieces, whole, state, _random_states(), needed, keep_all)
+            self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint")
+            self._thread.start()
+        else:
+            self._write(final, pieces, whole, state, _random_states(), needed, keep_all)
+
+    def wait(self) -> None:
+        """Until what was begun is written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _in_background(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except CheckpointError as error:
+            self._error = error
+
+    def _write(
+        self,
+        final: Path,
+        pieces: dict[str, Piece],
+        encoder: torch.nn.Module | None,
+        state: dict[str, Any],
+        random_states: dict[str, Any],
+        needed: int,
+        keep_all: bool,
+    ) -> None:
+        main, rank = self.accelerator.is_main_process, self.accelerator.process_index
+        part = self.folder / f".{final.name}.part"
+        problems = _gather(self._make(part, needed) if main else "", self._group)
+        if not any(problems) and not part.is_dir():
+            problems = [f"process {rank} does not see {part}: --output must be on a disk that all nodes share"]
+        problems, files = _gather("".join(problems[:1]), self._group), {}
+        if not any(problems):
+            problem = ""
+            try:
+                write(pieces, part, self._group)
+                torch.save(random_states, part / f"random-{rank:05d}.pt")
+                if main:
+                    encoders.save(cast(encoders.Encoder, encoder), part / "encoder.safetensors")
+                    (part / "trainer.json").write_text(json.dumps(state, indent=1))
+                own = {*part.glob(f"__{rank}_*"), part / f"random-{rank:05d}.pt"}
+                others = [".metadata", "encoder.safetensors", "encoder.json", "trainer.json"]
+                files = manifest.describe(own | {part / name for name in others if main})
+            except (Exception, CheckpointException) as error:  # the latter, around what the disk says, is no Exception
+                problem = f"{type(error).__name__}: {_first_line(error)}"
+            problems = _gather(problem, self._group)
+        described = _gather(files, self._group)
+        if not any(problems):
+            problems = _gather(self._finish(part, final, described) if main else "", self._group)
+        if any(problems):
+            if main:
+                shutil.rmtree(part, ignore_errors=True)
+            latest = [p.name for p in whole(self.folder)][-1:]
+            raise CheckpointError(
+                f"could not save {final}: {next(filter(None, problems))}. A checkpoint of this run needs "
+                f"{needed / 1e9:.2f} GB; free that much and continue with --resume from "
+                + (f"{latest[0]}, which is whole." if latest else "the beginning.")
+            )
+        if main and not keep_all:
+            retain(self.folder, self.config.keep, self.config.keep_every)
+
+    def _make(self, part: Path, needed: int) -> str:
+        """Make an empty folder; returns what prevents it."""
+        try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            free = shutil.disk_usage(folder).free
-            if free < needed:
-                problem = f"the disk of {folder} has {free / 1e9:.2f} GB free"
-    except OSError as error:
-        problem = _first_line(error)
-    problems = gather_object([problem])  # all must know before the first collective of the save
-    if not any(problems):
+            free = shutil.disk_usage(part).free
+            return f"the disk of {self.folder} has {free / 1e9:.2f} GB free" if free < needed else ""
+        except OSError as error:
+            return _first_line(error)
+
+    def _finish(self, part: Path, final: Path, files: list[dict[str, Any]]) -> str:
+        """All processes have written: give it its name; returns what prevents it."""
         try:
-            state = {"method": model_state, "optimizer": optimizer_state}
-            state_dict_saver.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
-            torch.save(_random_states(), part / f"random-{accelerator.process_index:05d}.pt")
-            if accelerator.is_main_process:
-                encoders.save(encoder, part / "encoder.safetensors")
-                (part / "trainer.json").write_text(json.dumps(_trainer(accelerator, position, settings), indent=1))
-        except (Exception, CheckpointException) as error:  # the latter, around what the disk says, is no Exception
-            problem = f"{type(error).__name__}: {_first_line(error)}"
-        problems = gather_object([problem])
-    if any(problems):
-        if accelerator.is_main_process:
-            shutil.rmtree(part, ignore_errors=True)
-        latest = [p.name for p in whole(folder)][-1:]
-        raise CheckpointError(
-            f"could not save {final}: {next(filter(None, problems))}. A checkpoint of this run needs "
-            f"{needed / 1e9:.2f} GB; free that much and continue with --resume from "
-            + (f"{latest[0]}, which is whole." if latest else "the beginning.")
-        )
-    if accelerator.is_main_process:
-        _sync(part)  # the files of all processes
-        os.rename(part, final)
-        _link(folder / "latest", final.name)
-        _sync(folder, files=False)
-    accelerator.wait_for_everyone()
-    return final
+            manifest.write(part, {name: what for of_one in files for name, what in of_one.items()})
+            _sync(part)  # the files of all processes
+            os.rename(part, final)
+            _link(self.folder / "latest", final.name)
+            _sync(self.folder, files=False)
+        except OSError as error:
+            return _first_line(error)
+        return ""
 
 
 def retain(folder: Path, keep: int, keep_every: int | None) -> None:
@@ -146,30 +232,30 @@ def retain(folder: Path, keep: int, keep_every: int | None) -> None:
         log.warning("could not remove an old checkpoint: %s", error)
 
 
-def restore(
-    path: Path, accelerator: Accelerator, wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Position:
+def restore(path: Path, accelerator: Accelerator, engine: Engine) -> Position:
     """Load a checkpoint into the method and the optimizer, and set the random states; on all processes together.
 
     Returns where the run was.
 
     Raises:
-        CheckpointError: it belongs to another method or encoder.
+        CheckpointError: it belongs to another method or encoder, or its files are not those that were written.
     """
     trainer = json.loads((path / "trainer.json").read_text())
+    faults = _gather(manifest.faults(path, accelerator.process_index, accelerator.num_processes))
+    if any(faults):
+        found = sorted({fault for of_one in faults for fault in of_one})
+        before = [p.name for p in whole(path.parent) if p.name < path.name][-1:]
+        raise CheckpointError(
+            f"{path} is damaged: {'; '.join(found)}. Move it away, and --resume continues from "
+            + (f"{before[0]}." if before else "the beginning.")
+        )
     if accelerator.is_main_process:  # a kill may have come between the rename and the link
         _link(path.parent / "latest", path.name)
-    model_state, optimizer_state = get_state_dict(wrapped, optimizer)
     try:
-        state = {"method": model_state, "optimizer": optimizer_state}
-        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        read(engine.pieces(), path)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{path} does not fit this run or is damaged: {_first_line(error)}") from error
-    # what the checkpoint's groups say of themselves gives way to this run's settings
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    set_state_dict(wrapped, optimizer, model_state_dict=state["method"], optim_state_dict=state["optimizer"])
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
+        raise CheckpointError(f"{path} does not fit this run: {_first_line(error)}") from error
+    engine.loaded(trainer["optimizer_steps"])
     if accelerator.scaler is not None and trainer["loss_scale"]:
         accelerator.scaler.load_state_dict(trainer["loss_scale"])
     states = path / f"random-{accelerator.process_index:05d}.pt"
@@ -225,10 +311,21 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _trainer(accelerator: Accelerator, position: Position, settings: dict[str, Any]) -> dict[str, Any]:
+def _gather(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each process has, on all of them."""
+    if not dist.is_initialized():
+        return [own]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def _trainer(accelerator: Accelerator, engine: Engine, position: Position, settings: dict[str, Any]) -> dict[str, Any]:
     return {
-        "position": asdict(position),
+        "position": copy.deepcopy(asdict(position)),
         "processes": accelerator.num_processes,
+        "engine": engine.name,
+        "optimizer_steps": engine.optimizer_steps,
         "loss_scale": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "settings": settings,
         "versions": {
@@ -255,13 +352,6 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _first_line(error: BaseException) -> str:

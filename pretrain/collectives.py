@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def world_size() -> int:
@@ -41,3 +42,10 @@ def all_reduce_max(x: Tensor) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, op=dist.ReduceOp.MAX)
     return x
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a parameter or gradient: all of it, rows of it (FSDP2), or a flat range (ZeRO-3)."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return getattr(tensor, "ds_tensor", tensor)

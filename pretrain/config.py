@@ -35,6 +35,8 @@ class CheckpointConfig(Section):
     """newest checkpoints that stay"""
     keep_every: int | None = Field(default=None, ge=1)
     """checkpoints at multiples of this many steps stay too"""
+    background: bool = False
+    """write while the training goes on, from a copy in the host's memory"""
 
 
 class EvaluationConfig(Section):

@@ -5,10 +5,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pretrain.collectives import local
+
 
 @torch.no_grad()
 def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float) -> None:
     """`teacher <- momentum * teacher + (1 - momentum) * student`, in place, for all parameters at once.
+
+    Where an engine shards the two alike, each process moves its own part.
 
     Written as a step towards the student, `t + (1 - m)(s - t)`: the rounding error of float32 then scales with the
     distance between the two and not with the weights, and a teacher that equals its student stays exactly equal.
@@ -17,7 +21,7 @@ def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float
         TypeError: a teacher in less than float32, whose average would stand still: at momentum 0.996 a step in bfloat16
             is rounded away for most weights.
     """
-    teacher, student = list(teacher), list(student)
+    teacher, student = [local(t) for t in teacher], [local(s) for s in student]
     low = {t.dtype for t in teacher if torch.finfo(t.dtype).bits < 32}
     if low:
         raise TypeError(

@@ -10,11 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    broadcast_object_list,
-)
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list
 
 import encoders
 from data.demo import demo_shards
@@ -23,16 +19,17 @@ from data.settings import SettingsError
 from data.shards import ShardError, ShardList, open_sources
 from evaluation.features import resolve_checkpoint
 from evaluation.processes import accelerator as make_accelerator
-from pretrain import checkpoint
+from pretrain import checkpoint, engines
 from pretrain.checkpoint import Position
 from pretrain.config import RunConfig, resolve, to_yaml
+from pretrain.engines import Engine
 from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
-from pretrain.optim import parameter_groups
 from pretrain.preflight import rehearse, report
 from pretrain.record import Recorder
 from pretrain.scoring import Scorer
+from pretrain.watchdog import watched
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,13 @@ log = logging.getLogger(__name__)
 def pretrain(config: RunConfig) -> None:
     """Run to the end: from settings to a trained, exported and scored encoder."""
     config = config.model_copy(update={"precision": arithmetic(config.precision)})
-    accelerator = engine(config)
+    accelerator, engine_class = processes(config)
+    with watched():
+        pretrain_on(accelerator, engine_class, config)
+
+
+def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: RunConfig) -> None:
+    """The same, once the processes know of each other."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
     with accelerator.local_main_process_first():  # the first one fills the caches of indices and of the embedded data
@@ -63,21 +66,19 @@ def pretrain(config: RunConfig) -> None:
         return
     accelerator.wait_for_everyone()  # nobody writes before all have looked
     make_folder(output)
-    method.to(accelerator.device)
-    betas = cast(tuple[float, float], config.optim.betas)
-    optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
-    wrapped, optimizer = accelerator.prepare(method, optimizer)
+    engine = engine_class(accelerator, method, cast(tuple[float, float], config.optim.betas))
     torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
     if newest:
-        checkpoint.restore(newest, accelerator, wrapped, optimizer)
+        checkpoint.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
     judge = scorer(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         write_settings(output, config)
         recorder = Recorder(output, position.step)
-        announce(given, config, images, accelerator)
-    run = Run(config, output, accelerator, method, wrapped, optimizer, recorder, judge, settings, position)
+        announce(given, config, images, accelerator, engine)
+    saver = checkpoint.Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint)
+    run = Run(config, output, accelerator, method, engine, recorder, judge, saver, position)
     train(run, iter(batches))
     finish_run(run)
 
@@ -155,24 +156,24 @@ def arithmetic(precision: str) -> str:
     return {"no": "fp32"}.get(precision, precision)
 
 
-def engine(config: RunConfig) -> Accelerator:
-    """accelerate, set up for this run.
+def processes(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
+    """accelerate, set up for this run, and the engine that the launcher asks for.
 
     Raises:
         SettingsError: an engine that is not there.
     """
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = make_accelerator(
-        mixed_precision={"fp32": "no"}.get(config.precision, config.precision),
+        # DeepSpeed's own low precision would cast the teacher; ours is autocast (engines/zero.py)
+        mixed_precision="no" if deepspeed or config.precision == "fp32" else config.precision,
         # the loader is not prepared, so its end must not trigger a step of its own
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
+        # gradients lie in the buckets that are summed, not beside them
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        raise SettingsError(
-            f"{accelerator.distributed_type} is not supported yet: launch with one process or --multi_gpu (DDP)"
-        )
-    return accelerator
+    return accelerator, engines.check(accelerator, config.precision, config.accumulate)
 
 
 def sources(config: RunConfig) -> tuple[Any, RunConfig]:
@@ -257,7 +258,7 @@ def scorer(config: RunConfig, method: Method, shards: Any, accelerator: Accelera
     return Scorer(config.evaluation, bank, method.image_size, accelerator)
 
 
-def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Accelerator) -> None:
+def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Accelerator, engine: Engine) -> None:
     """Say what the run is, and which values were derived."""
     derived = [
         f"{section}.{name} {value}"
@@ -267,10 +268,11 @@ def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Acce
     ]
     assert config.steps is not None
     log.info(
-        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es), %s, precision %s",
+        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s, precision %s",
         config.method, config.encoder_settings["variant"], config.data or "the embedded digits", images, config.steps,
         config.batch_size,
-        config.steps * config.batch_size / images, accelerator.num_processes, accelerator.device, config.precision,
+        config.steps * config.batch_size / images, accelerator.num_processes, engine.name, accelerator.device,
+        config.precision,
     )  # fmt: skip
     if derived:
         log.info("derived from data, batch and length: %s", ", ".join(derived))
@@ -278,11 +280,12 @@ def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Acce
 
 def finish_run(run: Run) -> None:
     """Export the encoder and say what to do with it."""
+    encoder = run.engine.whole(run.method.trained_encoder(), everywhere=False)
     run.accelerator.wait_for_everyone()
     if run.recorder is None:
         return
     path = run.output / "encoder.safetensors"
-    encoders.save(run.method.trained_encoder(), path)
+    encoders.save(cast(encoders.Encoder, encoder), path)
     run.recorder.close()
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data, evaluation.val

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from data.augment import finish
 from data.batch import Batch
+from encoders.base import Encoder
 from evaluation.processes import all_sum
-from pretrain import checkpoint, pictures
+from pretrain import checkpoint, pictures, preempt
 from pretrain.checkpoint import Position
 from pretrain.config import RunConfig
+from pretrain.engines import Engine
 from pretrain.health import CollapseAlarm
 from pretrain.methods.base import Method
 from pretrain.optim import apply_schedules, clip_gradients
@@ -41,14 +43,12 @@ class Run:
     output: Path
     accelerator: Accelerator
     method: Method
-    wrapped: torch.nn.Module
-    """the method as the engine wraps it"""
-    optimizer: torch.optim.Optimizer
+    engine: Engine
+    """what carries the method over processes"""
     recorder: Recorder | None
     """None beside the main process"""
     scorer: Scorer | None
-    settings: dict[str, Any]
-    """the resolved settings, for checkpoints"""
+    saver: checkpoint.Saver
     position: Position = field(default_factory=Position)
 
     @property
@@ -69,43 +69,42 @@ class Step:
     """whether the optimizer and the teacher moved"""
     overflow: bool
     """whether they stood still because float16 overflowed under the loss scale, which falls after it"""
+    stop: bool
+    """whether any process was asked to stop"""
     metrics: dict[str, Tensor]
 
 
 def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     """One optimizer step over this process's `batches`, `config.accumulate` of them, one a forward pass."""
-    accelerator, method, step = run.accelerator, run.method, run.position.step
-    apply_schedules(run.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
-    clip, clip_by = cast(float, run.config.optim.clip), run.config.optim.clip_by
-    losses, metrics, norm = [], [], torch.zeros((), device=accelerator.device)
-    for batch in batches:
-        with accelerator.accumulate(run.wrapped):
-            loss, numbers = run.wrapped(batch, step)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.unscale_gradients()
-                norm = clip_gradients(method.trained_parts(), clip, clip_by)
-        losses.append(loss.detach())
+    accelerator, engine, method, step = run.accelerator, run.engine, run.method, run.position.step
+    apply_schedules(engine.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
+    losses, metrics = [], []
+    for count, batch in enumerate(batches, start=1):
+        loss, numbers = engine.losses(batch, step, last=count == run.config.accumulate)
+        losses.append(loss)
         metrics.append(numbers)
+    clip, clip_by = cast(float, run.config.optim.clip), run.config.optim.clip_by
+    norm = clip_gradients(engine.gradients(method.trained_parts()), clip, clip_by, sharded=engine.sharded)
+    norm = norm.to(accelerator.device)  # gradients may have been moved to the host
     mean = torch.stack(losses).mean()
     finite = (mean.isfinite() & norm.isfinite()).to(mean.dtype)
+    asked = torch.full_like(mean, preempt.asked())
     # all processes must agree, and this is the one place in a step that waits for the device
-    total, agreed, norm_value = accelerator.reduce(torch.stack([mean, finite, norm]), "mean").tolist()  # pyright: ignore
+    total, agreed, norm_value, stop = accelerator.reduce(torch.stack([mean, finite, norm, asked]), "mean").tolist()  # pyright: ignore
     moved, scaler = agreed == 1.0, accelerator.scaler
     # a finite loss whose scaled gradients overflow float16 is the loss scale's business, until it can fall no lower
     overflow = not moved and scaler is not None and math.isfinite(total) and scaler.get_scale() > 1
     if moved:
-        run.optimizer.step()
+        engine.step()
         method.after_step(step)
-    elif scaler is not None:
-        scaler.update()  # lowers the scale
-    run.optimizer.zero_grad()
+    else:
+        engine.skip()
     run.position.skipped_steps += not moved
     run.position.skipped_in_a_row = 0 if moved else run.position.skipped_in_a_row + (not overflow)
     run.position.step += 1
     run.position.images += run.config.batch_size
     means = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
-    return Step(total, norm_value, moved, overflow, means)
+    return Step(total, norm_value, moved, overflow, stop > 0, means)
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
@@ -115,52 +114,61 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
 
     Raises:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
+        Preempted: a process was asked to stop; the checkpoint of this moment is written.
     """
     config, accelerator = run.config, run.accelerator
     alarm = CollapseAlarm(config.health, run.steps, run.position.alarm)
     progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
     window, corrupt, due = Window(), 0, False
-    if run.position.step == 0:
-        _record_and_score(run, {}, None)
+    if run.position.step == 0 or run.position.unscored:
+        _record_and_score(run, run.position.unscored, None)
+        run.position.unscored = {}
     with progress:
         while run.position.step < run.steps:
             started = time.perf_counter()
             micro_batches = list(itertools.islice(batches, config.accumulate))
             waited = time.perf_counter() - started
             corrupt += sum(len(b.skipped) for b in micro_batches)
-            if run.recorder and config.evaluation.pictures and run.position.step == 0:
-                run.recorder.pictures(_pictures(run, _on_device(run, micro_batches[0])), 0)
+            if config.evaluation.pictures and run.position.step == 0:
+                shown = _pictures(run, _on_device(run, micro_batches[0]))
+                if run.recorder:
+                    run.recorder.pictures(shown, 0)
             result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
             window.add(config.batch_size, waited)
             if not result.finite:
                 _report_skipped(run, result, micro_batches)
             step = run.position.step
+            stop = result.stop and step < run.steps
             progress.update(step, result.loss, window.images_per_second, window.data_wait)
             if step % config.record_every == 0 or step == run.steps or _due(config.evaluate_every, step):
                 run.position.corrupt_images += int(all_sum(torch.tensor(corrupt), accelerator))
-                record = _record(run, result, window)
-                _record_and_score(run, record, micro_batches[0])
+                record, corrupt = _record(run, result, window), 0
+                if stop and _due(config.evaluate_every, step):
+                    run.position.unscored = record  # who asks to stop may not wait for an evaluation: --resume makes it
+                else:
+                    _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
                 for message in alarm.look(record, run.method.collapse_bound()).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
-                window, corrupt = Window(), 0
+                window = Window()
             due = due or step % config.checkpoint_every == 0
             # amid skipped steps it waits for a good one, or it would push out checkpoints from before the trouble
-            if (due and result.finite) or step == run.steps:
+            if (due and result.finite) or step == run.steps or stop:
                 due = False
                 started = time.perf_counter()
-                save(run)
+                run.position.corrupt_images += int(all_sum(torch.tensor(corrupt), accelerator))
+                corrupt = 0
+                # after a skipped step the weights are those before the trouble, and push none out
+                run.saver.save(
+                    run.position, run.method.trained_encoder(), now=stop, keep_all=stop and not result.finite
+                )
                 window.leave_out(time.perf_counter() - started)
-
-
-def save(run: Run) -> None:
-    """A checkpoint of this moment, and the removal of those that need not stay."""
-    folder = run.output / "checkpoints"
-    checkpoint.save(
-        folder, run.accelerator, run.wrapped, run.optimizer, run.method.trained_encoder(), run.position, run.settings
-    )
-    if run.accelerator.is_main_process:
-        checkpoint.retain(folder, run.config.checkpoint.keep, run.config.checkpoint.keep_every)
+            if stop:
+                if run.recorder:
+                    run.recorder.close()
+                accelerator.wait_for_everyone()  # the launcher ends whoever is still busy when the first one leaves
+                raise preempt.Preempted(preempt.message(step))
+    run.saver.wait()
 
 
 class Window:
@@ -200,8 +208,8 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     """The record of this step, but for evaluations. Means over processes; called on all of them together."""
     names = sorted(result.metrics)
     means = run.accelerator.reduce(torch.stack([result.metrics[name].float() for name in names]), "mean")
-    moving = [group["lr"] for group in run.optimizer.param_groups if not group["frozen_steps"]]
-    decays = [group["weight_decay"] for group in run.optimizer.param_groups if group["decays"]]
+    moving = [group["lr"] for group in run.engine.optimizer.param_groups if not group["frozen_steps"]]
+    decays = [group["weight_decay"] for group in run.engine.optimizer.param_groups if group["decays"]]
     record = {
         "step": run.position.step,
         "images": run.position.images,
@@ -224,26 +232,31 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
     step = run.position.step
     if step in (0, run.steps) or _due(run.config.evaluate_every, step):
         shown: dict[str, np.ndarray | None] = {}
+        if run.config.evaluation.pictures and batch is not None:
+            shown |= _pictures(run, _on_device(run, batch))
         if run.scorer is not None:
-            record |= run.scorer.score(run.method.trained_encoder())
+            encoder = cast(Encoder, run.engine.whole(run.method.trained_encoder()))
+            record |= run.scorer.score(encoder)
             if run.recorder:
                 log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
-        if run.recorder and run.config.evaluation.pictures:
-            if batch is not None:
-                shown |= _pictures(run, _on_device(run, batch))
-            if run.scorer is not None:
-                encoder, images = run.method.trained_encoder(), run.scorer.held_out
+            if run.recorder and run.config.evaluation.pictures:
+                images = run.scorer.held_out
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
+        if run.recorder:
             run.recorder.pictures({k: v for k, v in shown.items() if v is not None}, step)
     if run.recorder and record:
         run.recorder.scalars({"step": step, "images": run.position.images} | record)
 
 
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
-    """What the network sees of a batch, and what the method does to it."""
+    """What the network sees of a batch, and what the method does to it. Called on all processes together."""
     images = run.config.evaluation.pictures
-    panels = run.method.panels(batch, images)
-    return {"crops": pictures.crops(batch, images)} | {name: pictures.panels(rows) for name, rows in panels.items()}
+    shown = {"crops": pictures.crops(batch, images)}
+    if run.method.has_panels:
+        method = cast(Method | None, run.engine.whole(run.method, everywhere=False))
+        if method is not None:
+            shown |= {name: pictures.panels(rows) for name, rows in method.panels(batch, images).items()}
+    return shown
 
 
 def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from data.settings import Section
 from encoders.base import Encoder
+from pretrain.collectives import all_reduce_sum
 from pretrain.schedules import cosine
 
 
@@ -72,16 +73,22 @@ def apply_schedules(optimizer: torch.optim.Optimizer, config: Any, step: int, st
 
 
 @torch.no_grad()
-def clip_gradients(parts: Sequence[nn.Module], limit: float, by: str) -> Tensor:
+def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False) -> Tensor:
     """Scale gradients so that no norm is above `limit` (0: none), and return the global norm before () float32.
 
-    `parts` are the modules whose norms count apart under "module". Nothing here waits for the device.
+    Nothing here waits for the device.
+
+    Args:
+        grads: tensor after tensor of each of the modules whose norms count apart under "module".
+        by: what the norm is taken of: "tensor", "module" or "global".
+        sharded: each process has a part of every tensor, perhaps an empty one.
     """
-    grads = [[p.grad for p in part.parameters() if p.grad is not None] for part in parts]
     flat = [g for part in grads for g in part]
     if not flat:
         raise ValueError("no parameter has a gradient: call this after backward")
     norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
+    if sharded:
+        norms = all_reduce_sum(norms.square()).sqrt()
     total = norms.norm()
     if limit == 0:
         return total

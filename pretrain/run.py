@@ -5,6 +5,11 @@ import logging
 import os
 import sys
 
+from pretrain import preempt
+
+if __name__ == "__main__":
+    preempt.listen()  # the imports below take seconds
+
 # Read once, when torch is loaded: threads that wait by spinning take the cores from the loader and from each other
 # (two cores, a second job beside: spinning fell to 38 images/s at times, waiting never below 275).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -14,6 +19,7 @@ from rich.logging import RichHandler
 from data.settings import SettingsError
 from data.shards import ShardError
 from evaluation.processes import EvaluationError
+from pretrain import watchdog
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import load
 from pretrain.health import CollapseError
@@ -24,17 +30,26 @@ FOR_THE_USER = (SettingsError, ShardError, CheckpointError, CollapseError, NonFi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the user has something to change, 130 interrupted from the keyboard."""
+    """Exit code: 0 done, 2 the user has something to change, 75 stopped and saved as SIGTERM or SIGUSR1 asked (--resume
+    continues), 69 another process is gone, 130 interrupted from the keyboard."""
     # rich breaks lines at the width of a terminal, which a log file does not have
     handler = RichHandler(show_path=False, show_time=False) if sys.stderr.isatty() else logging.StreamHandler()
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    rank = int(os.environ.get("RANK", "0"))
     try:
-        pretrain(load(sys.argv[1:] if argv is None else argv))
+        with preempt.listening():
+            pretrain(load(sys.argv[1:] if argv is None else argv))
     except FOR_THE_USER as error:
-        rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or isinstance(error, ShardError):  # of a shard perhaps only this process knows
             print(f"\nrun.py: {f'process {rank}: ' * (rank > 0)}{error}", file=sys.stderr)
         return 2
+    except preempt.Preempted as stop:
+        if rank == 0:
+            print(f"\nrun.py: {stop}", file=sys.stderr)
+        return preempt.EXIT_CODE
+    except watchdog.LostError as error:
+        print(f"\nrun.py: process {rank}: {error}", file=sys.stderr)
+        return watchdog.EXIT_CODE
     except KeyboardInterrupt:
         print(
             "\nrun.py: interrupted; --resume with this run's --output continues from its last checkpoint",
@@ -50,4 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    preempt.ignore()
+    if code == watchdog.EXIT_CODE:
+        os._exit(code)  # the process group's own end would wait for the process that is gone
+    sys.exit(code)

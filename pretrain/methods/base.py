@@ -21,6 +21,8 @@ class Method(nn.Module):
     """side in pixels of the images on which the encoder is scored while it trains"""
     drop: bool = False
     """whether hidden tokens are left out of the encoder"""
+    has_panels: bool = False
+    """whether there are pictures of what it does (`panels`), which take the whole method on one process"""
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss () float32 of this process's images, and metrics () that cost no wait for the device."""
@@ -40,6 +42,12 @@ class Method(nn.Module):
     def trained_parts(self) -> list[nn.Module]:
         """The modules that the optimizer moves, each once: the units of clipping by module."""
         raise NotImplementedError
+
+    def units(self) -> list[nn.Module]:
+        """The repeated parts, teacher's and student's: an engine that shards weights gathers them one at a time."""
+        blocks = [block for part in self.modules() if isinstance(part, Encoder) for block in part.blocks]
+        stages = (block if isinstance(block, nn.ModuleList) else [block] for block in blocks)  # Twins lists stages
+        return [block for stage in stages for block in stage]
 
     def frozen(self) -> dict[str, int]:
         """Prefixes of parameter names, and for how many steps they keep learning rate 0."""

@@ -172,6 +172,7 @@ class MAE(Method):
 
     Config = MAEConfig
     resolve = staticmethod(resolve)
+    has_panels = True
 
     def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:
         """`config` is resolved.
@@ -233,6 +234,9 @@ class MAE(Method):
 
     def trained_parts(self) -> list[nn.Module]:
         return [self.encoder, self.decoder]
+
+    def units(self) -> list[nn.Module]:
+        return [*super().units(), *self.decoder.blocks]
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:

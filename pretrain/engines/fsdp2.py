@@ -1,0 +1,113 @@
+"""Weights, gradients and moments in shards of rows, gathered block by block (FSDP2, torch's `fully_shard`)."""
+
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from data.batch import Batch
+from data.settings import SettingsError
+from pretrain.collectives import local
+from pretrain.engines.moments import MOMENTS, fill_moments, optimizer_steps, set_optimizer_steps
+from pretrain.engines.replica import Skeleton
+from pretrain.methods.base import Method
+from pretrain.optim import parameter_groups
+from pretrain.pieces import Piece, whole
+
+
+class FSDP2:
+    """`fully_shard` of each block and of the rest. Weights are gathered and gradients summed in float32; autocast makes
+    the arithmetic what it is under DDP.
+
+    accelerate's own `prepare` is left out: it shards by names of classes of transformers, and only where CUDA is.
+    """
+
+    name = "fsdp2"
+    sharded = True
+
+    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+        """Raises SettingsError for what the launcher asks and this cannot do."""
+        plugin = FullyShardedDataParallelPlugin()  # reads what the launcher set
+        if plugin.fsdp_version != 2:
+            raise SettingsError("FSDP 1 is not supported: set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
+        if accelerator.num_processes == 1:
+            raise SettingsError("FSDP2 shards over processes: launch two or more, or leave FSDP out")
+        offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        if offload and accelerator.device.type == "cpu":
+            raise SettingsError("fsdp_offload_params moves weights from a device to the CPU, and here is no device")
+        self.accelerator, self.method = accelerator, method
+        self.skeleton = Skeleton(method)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        if not offload:
+            method.to(accelerator.device)
+        for unit in method.units():
+            fully_shard(
+                unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward), offload_policy=policy
+            )
+        fully_shard(method, mesh=mesh, offload_policy=policy)
+        for buffer in method.buffers():
+            buffer.data = buffer.data.to(accelerator.device)
+        self.optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
+        fill_moments(self.optimizer.state, self._trained().values())
+
+    def losses(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of a batch; adds its gradient to this step's, which the `last` batch makes whole."""
+        cast(FSDPModule, self.method).set_requires_gradient_sync(last)
+        with self.accelerator.autocast():
+            loss, metrics = self.method(batch, step)
+        (loss / self.accelerator.gradient_accumulation_steps).backward()
+        return loss.detach(), metrics
+
+    def gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
+        """This process's rows of the gradient: for each part, tensor after tensor, as views."""
+        return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
+
+    def step(self) -> None:
+        """Move the weights, and forget the gradient."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def skip(self) -> None:
+        """Forget the gradient."""
+        self.optimizer.zero_grad()
+
+    def whole(self, module: nn.Module, *, everywhere: bool = True) -> nn.Module | None:
+        """A plain copy of `module`, a part of the method or all of it, with all its weights."""
+        gathered = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters())
+        keep = everywhere or self.accelerator.is_main_process
+        return self.skeleton.fill(module, gathered, self.accelerator.device, keep=keep)
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this process holds of the run's tensors, as views."""
+        tensors = self.method.state_dict(keep_vars=True)
+        found = {f"method.{name}": _rows(tensor) for name, tensor in tensors.items()}
+        for name, parameter in self._trained().items():
+            found |= {f"{m}.{name}": _rows(self.optimizer.state[parameter][m]) for m in MOMENTS}
+        return found
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer made."""
+        return optimizer_steps(self.optimizer.state)
+
+    def loaded(self, steps: int) -> None:
+        """The pieces have been filled from a checkpoint, after `steps` of the optimizer."""
+        set_optimizer_steps(self.optimizer.state, steps)
+
+    def _trained(self) -> dict[str, Any]:
+        return {name: p for name, p in self.method.named_parameters() if p.requires_grad}
+
+
+def _rows(tensor: Tensor) -> Piece:
+    """The first dimension is dealt in equal shares, the last ones smaller or empty."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor)
+    each = -(-len(tensor) // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * each, len(tensor))
+    return Piece(local(tensor).detach().view(-1), first * tensor[0:1].numel(), tensor.numel())

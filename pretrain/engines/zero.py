@@ -1,0 +1,177 @@
+"""DeepSpeed ZeRO: moments (1), gradients (2) and weights (3) in flat ranges, one a process."""
+
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from data.batch import Batch
+from data.settings import SettingsError
+from pretrain.engines.moments import MOMENTS, fill_moments, optimizer_steps, set_optimizer_steps
+from pretrain.engines.replica import Skeleton
+from pretrain.methods.base import Method
+from pretrain.optim import parameter_groups
+from pretrain.pieces import Piece, whole
+
+
+class ZeRO:
+    """DeepSpeed's engine with all that is the method's own left to the method: the norms of gradients are ours, so that
+    clipping and the skipping of steps are what they are under DDP.
+
+    Weights stay float32 and autocast makes the arithmetic: DeepSpeed's own bf16 casts the teacher too, and an average
+    in bf16 stands still.
+    """
+
+    sharded = True
+
+    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+        self.accelerator, self.method = accelerator, method
+        self.skeleton = Skeleton(method)
+        optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
+        self.trained = {name: p for name, p in method.named_parameters() if p.requires_grad}
+        wrapped, self.optimizer = accelerator.prepare(method, optimizer)
+        self.engine = cast(Any, wrapped)
+        self.zero = self.engine.optimizer
+        self.stage = self.engine.zero_optimization_stage()
+        self.name = f"zero{self.stage}"
+        flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        fill_moments(self.zero.optimizer.state, flat)
+        if self.stage < 3:
+            self.zero._lazy_init_hp_params_optimizer_state()  # where in the flat moments each parameter's are
+
+    def losses(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of a batch; adds its gradient to this step's, which the `last` batch makes whole."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        loss, metrics = self.engine(batch, step)
+        self.engine.backward(loss)
+        return loss.detach(), metrics
+
+    def gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
+        """This process's ranges of the gradient: for each part, tensor after tensor, as views, empty where it has none
+        of a tensor."""
+        return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
+
+    def step(self) -> None:
+        """Move the weights, and forget the gradient."""
+        self.engine.step()
+
+    def skip(self) -> None:
+        """Forget the gradient: DeepSpeed drops a step by itself that is not finite, so let it find that."""
+        for parameter in self.trained.values():
+            gradient = self._gradient(parameter)
+            gradient.fill_(torch.nan)
+            if self._offloads:  # then it looks at norms it took before
+                self.zero.norm_for_param_grads[self.zero.get_param_id(parameter)] = torch.tensor(torch.nan)
+        self.engine.step()
+
+    def whole(self, module: nn.Module, *, everywhere: bool = True) -> nn.Module | None:
+        """`module`, a part of the method or all of it, with all its weights; under ZeRO-3 a plain copy."""
+        keep = everywhere or self.accelerator.is_main_process
+        if self.stage < 3:
+            return module if keep else None
+        return self.skeleton.fill(module, map(_gathered, module.parameters()), self.accelerator.device, keep=keep)
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this process holds of the run's tensors, as views."""
+        found = {}
+        for name, tensor in self.method.state_dict(keep_vars=True).items():
+            found[f"method.{name}"] = self._range(tensor, tensor.ds_tensor) if self._is_range(tensor) else whole(tensor)
+        for name, parameter in self.trained.items():
+            for moment in MOMENTS:
+                found[f"{moment}.{name}"] = self._moment(parameter, moment)
+        return found
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer made."""
+        return optimizer_steps(self.zero.optimizer.state)
+
+    def loaded(self, steps: int) -> None:
+        """The pieces have been filled from a checkpoint, after `steps` of the optimizer."""
+        self.zero.refresh_fp32_params()  # what it steps on is a copy of the weights
+        set_optimizer_steps(self.zero.optimizer.state, steps)
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self.zero.offload_optimizer if self.stage == 3 else self.zero.cpu_offload)
+
+    def _is_range(self, tensor: Tensor) -> bool:
+        return self.stage == 3 and hasattr(tensor, "ds_tensor")
+
+    def _range(self, parameter: Any, flat: Tensor) -> Piece:
+        """ZeRO-3's equal ranges of a flattened parameter; the last is filled up with numbers that mean nothing."""
+        offset = min(self.accelerator.process_index * parameter.partition_numel(), parameter.ds_numel)
+        return Piece(flat.detach()[: parameter.ds_numel - offset], offset, parameter.ds_numel)
+
+    def _moment(self, parameter: Any, moment: str) -> Piece:
+        if self.stage == 3:
+            group, start, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            flat = self.zero.fp32_partitioned_groups_flat[group]
+            return self._range(parameter, self.zero.optimizer.state[flat][moment].narrow(0, start, count))
+        fragment = parameter._hp_mapping
+        if fragment is None:
+            return Piece(parameter.new_empty(0), 0, parameter.numel())
+        return Piece(fragment.get_hp_fragment(moment), fragment.lp_fragment_address.start, parameter.numel())
+
+    def _gradient(self, parameter: Any) -> Tensor:
+        """(n,) or the parameter's shape: as DeepSpeed will step on it."""
+        if self.stage == 3:
+            gradient, _ = self.zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
+            return self._range(parameter, gradient).data
+        fragment = parameter._hp_mapping
+        if fragment is None:
+            return parameter.new_empty(0)
+        if self._offloads:
+            flat = self.zero.single_partition_of_fp32_groups[fragment.param_group_index].grad
+            return flat.narrow(0, fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel)
+        return fragment.get_lp_grad_fragment(parameter._index_in_param_group)
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    """All of a parameter that ZeRO-3 has partitioned. Called on all processes together."""
+    import deepspeed  # seconds, which other engines need not wait
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def settings(accelerator: Accelerator, precision: str, accumulate: int) -> None:
+    """Complete DeepSpeed's settings, which the launcher or its DeepSpeed file began.
+
+    Raises:
+        SettingsError: settings of theirs that would change what the method computes.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    chosen: dict[str, Any] = plugin.deepspeed_config
+    zero = chosen["zero_optimization"]
+    if zero["stage"] not in (1, 2, 3):
+        raise SettingsError(f"ZeRO stage {zero['stage']}: take 1, 2 or 3, or launch with --multi_gpu")
+    for section in ("optimizer", "scheduler"):
+        if section in chosen:
+            raise SettingsError(f"the DeepSpeed file has '{section}': remove it, the settings under --optim say it all")
+    for section in ("fp16", "bf16", "torch_autocast"):
+        if str(chosen.get(section, {}).get("enabled", False)).lower() != "false":
+            raise SettingsError(f"the DeepSpeed file enables '{section}': remove it and set --precision")
+    if chosen.get("gradient_clipping", "auto") not in ("auto", 0, 0.0):
+        raise SettingsError("the DeepSpeed settings clip gradients: leave that to --optim.clip and --optim.clip_by")
+    if "nvme" in (zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")):
+        raise SettingsError("offloading to NVMe is not supported: take device cpu")
+    if precision == "fp16":
+        raise SettingsError("precision fp16 does not work under DeepSpeed, whose fp16 casts the teacher too: use bf16")
+    for part in ("offload_optimizer", "offload_param"):
+        if zero.get(part, {}).get("device") == "none":
+            del zero[part]
+    # a gradient is summed, and weights are gathered, as float32: no module counts as safe in less
+    autocast = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    chosen |= {
+        "train_micro_batch_size_per_gpu": 1,  # the loader is ours; DeepSpeed only reports by it
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": 0.0,
+        "torch_autocast": autocast,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    chosen.pop("train_batch_size", None)
+    # parameters that stay whole would not follow the teacher's average, which moves the ranges
+    zero["stage3_param_persistence_threshold"] = 0
