@@ -1,0 +1,163 @@
+"""What is found wrong with a node before a job starts on it."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from launch import check_node
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> Path:
+    for number in range(3):
+        (tmp_path / f"a-{number}.tar").write_bytes(b"x" * 600)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["a-{0..2}.tar", "a-*.tar", "a-1.tar", '["{0}/a-0.tar", "{0}/a-1.tar"]'])
+def test_shards_that_can_be_read(tars: Path, form: str) -> None:
+    named = form.replace("{0}/", f"{tars}/") if form.startswith("[") else f"{tars}/{form}"
+    assert check_node.main(["--writes", str(tars), "--", "--data", named]) == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("b-{0..4}.tar", "cannot read {0}/b-0.tar: No such file or directory (and 4 more of 5)"),
+        ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory"),
+        ("b-*.tar", "no shard matches {0}/b-*.tar"),
+        ("empty.tar", "cannot read {0}/empty.tar: it is empty"),
+        ("folder.tar", "cannot read {0}/folder.tar: Is a directory"),
+    ],
+)
+def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
+    (tars / "empty.tar").touch()
+    (tars / "folder.tar").mkdir()
+    assert check_node.main(["--", "--method", "mae", "--data", f"{tars}/{named}"]) == 2
+    assert capsys.readouterr().err == f"node7: {said.replace('{0}', str(tars))}\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        ("x.tar", ["x.tar"]),
+        (["x.tar", "y.tar"], ["x.tar", "y.tar"]),
+        ({"x.tar": 0.3, "y.tar": 0.7}, ["x.tar", "y.tar"]),
+        (None, []),
+    ],
+)
+def test_shards_of_a_settings_file(tmp_path: Path, data: object, found: list[str]) -> None:
+    settings = {"data": data, "evaluation": {"train": "t.tar", "val": ["v.tar"]}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    file = ["--config", str(tmp_path / "config.yaml")]
+    assert list(check_node.shard_patterns(file)) == [*found, "t.tar", "v.tar"]
+    flags = ["--data", "f.tar", "--data=g.tar", "--evaluation.val", '["h.tar"]']
+    assert list(check_node.shard_patterns([*file, *flags])) == ["f.tar", "g.tar", "t.tar", "h.tar"]
+    assert list(check_node.shard_patterns(["--output", str(tmp_path), "--resume"])) == [*found, "t.tar", "v.tar"]
+    assert list(check_node.shard_patterns(["--output", str(tmp_path)])) == []
+
+
+def test_shards_of_an_evaluation() -> None:
+    flags = ["--checkpoint", "run", "--train", "a.tar", "--train", "b.tar", "--val", '{"c.tar": 1.0}']
+    assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]
+
+
+def test_settings_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_node.main(["--", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "cannot tell which shards to read" in capsys.readouterr().err
+
+
+def test_a_url_is_left_to_the_loader() -> None:
+    assert list(check_node.shards(["--data", "https://host/a-{0..3}.tar"])) == []
+
+
+def test_of_many_shards_some_are_opened() -> None:
+    names = [str(number) for number in range(10_000)]
+    chosen = check_node.spread(names)
+    assert len(set(chosen)) == check_node.MOST_READ
+    assert (chosen[0], chosen[-1]) == ("0", "9999")
+    assert check_node.spread(names[:5]) == names[:5]
+
+
+def test_a_disk_that_is_not_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check_node.appears(tmp_path / "absent", seconds=0.1)
+    late = tmp_path / "late"
+    threading.Timer(0.3, late.touch).start()
+    assert check_node.appears(late, seconds=10)
+    assert check_node.main(["--sees", str(late), "--writes", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    (problem,) = check_node.folder(tmp_path / "absent", tmp_path)
+    assert "--output must lie on a disk that all nodes share" in problem
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (problem,) = check_node.folder(None, tmp_path / "absent")
+    assert problem == f"cannot write to {tmp_path / 'absent'}: No such file or directory; choose another --output"
+
+
+def test_space_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_node.shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000_000))
+    assert list(check_node.folder(None, tmp_path)) == []
+    step = tmp_path / "checkpoints" / "step-00000010"
+    step.mkdir(parents=True)
+    (step.parent / "latest").symlink_to(step.name)
+    with (step / "weights").open("wb") as file:
+        file.truncate(3_000_000_000)  # a hole: takes no space
+    (problem,) = check_node.folder(None, tmp_path)
+    assert "2.00 GB free, and a checkpoint needs 3.00 GB" in problem
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert check_node.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("node7: 4 GPU(s) were allocated and torch sees 0")
+    assert "--exclude=node7" in error
+
+
+def test_gpus_that_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.ones
+
+    def ones(*size: int, device: str) -> torch.Tensor:
+        if device == "cuda:1":
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nand more")
+        return real(*size) * (1 if device == "cuda:0" else 2)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch, "ones", ones)
+    second, third = check_node.gpus(3)
+    assert "GPU 1 does not compute: CUDA error: uncorrectable ECC error encountered;" in second
+    assert "GPU 2 does not compute: 256 x 256 ones times themselves sum to" in third
+
+
+def test_software_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check_node, "PACKAGES", ("torch", "no_such_package"))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")  # not looked at without torch
+    assert check_node.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("node7: ")
+    assert "has no no_such_package" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_gpus_that_compute() -> None:
+    assert list(check_node.gpus(torch.cuda.device_count())) == []

@@ -1,0 +1,236 @@
+"""The scripts as bash reads them, on stand-ins for the commands of a cluster."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.loader import free_cores
+from tests.launch.conftest import HARD, ROOT, StandIns
+
+# answers where the project is, records the rest, and saves a checkpoint if it is told to
+PYTHON = """#!/usr/bin/env bash
+[[ $1 == -P ]] && exec {python} "$@"
+if [[ -n $SAVES && $1 == */accelerate_launch.py ]]; then
+    mkdir -p "$SAVES/checkpoints" && touch "$SAVES/config.yaml"
+    ln -sfn "step-$RANDOM$RANDOM" "$SAVES/checkpoints/latest"
+fi
+exec "$(dirname "$0")/called" "$@"
+"""
+# runs its command for every node in turn; its exit code is the largest, as srun's
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+code=0
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+    SLURM_NODEID=$node SLURMD_NODENAME=node$node "$@"
+    last=$?
+    ((code = last > code ? last : code))
+done
+exit $code
+"""
+
+
+class Script:
+    """One of the scripts in launch/, in a job of its own."""
+
+    def __init__(self, name: str, commands: StandIns, folder: Path) -> None:
+        self.path, self.commands, self.folder = ROOT / "launch" / name, commands, folder
+        commands.add("python", PYTHON.format(python=sys.executable))
+        commands.add("srun", SRUN)
+        commands.add("sleep", "#!/bin/sh\nexit 1\n")
+        commands.answer({"scontrol show": [(0, "nodeA\nnodeB\n", "")]})
+
+    def run(self, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        job = {
+            "SLURM_JOB_ID": "1234567", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[A-B]",
+            "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_ON_NODE": "4",
+        }  # fmt: skip
+        return subprocess.run(
+            ["bash", self.path, *flags], cwd=self.folder, capture_output=True, text=True, timeout=60,
+            env=self.commands.environment | job | environment,
+        )  # fmt: skip
+
+    def called(self, script: str) -> list[dict]:
+        """Calls of a Python script of the project."""
+        return [call for call in self.commands.calls("called") if call["argv"][0].endswith(script)]
+
+
+@pytest.fixture
+def script(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Callable[[str], Script]:
+    commands = stand_ins("called", "scontrol")
+    return lambda name: Script(name, commands, tmp_path)
+
+
+def value(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+@pytest.mark.parametrize("name", ["pretrain", "knn", "linear_probe"])
+def test_bash_understands_it(name: str) -> None:
+    done = subprocess.run(["bash", "-n", ROOT / "launch" / f"{name}.sbatch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+def test_flags_come_out_unharmed(script: Callable[[str], Script]) -> None:
+    pretrain = script("pretrain.sbatch")
+    done = pretrain.run(*HARD, "--output", "a $folder's")
+    assert done.returncode == 0, done.stderr
+    first, second = pretrain.called("accelerate_launch.py")
+    for call in (first, second):
+        place = call["argv"].index(str(ROOT / "pretrain" / "run.py"))
+        assert call["argv"][place + 1 :] == [*HARD, "--output", "a $folder's"]
+    for call in pretrain.called("check_node.py"):
+        assert call["argv"][call["argv"].index("--") + 1 :] == [*HARD, "--output", "a $folder's"]
+    assert (pretrain.folder / "a $folder's").is_dir()
+
+
+@pytest.mark.parametrize("name", ["knn", "linear_probe"])
+def test_flags_of_evaluations_come_out_unharmed(script: Callable[[str], Script], name: str) -> None:
+    evaluation = script(f"{name}.sbatch")
+    done = evaluation.run(*HARD, SLURM_JOB_NUM_NODES="1")
+    assert done.returncode == 0, done.stderr
+    (call,) = evaluation.called("accelerate_launch.py")
+    place = call["argv"].index(str(ROOT / "evaluation" / f"{name}.py"))
+    assert call["argv"][place + 1 :] == HARD
+    assert value(call["argv"], "--num_processes") == "4"
+    (check,) = evaluation.called("check_node.py")
+    assert check["argv"][check["argv"].index("--") + 1 :] == HARD
+
+
+def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
+    pretrain = script("pretrain.sbatch")
+    assert pretrain.run("--method", "mae").returncode == 0
+    for rank, call in enumerate(pretrain.called("accelerate_launch.py")):
+        argv = call["argv"]
+        assert value(argv, "--machine_rank") == str(rank)
+        assert value(argv, "--num_machines") == "2"
+        assert value(argv, "--num_processes") == "8"
+        assert value(argv, "--main_process_ip") == "nodeA"
+        assert value(argv, "--main_process_port") == "24567"
+        assert value(argv, "--config_file") == str(ROOT / "configs" / "accelerate" / "ddp.yaml")
+        assert call["environment"]["OMP_NUM_THREADS"] == "3"
+        assert call["ignores"] == ["SIGTERM", "SIGUSR1"]  # until the trainers listen
+        assert argv[-4:] == ["--method", "mae", "--output", "runs/slurm-1234567"]
+    assert len(pretrain.called("accelerate_launch.py")) == 2
+
+
+def test_engine_and_processes_from_the_environment(script: Callable[[str], Script]) -> None:
+    pretrain = script("pretrain.sbatch")
+    flags = {"TESSERA_ENGINE": "an engine.yaml", "TESSERA_PROCESSES_PER_NODE": "3", "SLURM_GPUS_ON_NODE": ""}
+    assert pretrain.run(**flags).returncode == 0
+    argv = pretrain.called("accelerate_launch.py")[0]["argv"]
+    assert value(argv, "--config_file") == "an engine.yaml"
+    assert value(argv, "--num_processes") == "6"
+    assert not {"--multi_gpu", "--mixed_precision"} & set(argv)  # the file says it, and flags would win over it
+
+
+@pytest.mark.parametrize("given", [["--output", "my run"], ["--output=my run"], []])
+def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str]) -> None:
+    pretrain = script("pretrain.sbatch")
+    folder = pretrain.folder / ("my run" if given else "runs/slurm-1234567")
+
+    def resumes(**environment: str) -> bool:
+        assert pretrain.run(*given, **environment).returncode == 0
+        return "--resume" in pretrain.called("accelerate_launch.py")[-1]["argv"]
+
+    assert not resumes()
+    assert not resumes(SLURM_RESTART_COUNT="1")  # it had not begun
+    (folder / "config.yaml").touch()
+    assert not resumes()  # another run's: run.py says so
+    assert resumes(SLURM_RESTART_COUNT="1")
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False), (143, False)])
+def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
+    pretrain = script("pretrain.sbatch")
+    pretrain.commands.answer({"called accelerate_launch.py": [(code, "", "")]})
+    done = pretrain.run("--output", "run", SAVES="run")
+    assert done.returncode == code
+    calls = [call["argv"] for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
+    assert calls == [["requeue", "1234567"]] * requeued
+
+
+def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
+    """A warning that comes before the first step can be done would go on for ever; one or two may be bad luck."""
+    pretrain = script("pretrain.sbatch")
+    pretrain.commands.answer({"called accelerate_launch.py": [(75, "", "")]})
+    requeued, errors = [], []
+    for saves in ("", "", "run", "", "", ""):  # a start that saves forgives those before it
+        before = len(pretrain.commands.calls("scontrol"))
+        done = pretrain.run("--output", "run", SAVES=saves)
+        assert done.returncode == 75
+        requeued.append("requeue" in [call["argv"][0] for call in pretrain.commands.calls("scontrol")[before:]])
+        errors.append("stopped three times" in done.stderr)
+    assert requeued == [True] * 5 + [False]
+    assert errors == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("name", ["knn", "linear_probe"])
+@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False)])
+def test_an_evaluation_that_was_told_to_stop_begins_again(
+    script: Callable[[str], Script], name: str, code: int, requeued: bool
+) -> None:
+    evaluation = script(f"{name}.sbatch")
+    evaluation.commands.answer({"called accelerate_launch.py": [(code, "", "")]})
+    assert evaluation.run("--checkpoint", "run", SLURM_JOB_NUM_NODES="1").returncode == code
+    calls = [call["argv"] for call in evaluation.commands.calls("scontrol")]
+    assert calls == [["requeue", "1234567"]] * requeued
+
+
+def test_a_refused_requeue_is_said(script: Callable[[str], Script]) -> None:
+    pretrain = script("pretrain.sbatch")
+    pretrain.commands.answer({
+        "called accelerate_launch.py": [(75, "", "")], "scontrol requeue": [(1, "", "Requeue is disabled\n")],
+    })  # fmt: skip
+    done = pretrain.run("--output", "run", SAVES="run")
+    assert done.returncode == 75
+    assert "Requeue is disabled" in done.stderr
+    assert "--resume continues" in done.stderr
+
+
+def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
+    pretrain = script("pretrain.sbatch")
+    pretrain.commands.answer({"called check_node.py": [(0, "", ""), (2, "", "node1: no GPU\n")]})
+    done = pretrain.run("--output", "run")
+    assert done.returncode == 2
+    assert "node1: no GPU" in done.stderr
+    assert "not started" in done.stderr
+    assert not pretrain.called("accelerate_launch.py")
+    assert not [call for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
+
+
+def test_a_python_without_the_project_is_said(script: Callable[[str], Script]) -> None:
+    for name in ("pretrain.sbatch", "knn.sbatch", "linear_probe.sbatch"):
+        one = script(name)
+        one.commands.add("python", "#!/bin/sh\nexit 1\n")
+        done = one.run()
+        assert done.returncode == 2
+        assert "pip install -e ." in done.stderr
+        assert not one.called("accelerate_launch.py")
+
+
+def test_checkpoints_are_followed_where_that_was_asked(script: Callable[[str], Script]) -> None:
+    pretrain = script("pretrain.sbatch")
+    assert pretrain.run("--output", "run").returncode == 0
+    assert not pretrain.called("slurm.py")
+    (pretrain.folder / "run" / "submitted").mkdir()
+    (pretrain.folder / "run" / "submitted" / "jobs.json").touch()
+    assert pretrain.run("--output", "run").returncode == 0
+    assert pretrain.called("slurm.py")[-1]["argv"][1:] == ["follow", "run"]
+
+
+@pytest.mark.parametrize(("allocated", "workers"), [(None, 7), ("16", 3), ("64", 7), ("4", 1)])
+def test_loader_processes_follow_the_allocation(
+    monkeypatch: pytest.MonkeyPatch, allocated: str | None, workers: int
+) -> None:
+    """Of a machine of 32 cores, where SLURM says how many but confines nobody to them; 4 trainers."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    if allocated is not None:
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", allocated)
+    assert free_cores(1) == workers

@@ -1,0 +1,370 @@
+"""launch/slurm.py on stand-ins for sbatch, squeue, scontrol and scancel."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.conftest import HARD, ROOT, StandIns
+from tests.test_architecture import imported
+
+SETTINGS = "method: mae  # a comment\ndata: shards-{0..3}.tar\nevaluation: {train: [a.tar, b.tar], val: v.tar}\n"
+
+
+class Slurm:
+    """The command in a folder with a settings file, `x.yaml`."""
+
+    def __init__(self, folder: Path, commands: StandIns) -> None:
+        self.folder, self.commands, self.environment = folder, commands, commands.environment
+        (folder / "x.yaml").write_text(SETTINGS)
+        commands.answer({"sbatch --parsable": [(0, f"{number}\n", "") for number in range(101, 140)]})
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "launch" / "slurm.py"), *arguments],
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def submit(self, *arguments: str, output: str = "run") -> subprocess.CompletedProcess[str]:
+        return self.run("submit", "--config", "x.yaml", "--output", output, *arguments)
+
+    def submitted(self) -> list[list[str]]:
+        return [call["argv"] for call in self.commands.calls("sbatch")]
+
+    def everything(self) -> list[str]:
+        """All files but those of the stand-ins."""
+        files = (path.relative_to(self.folder) for path in self.folder.rglob("*"))
+        return sorted(str(path) for path in files if path.parts[0] != "commands")
+
+
+@pytest.fixture
+def slurm(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path, stand_ins("sbatch", "squeue", "scontrol", "scancel"))
+
+
+def flags_of(argv: list[str]) -> list[str]:
+    """What follows the name of the script."""
+    return argv[next(place for place, word in enumerate(argv) if word.endswith(".sbatch")) + 1 :]
+
+
+def test_one_job(slurm: Slurm) -> None:
+    done = slurm.submit("--nodes", "2", "--gpus", "8", "--partition=gpu", "--account=a", "--qos=q", "--mem=200G",
+                        "--time=2-0", "--sbatch=--constraint='a100|h100' --exclusive")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (call,) = slurm.commands.calls("sbatch")
+    run = slurm.folder / "run"
+    wanted = {
+        "--parsable", "--job-name=run", f"--output={run}/submitted/pretrain-%j.log", "--nodes=2", "--cpus-per-task=64",
+        "--gpus-per-node=8", "--mem=200G", "--time=2-0", "--partition=gpu", "--account=a", "--qos=q",
+        "--constraint=a100|h100", "--exclusive",
+    }  # fmt: skip
+    place = call["argv"].index(str(ROOT / "launch" / "pretrain.sbatch"))
+    assert set(call["argv"][:place]) == wanted
+    assert call["argv"][place + 1 :] == ["--config", f"{run}/submitted/config.yaml", "--output", str(run)]
+    assert call["environment"]["TESSERA_ENGINE"] == f"{run}/submitted/engine.yaml"
+    assert not slurm.commands.calls("scontrol")
+    assert "job 101: pretrain" in done.stdout
+
+
+def test_settings_are_frozen(slurm: Slurm) -> None:
+    (slurm.folder / "ds.json").write_text('{"zero": 1}')
+    (slurm.folder / "engine.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 2}\n"
+    )
+    done = slurm.submit("--accelerate", "engine.yaml", "--after-pretraining", "knn")
+    assert done.returncode == 0, done.stderr
+    for name in ("x.yaml", "ds.json", "engine.yaml"):
+        (slurm.folder / name).write_text("edited: afterwards")
+    submitted = slurm.folder / "run" / "submitted"
+    assert (submitted / "config.yaml").read_text() == SETTINGS
+    engine = yaml.safe_load((submitted / "engine.yaml").read_text())
+    assert engine["distributed_type"] == "DEEPSPEED"
+    assert engine["deepspeed_config"]["zero_stage"] == 2
+    assert Path(engine["deepspeed_config"]["deepspeed_config_file"]).read_text() == '{"zero": 1}'
+    record = json.loads((submitted / "jobs.json").read_text())
+    assert [(job["name"], job["id"]) for job in record["jobs"]] == [("pretrain", "101"), ("knn", "102")]
+
+
+def test_engine_without_a_choice_is_frozen_too(slurm: Slurm) -> None:
+    assert slurm.submit().returncode == 0
+    frozen = (slurm.folder / "run" / "submitted" / "engine.yaml").read_text()
+    assert frozen == (ROOT / "configs" / "accelerate" / "ddp.yaml").read_text()
+
+
+def test_a_chain_waits_for_success(slurm: Slurm) -> None:
+    done = slurm.submit("--gpus", "4", "--cpus", "40", "--after-pretraining", "probe,knn", "--partition=p", "--mem=1G",
+                        "--knn-flags=--k 20 --precision bf16", "--", "--seed", "3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pretrain, probe, knn = slurm.submitted()
+    assert "--hold" in pretrain
+    assert flags_of(pretrain)[-2:] == ["--seed", "3"]
+    for argv, script in ((probe, "linear_probe"), (knn, "knn")):
+        assert "--hold" not in argv
+        assert "--dependency=afterok:101" in argv
+        assert "--kill-on-invalid-dep=yes" in argv
+        assert str(ROOT / "launch" / f"{script}.sbatch") in argv
+        assert {"--gpus-per-node=1", "--cpus-per-task=10", "--partition=p"} <= set(argv)
+        assert not {"--mem=1G", "--gpus-per-node=4"} & set(argv)
+    shards = ["--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
+    run = str(slurm.folder / "run")
+    assert flags_of(probe) == ["--checkpoint", run, *shards]
+    assert flags_of(knn) == ["--checkpoint", run, *shards, "--k", "20", "--precision", "bf16"]
+    assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_or_none(slurm: Slurm, failing: int) -> None:
+    answers = [(0, "101\n", ""), (0, "102\n", ""), (0, "103\n", "")]
+    answers[failing] = (1, "", "sbatch: error: Batch job submission failed: Not today\n")
+    slurm.commands.answer({"sbatch --parsable": answers})
+    before = slurm.everything()
+    done = slurm.submit("--after-pretraining", "probe,knn", output="a/b/run")
+    assert done.returncode == 2
+    assert "Batch job submission failed: Not today" in done.stderr
+    assert "Traceback" not in done.stderr
+    cancelled = [call["argv"] for call in slurm.commands.calls("scancel")]
+    assert cancelled == ([["101", "102"][:failing]] if failing else [])
+    assert not slurm.commands.calls("scontrol")
+    assert slurm.everything() == before
+
+
+def test_a_chain_that_cannot_be_released_is_cancelled(slurm: Slurm) -> None:
+    slurm.commands.answer({"scontrol release": [(1, "", "Access denied\n")]})
+    done = slurm.submit("--after-pretraining", "knn")
+    assert done.returncode == 2
+    assert "Access denied" in done.stderr
+    assert [call["argv"] for call in slurm.commands.calls("scancel")] == [["101", "102"]]
+    assert not (slurm.folder / "run").exists()
+
+
+def test_a_refusal_leaves_an_older_submission(slurm: Slurm) -> None:
+    assert slurm.submit().returncode == 0
+    before = (slurm.folder / "run" / "submitted" / "jobs.json").read_text()
+    slurm.commands.answer({"sbatch --parsable": [(1, "", "no")], "squeue --noheader": [(0, "101|FAILED|None\n", "")]})
+    assert slurm.submit().returncode == 2
+    assert (slurm.folder / "run" / "submitted" / "jobs.json").read_text() == before
+    assert [path.name for path in (slurm.folder / "run").iterdir()] == ["submitted"]
+
+
+def test_any_path_and_value_comes_out_unharmed(slurm: Slurm) -> None:
+    output = "it's a $HOME/100% käse"
+    done = slurm.submit("--after-pretraining", "knn", "--", *HARD, output=output)
+    assert done.returncode == 0, done.stderr
+    pretrain, knn = slurm.submitted()
+    assert flags_of(pretrain)[4:] == HARD
+    assert flags_of(knn)[:2] == ["--checkpoint", str(slurm.folder / output)]
+    assert f"--output={slurm.folder}/it's a $HOME/100%% käse/submitted/pretrain-%j.log" in pretrain
+    assert (slurm.folder / output / "submitted" / "config.yaml").exists()
+
+
+def test_a_dry_run_touches_nothing_and_can_be_pasted(slurm: Slurm) -> None:
+    before = slurm.everything()
+    arguments = ["--gpus", "0", "--processes", "2", "--after-pretraining", "probe", "--every-checkpoint", "knn"]
+    done = slurm.submit("--dry_run", *arguments, "--", *HARD, output="it's $dry")
+    assert done.returncode == 0, done.stderr
+    assert slurm.everything() == before
+    assert not slurm.commands.calls()
+    pasted = subprocess.run(["bash", "-e", "-c", done.stdout], cwd=slurm.folder, env=slurm.environment, text=True)
+    assert pasted.returncode == 0
+    by_hand = [(call["name"], call["argv"], call["environment"]) for call in slurm.commands.calls()]
+    texts = {path.name: path.read_text() for path in (slurm.folder / "it's $dry" / "submitted").iterdir()}
+    (slurm.folder / "commands" / "calls.jsonl").unlink()
+    slurm.commands.answer({"sbatch --parsable": [(0, "101\n", "")]})
+    (slurm.folder / "commands" / "said sbatch --parsable").unlink()
+    slurm.commands.answer({"sbatch --parsable": [(0, f"{number}\n", "") for number in (101, 102)]})
+    done = slurm.submit(*arguments, "--", *HARD, output="it's $dry")
+    assert done.returncode == 0, done.stderr
+    calls = [
+        (call["name"], call["argv"], call["environment"]) for call in slurm.commands.calls() if call["name"] != "squeue"
+    ]
+    assert by_hand == calls
+    for name, text in texts.items():
+        assert (slurm.folder / "it's $dry" / "submitted" / name).read_text() == text
+
+
+def test_without_slurm_the_same_command_is_named(slurm: Slurm) -> None:
+    slurm.environment = slurm.environment | {"PATH": str(slurm.folder)}
+    before = slurm.everything()
+    done = slurm.submit("--nodes", "2", "--gpus", "4", "--", "--seed", "two words")
+    assert done.returncode == 2
+    assert slurm.everything() == before
+    line = done.stderr.strip().splitlines()[-1]
+    words = shlex.split(line)
+    assert words[:2] == ["accelerate", "launch"]
+    assert words[words.index("--num_processes") + 1] == "8"
+    assert words[words.index("--num_machines") + 1] == "2"
+    assert words[-6:] == ["--config", "x.yaml", "--output", str(slurm.folder / "run"), "--seed", "two words"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "said"),
+    [
+        ("steps: 3", [], "names no data: give `data: SHARDS` there"),
+        ("data: d.tar", ["--after-pretraining", "knn"], "an evaluation needs labelled shards"),
+        ("data: d.tar\nevaluation: {val: v.tar}", ["--every-checkpoint", "probe"], "an evaluation needs labelled"),
+        ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk': choose from knn, probe"),
+        ("- a\n- b", [], "must hold `name: value` lines"),
+        ("data: [", [], "cannot read x.yaml"),
+        ("data: d.tar", ["--accelerate", "zero9.yaml"], "there is no engine file zero9.yaml"),
+        ("data: d.tar", ["--nodes", "0"], "--nodes must be 1 or more"),
+        ("data: d.tar", ["--gpus", "2", "--processes", "2"], "--processes is for nodes without GPUs"),
+        ("data: d.tar", ["--", "--output=elsewhere"], "give --output before --"),
+        ("data: d.tar", ["--", "--resume"], "give --resume before --"),
+        ("data: d.tar", ["--", "--dry_run"], "give --dry_run before --"),
+    ],
+)
+def test_what_would_fail_in_the_queue_is_said(slurm: Slurm, settings: str, arguments: list[str], said: str) -> None:
+    (slurm.folder / "x.yaml").write_text(settings)
+    done = slurm.submit(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not slurm.submitted()
+    assert not (slurm.folder / "run").exists()
+
+
+def test_shards_may_be_flags(slurm: Slurm) -> None:
+    (slurm.folder / "x.yaml").write_text("steps: 3")
+    shards = ["--data", "d.tar", "--evaluation.train=t.tar", "--evaluation.val", "v.tar"]
+    assert slurm.submit("--after-pretraining", "knn", "--", *shards).returncode == 0
+    assert flags_of(slurm.submitted()[1])[2:] == ["--train", "t.tar", "--val", "v.tar"]
+
+
+def test_another_run_is_not_touched(slurm: Slurm) -> None:
+    (slurm.folder / "run").mkdir()
+    (slurm.folder / "run" / "config.yaml").touch()
+    done = slurm.submit()
+    assert done.returncode == 2
+    assert "holds another run" in done.stderr
+    assert slurm.submit("--resume").returncode == 0
+    assert "--resume" in flags_of(slurm.submitted()[0])
+
+
+def test_a_chain_in_the_queue_is_not_replaced(slurm: Slurm) -> None:
+    assert slurm.submit("--after-pretraining", "knn").returncode == 0
+    slurm.commands.answer({"squeue --noheader": [(0, "101|COMPLETED|None\n102|PENDING|Priority\n", "")]})
+    done = slurm.submit()
+    assert done.returncode == 2
+    assert "102 PENDING (Priority)" in done.stderr
+
+
+def checkpoint(run: Path, step: int) -> str:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "encoder.safetensors").write_text(f"weights {step}")
+    (folder / "encoder.json").write_text("{}")
+    return folder.name
+
+
+def test_every_checkpoint_once(slurm: Slurm) -> None:
+    assert slurm.submit("--every-checkpoint", "knn,probe", "--partition=p").returncode == 0
+    run = slurm.folder / "run"
+    slurm.environment = slurm.environment | {"SLURM_JOB_ID": "101", "SLURM_CPUS_PER_TASK": "64", "SLURM_CONF": "c"}
+    assert slurm.run("follow", "run").returncode == 0
+    assert len(slurm.submitted()) == 1  # nothing yet
+    (run / "checkpoints" / ".step-00000005.part").mkdir(parents=True)
+    first = checkpoint(run, 10)
+    for _ in range(2):  # as after a return to the queue
+        assert slurm.run("follow", "run").returncode == 0
+    knn, probe = slurm.commands.calls("sbatch")[1:]
+    inherited = {name: value for name, value in knn["environment"].items() if name.startswith("SLURM_")}
+    assert inherited == {"SLURM_CONF": "c"}  # nothing of the job that submits
+    kept = run / "evaluation" / first
+    assert flags_of(knn["argv"])[:4] == ["--checkpoint", f"{kept}/encoder.safetensors", "--output", f"{kept}/knn.json"]
+    assert flags_of(probe["argv"])[2:4] == ["--output", f"{kept}/linear_probe.json"]
+    assert "--partition=p" in knn["argv"]
+    for file in (run / "checkpoints" / first).iterdir():  # it need not stay
+        file.unlink()
+    (run / "checkpoints" / first).rmdir()
+    second = checkpoint(run, 20)
+    assert slurm.run("follow", "run").returncode == 0
+    assert (kept / "encoder.safetensors").read_text() == "weights 10"
+    assert [flags_of(argv)[1] for argv in slurm.submitted()[3:]] == [
+        f"{run}/evaluation/{second}/encoder.safetensors"
+    ] * 2
+    for name in ("knn", "linear_probe"):
+        (kept / f"{name}.json").write_text('{"top1": 0.5}')
+    assert slurm.run("follow", "run").returncode == 0
+    assert sorted(path.name for path in kept.iterdir()) == ["knn.json", "linear_probe.json"]
+    assert len(slurm.submitted()) == 5
+
+
+def test_a_refused_evaluation_is_tried_again(slurm: Slurm) -> None:
+    assert slurm.submit("--every-checkpoint", "knn").returncode == 0
+    step = checkpoint(slurm.folder / "run", 10)
+    slurm.commands.answer({"sbatch --parsable": [(0, "101\n", ""), (1, "", "Unable to contact"), (0, "102\n", "")]})
+    done = slurm.run("follow", "run")
+    assert done.returncode == 2
+    assert "Unable to contact" in done.stderr
+    assert slurm.run("follow", "run").returncode == 0
+    jobs = json.loads((slurm.folder / "run" / "submitted" / "jobs.json").read_text())["jobs"]
+    assert [(job["name"], job["id"]) for job in jobs] == [("pretrain", "101"), (f"knn-{step}", "102")]
+
+
+def test_status(slurm: Slurm) -> None:
+    assert slurm.submit("--after-pretraining", "knn,probe").returncode == 0
+    run = slurm.folder / "run"
+    answer = "101|RUNNING|None\n102|PENDING|Dependency\n999|RUNNING|None\n"
+    slurm.commands.answer({"squeue --noheader": [(0, answer, "")]})
+    assert "not begun" in slurm.run("status", "run").stdout
+    (run / "config.yaml").write_text("steps: 500")
+    (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 120}\n{"step": 14')  # cut short by a kill
+    step = checkpoint(run, 100)
+    (run / "evaluation" / step).mkdir(parents=True)
+    (run / "evaluation" / step / "knn.json").write_text('{"top1": 0.125}')
+    (run / "evaluation" / step / "encoder.json").write_text("{}")
+    (run / "evaluation" / "knn.json").write_text('{"top1": 0.75}')
+    shown = slurm.run("status", "run")
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert f"step 120 of 500, newest checkpoint {step}" in shown.stdout
+    assert ["101", "pretrain", "RUNNING"] in lines
+    assert ["102", "knn", "PENDING", "(Dependency)"] in lines
+    assert ["103", "probe", "over", *["(SLURM", "has", "forgotten", "how;", "see", "its", "log)"]] in lines
+    assert [f"{step}/knn", "12.50", "%"] in lines
+    assert ["knn", "75.00", "%"] in lines
+    assert "999" not in shown.stdout
+    assert "encoder" not in shown.stdout
+
+
+def test_status_of_jobs_that_slurm_forgot(slurm: Slurm) -> None:
+    assert slurm.submit().returncode == 0
+    slurm.commands.answer({"squeue --noheader": [(1, "", "slurm_load_jobs error: Invalid job id specified\n")]})
+    assert "forgotten" in slurm.run("status", "run").stdout
+    slurm.commands.add("sacct", (slurm.folder / "commands" / "squeue").read_text())
+    slurm.commands.answer({"sacct --noheader": [(0, "101|CANCELLED by 0\n", "")]})
+    assert "CANCELLED" in slurm.run("status", "run").stdout
+    slurm.commands.answer({"squeue --noheader": [(1, "", "Unable to contact slurm controller\n")]})
+    done = slurm.run("status", "run")
+    assert done.returncode == 2
+    assert "Unable to contact slurm controller" in done.stderr
+
+
+def test_cancel_ends_what_is_not_over(slurm: Slurm) -> None:
+    assert slurm.submit("--after-pretraining", "knn,probe").returncode == 0
+    first = (0, "101|RUNNING|None\n102|PENDING|Dependency\n103|FAILED|None\n", "")
+    slurm.commands.answer({"squeue --noheader": [first]})
+    done = slurm.run("cancel", "run")
+    assert done.returncode == 0
+    assert [call["argv"] for call in slurm.commands.calls("scancel")] == [["101", "102"]]
+    assert "101, 102" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "cancel", "follow"])
+def test_a_folder_without_jobs(slurm: Slurm, command: str) -> None:
+    done = slurm.run(command, "nowhere")
+    assert done.returncode == 2
+    assert "nowhere has no jobs" in done.stderr
+
+
+def test_launch_stands_alone() -> None:
+    """Whoever submits jobs needs no torch, and the scripts start whatever project is installed."""
+    for path in (ROOT / "launch").glob("*.py"):
+        assert not imported(path) & {"encoders", "data", "evaluation", "pretrain"}, path
+    for name in ("slurm.py", "jobs.py", "followed.py"):
+        assert imported(ROOT / "launch" / name) <= sys.stdlib_module_names | {"yaml", "jobs", "followed"}
