@@ -150,7 +150,9 @@ def evaluation_batches(
 def free_cores(processes: int) -> int:
     """Loader processes for each of a node's processes: its share of the cores, less one for itself, 1 to 8."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return max(1, min(8, len(os.sched_getaffinity(0)) // local - 1))
+    cores = len(os.sched_getaffinity(0))
+    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # not every SLURM confines a job to them
+    return max(1, min(8, min(cores, allocated) // local - 1))
 
 
 class Batches:

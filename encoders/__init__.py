@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-from safetensors.torch import save as to_bytes
+from safetensors.torch import load_file, save_file
 
 from encoders import navit, sam_vit, swin, twins, vit
 from encoders.base import Encoder, Features
@@ -83,7 +82,7 @@ def save(encoder: Encoder, path: str | Path):
     if not hasattr(encoder, "settings"):
         raise ValueError("the settings of this encoder are not known: make it with encoders.build")
     state = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
-    _replace(weights, lambda file: file.write_bytes(to_bytes(state)))  # save_file lets nobody else read
+    _replace(weights, lambda file: save_file(state, file))
     _replace(description, lambda file: file.write_text(json.dumps(encoder.settings, indent=2) + "\n"))
 
 
@@ -121,7 +120,10 @@ def _replace(path: Path, write: Callable[[Path], Any]):
     """Have `write` fill a file beside `path`, then put it in its place at once."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        beside.touch()
+        mode = beside.stat().st_mode
         write(beside)
+        beside.chmod(mode)  # save_file lets nobody else read
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.preflight import rehearse, report
 from pretrain.record import Recorder
+from pretrain.saver import Saver
 from pretrain.scoring import Scorer
 from pretrain.watchdog import watched
 
@@ -77,9 +78,9 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
         write_settings(output, config)
         recorder = Recorder(output, position.step)
         announce(given, config, images, accelerator, engine)
-    saver = checkpoint.Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint)
-    run = Run(config, output, accelerator, method, engine, recorder, judge, saver, position)
-    train(run, iter(batches))
+    with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
+        run = Run(config, output, accelerator, method, engine, recorder, judge, saver, position)
+        train(run, iter(batches))
     finish_run(run)
 
 

@@ -18,7 +18,7 @@ from data.augment import finish
 from data.batch import Batch
 from encoders.base import Encoder
 from evaluation.processes import all_sum
-from pretrain import checkpoint, pictures, preempt
+from pretrain import pictures, preempt
 from pretrain.checkpoint import Position
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
@@ -26,6 +26,7 @@ from pretrain.health import CollapseAlarm
 from pretrain.methods.base import Method
 from pretrain.optim import apply_schedules, clip_gradients
 from pretrain.record import Progress, Recorder
+from pretrain.saver import Saver
 from pretrain.scoring import Scorer
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Run:
     recorder: Recorder | None
     """None beside the main process"""
     scorer: Scorer | None
-    saver: checkpoint.Saver
+    saver: Saver
     position: Position = field(default_factory=Position)
 
     @property

@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from data.settings import SettingsError
 from data.shards import ShardError
 from evaluation.processes import EvaluationError
-from pretrain import watchdog
+from pretrain import saver, watchdog
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import load
 from pretrain.health import CollapseError
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     preempt.ignore()
-    if code == watchdog.EXIT_CODE:
+    if code == watchdog.EXIT_CODE or saver.abandoned():
+        sys.stdout.flush()
         os._exit(code)  # the process group's own end would wait for the process that is gone
     sys.exit(code)

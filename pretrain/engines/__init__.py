@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from data.settings import SettingsError
-from pretrain.engines import zero
+from pretrain.engines import fsdp2, zero
 from pretrain.engines.ddp import DDP
 from pretrain.engines.fsdp2 import FSDP2
 from pretrain.engines.zero import ZeRO
@@ -24,8 +24,7 @@ def check(accelerator: Accelerator, precision: str, accumulate: int) -> type[Eng
         zero.settings(accelerator, precision, accumulate)
         return ZeRO
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":  # accelerate forgets it where CUDA is absent
-        if precision == "fp16":
-            raise SettingsError("precision fp16 has no gradient scaler under FSDP2: use bf16")
+        fsdp2.check(accelerator, precision)
         return FSDP2
     if accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         return DDP

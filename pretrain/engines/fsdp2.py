@@ -1,5 +1,6 @@
 """Weights, gradients and moments in shards of rows, gathered block by block (FSDP2, torch's `fully_shard`)."""
 
+import os
 from typing import Any, cast
 
 import torch
@@ -31,28 +32,16 @@ class FSDP2:
     sharded = True
 
     def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
-        """Raises SettingsError for what the launcher asks and this cannot do."""
-        plugin = FullyShardedDataParallelPlugin()  # reads what the launcher set
-        if plugin.fsdp_version != 2:
-            raise SettingsError("FSDP 1 is not supported: set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
-        if accelerator.num_processes == 1:
-            raise SettingsError("FSDP2 shards over processes: launch two or more, or leave FSDP out")
-        offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        if offload and accelerator.device.type == "cpu":
-            raise SettingsError("fsdp_offload_params moves weights from a device to the CPU, and here is no device")
         self.accelerator, self.method = accelerator, method
         self.skeleton = Skeleton(method)
+        plugin = FullyShardedDataParallelPlugin()  # reads what the launcher set
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-        if not offload:
-            method.to(accelerator.device)
+        policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         for unit in method.units():
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward), offload_policy=policy
             )
-        fully_shard(method, mesh=mesh, offload_policy=policy)
-        for buffer in method.buffers():
-            buffer.data = buffer.data.to(accelerator.device)
+        fully_shard(method, mesh=mesh, offload_policy=policy)  # moves to the device, unit by unit
         self.optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
         fill_moments(self.optimizer.state, self._trained().values())
 
@@ -111,3 +100,26 @@ def _rows(tensor: Tensor) -> Piece:
     each = -(-len(tensor) // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * each, len(tensor))
     return Piece(local(tensor).detach().view(-1), first * tensor[0:1].numel(), tensor.numel())
+
+
+def check(accelerator: Accelerator, precision: str) -> None:
+    """Look at what the launcher asks of FSDP.
+
+    Raises:
+        SettingsError: something that this cannot do.
+    """
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise SettingsError("FSDP 1 is not supported: set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
+    if precision == "fp16":
+        raise SettingsError("precision fp16 has no gradient scaler under FSDP2: use bf16")
+    if accelerator.num_processes == 1:
+        raise SettingsError("FSDP2 shards over processes: launch two or more, or leave FSDP out")
+    plugin = FullyShardedDataParallelPlugin()
+    if _offloads(plugin) and accelerator.device.type == "cpu":
+        raise SettingsError("fsdp_offload_params moves weights from a device to the CPU, and here is no device")
+    if plugin.activation_checkpointing:
+        raise SettingsError("remove fsdp_activation_checkpointing and set --encoder.checkpoint_activations true")
+
+
+def _offloads(plugin: FullyShardedDataParallelPlugin) -> bool:
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)

@@ -50,11 +50,15 @@ class ZeRO:
     def gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
         """This process's ranges of the gradient: for each part, tensor after tensor, as views, empty where it has none
         of a tensor."""
+        if self._offloads and self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # they may still be on their way to the host
         return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
 
     def step(self) -> None:
         """Move the weights, and forget the gradient."""
         self.engine.step()
+        if not self.engine.was_step_applied():
+            raise RuntimeError("DeepSpeed dropped a step whose gradient is finite")
 
     def skip(self) -> None:
         """Forget the gradient: DeepSpeed drops a step by itself that is not finite, so let it find that."""
@@ -64,6 +68,8 @@ class ZeRO:
             if self._offloads:  # then it looks at norms it took before
                 self.zero.norm_for_param_grads[self.zero.get_param_id(parameter)] = torch.tensor(torch.nan)
         self.engine.step()
+        if self.engine.was_step_applied():
+            raise RuntimeError("DeepSpeed made a step whose gradient is not finite")
 
     def whole(self, module: nn.Module, *, everywhere: bool = True) -> nn.Module | None:
         """`module`, a part of the method or all of it, with all its weights; under ZeRO-3 a plain copy."""
@@ -140,29 +146,16 @@ def settings(accelerator: Accelerator, precision: str, accumulate: int) -> None:
     """Complete DeepSpeed's settings, which the launcher or its DeepSpeed file began.
 
     Raises:
-        SettingsError: settings of theirs that would change what the method computes.
+        SettingsError: settings of theirs that would change what the method computes, or that have no effect here.
     """
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
     chosen: dict[str, Any] = plugin.deepspeed_config
-    zero = chosen["zero_optimization"]
-    if zero["stage"] not in (1, 2, 3):
-        raise SettingsError(f"ZeRO stage {zero['stage']}: take 1, 2 or 3, or launch with --multi_gpu")
-    for section in ("optimizer", "scheduler"):
-        if section in chosen:
-            raise SettingsError(f"the DeepSpeed file has '{section}': remove it, the settings under --optim say it all")
-    for section in ("fp16", "bf16", "torch_autocast"):
-        if str(chosen.get(section, {}).get("enabled", False)).lower() != "false":
-            raise SettingsError(f"the DeepSpeed file enables '{section}': remove it and set --precision")
-    if chosen.get("gradient_clipping", "auto") not in ("auto", 0, 0.0):
-        raise SettingsError("the DeepSpeed settings clip gradients: leave that to --optim.clip and --optim.clip_by")
-    if "nvme" in (zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")):
-        raise SettingsError("offloading to NVMe is not supported: take device cpu")
+    zero: dict[str, Any] = chosen["zero_optimization"]
     if precision == "fp16":
         raise SettingsError("precision fp16 does not work under DeepSpeed, whose fp16 casts the teacher too: use bf16")
-    for part in ("offload_optimizer", "offload_param"):
-        if zero.get(part, {}).get("device") == "none":
-            del zero[part]
+    _check_sections(chosen, accumulate)
+    _check_zero(zero)
     # a gradient is summed, and weights are gathered, as float32: no module counts as safe in less
     autocast = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     chosen |= {
@@ -173,5 +166,74 @@ def settings(accelerator: Accelerator, precision: str, accumulate: int) -> None:
         "zero_force_ds_cpu_optimizer": False,
     }
     chosen.pop("train_batch_size", None)
+    for name in [name for name, value in zero.items() if value == "auto"]:
+        del zero[name]  # accelerate would look for the model's hidden_size
+    for part in ("offload_optimizer", "offload_param"):
+        if (zero.get(part) or {}).get("device", "none") == "none":
+            zero.pop(part, None)
     # parameters that stay whole would not follow the teacher's average, which moves the ranges
     zero["stage3_param_persistence_threshold"] = 0
+    zero.setdefault("reduce_bucket_size", 50_000_000)  # its own 500 million are a buffer of 2 GB
+
+
+# sections of a DeepSpeed file that change no number, and those that are checked below
+SECTIONS = {
+    "zero_optimization", "fp16", "bf16", "torch_autocast", "gradient_clipping", "gradient_accumulation_steps",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "communication_data_type", "data_types", "steps_per_print",
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "tensorboard", "wandb",
+    "csv_monitor", "comet", "aio", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+}  # fmt: skip
+
+# of zero_optimization: what lays weights out in another way than checkpoints and the teacher's average know, or rounds
+# them, or takes away the check by which a step is dropped; and the value that is right
+FIXED = {
+    "round_robin_gradients": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "mics_shard_size": -1,
+    "zenflow": None,
+    "compute_grad_norm": True,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+def _check_sections(chosen: dict[str, Any], accumulate: int) -> None:
+    """Raises SettingsError for what of a DeepSpeed file is not for it to say."""
+    unknown = sorted(set(chosen) - SECTIONS)
+    if unknown:
+        hint = ", the settings under --optim say it all" if {"optimizer", "scheduler"} & set(unknown) else ""
+        raise SettingsError(f"the DeepSpeed file has '{unknown[0]}', which is not supported here: remove it{hint}")
+    for section in ("fp16", "bf16", "torch_autocast"):
+        if str(chosen.get(section, {}).get("enabled", False)).lower() != "false":
+            raise SettingsError(f"the DeepSpeed file enables '{section}': remove it and set --precision")
+    types = {chosen.get("communication_data_type"), *chosen.get("data_types", {}).values()}
+    if not types <= {None, "fp32", "float32", "auto"}:
+        raise SettingsError("the DeepSpeed file sums gradients in low precision: remove communication_data_type and "
+                            "data_types")  # fmt: skip
+    if chosen.get("gradient_clipping", "auto") not in ("auto", 0, 0.0):
+        raise SettingsError("the DeepSpeed settings clip gradients: leave that to --optim.clip and --optim.clip_by")
+    passes = chosen.get("gradient_accumulation_steps", "auto")
+    if passes not in ("auto", 1, accumulate):  # 1 is what accelerate says where nobody said anything
+        raise SettingsError(
+            f"the DeepSpeed settings have gradient_accumulation_steps {passes}: remove it and set --accumulate {passes}"
+        )
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        if chosen.get(name, "auto") != "auto":
+            raise SettingsError(f"the DeepSpeed file has '{name}': remove it, or write \"auto\"; --batch_size says it")
+
+
+def _check_zero(zero: dict[str, Any]) -> None:
+    """Raises SettingsError for what of zero_optimization is not supported."""
+    if zero.get("stage") not in (1, 2, 3):
+        raise SettingsError(f"ZeRO stage {zero.get('stage')}: take 1, 2 or 3, or launch with --multi_gpu")
+    for name, right in FIXED.items():
+        if zero.get(name, right) not in (right, "auto"):
+            raise SettingsError(f"zero_optimization.{name} is not supported: remove it from the DeepSpeed file")
+    for part in ("offload_optimizer", "offload_param"):
+        offload = zero.get(part) or {}
+        if offload.get("device") == "nvme":
+            raise SettingsError("offloading to NVMe is not supported: take device cpu")
+        if offload.get("ratio", 1) != 1 or offload.get("super_offload"):
+            raise SettingsError(f"zero_optimization.{part} offloads all or nothing: remove ratio and super_offload")

@@ -1,4 +1,5 @@
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -294,6 +295,18 @@ def test_workers_live_and_die_with_their_parent(write_shards):
     while any(alive(pid) for pids in workers for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(alive(pid) for pids in workers for pid in pids)
+
+
+def test_a_signal_before_a_worker_has_arranged_its_own(write_shards, monkeypatch):
+    ready = torch.set_num_threads  # one of the first calls in a worker
+
+    def signalled(threads):
+        if multiprocessing.parent_process():
+            os.system(f"kill -TERM {os.getpid()}")
+        ready(threads)
+
+    monkeypatch.setattr(torch, "set_num_threads", signalled)
+    assert len(run(write_shards([20]), batch_size=4, steps=5, workers=1)) == 5
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")

@@ -21,13 +21,26 @@ TINY = [
 
 
 class Launched:
-    """A running `accelerate launch pretrain/run.py` in a process group of its own."""
+    """A running `accelerate launch pretrain/run.py`, or our launcher's, in a process group of its own."""
 
     def __init__(
-        self, arguments: list[str], processes: int, log: Path, environment: dict[str, str], script: Path
+        self,
+        arguments: list[str],
+        processes: int,
+        engine: str | None,
+        log: Path,
+        environment: dict[str, str],
+        script: Path,
+        wrapped: bool,
     ) -> None:
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-        launcher += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+        ours = [str(ROOT / "launch" / "accelerate_launch.py")]
+        launcher = [sys.executable, *(ours if wrapped else ["-m", "accelerate.commands.launch"])]
+        launcher += ["--num_processes", str(processes)]
+        if engine:
+            launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
+        elif processes > 1:
+            launcher += ["--multi_gpu"]
+        launcher += ["--main_process_port", "0"] if engine or processes > 1 else []
         launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         self.log = log
         with log.open("w") as file:
@@ -43,10 +56,19 @@ class Launched:
         return self.log.read_text()
 
     def kill(self) -> None:
-        """SIGKILL to the launcher, the trainer and its loader's workers at once."""
+        """SIGKILL to the launcher, the trainers and their loaders' workers at once."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for group in {self.process.pid, *map(os.getpgid, self.children())}:  # each of several trainers has its own
+                os.killpg(group, signal.SIGKILL)
         self.process.wait(60)
+
+    def children(self) -> list[int]:
+        """Of the launcher of several processes: the trainers, by rank. Our launcher of one process becomes it."""
+        return [
+            int(child)
+            for thread in Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            for child in thread.read_text().split()
+        ]
 
     def wait_for(self, condition: Callable[[], object], timeout: float = 120) -> None:
         end = time.monotonic() + timeout
@@ -58,19 +80,30 @@ class Launched:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start a run: `launch(["--output", ...], processes=2)`. Whatever still runs at the end of the test is killed."""
+    """Start a run: `launch(["--output", ...], processes=2, engine="zero2")`, the engine being a file of
+    configs/accelerate/; `wrapped` by launch/accelerate_launch.py. What still runs at the end of the test is killed."""
     started: list[Launched] = []
 
     def start(
-        arguments: list[str], processes: int = 1, script: Path = ROOT / "pretrain" / "run.py", **environment: str
+        arguments: list[str],
+        processes: int = 1,
+        script: Path = ROOT / "pretrain" / "run.py",
+        engine: str | None = None,
+        wrapped: bool = False,
+        **environment: str,
     ) -> Launched:
         log = tmp_path / f"log-{len(started)}.txt"
-        started.append(Launched(arguments, processes, log, environment, script))
+        started.append(Launched(arguments, processes, engine, log, environment, script, wrapped))
         return started[-1]
 
     yield start
     for run in started:
         run.kill()
+
+
+def timeless(output: Path) -> list[dict]:
+    """The records, but for what depends on the machine's speed."""
+    return [{k: v for k, v in r.items() if k not in ("images_per_second", "data_wait")} for r in records(output)]
 
 
 def records(output: Path) -> list[dict]:

@@ -1,211 +1,149 @@
-"""Checkpoints survive kills and full disks."""
+"""A run goes on from a checkpoint, and from nothing that only looks like one."""
 
-import multiprocessing
+import json
 import os
 import random
-import resource
-import signal
-import time
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 
-import encoders
-from pretrain import checkpoint
-from pretrain.checkpoint import CheckpointError, Position
-from pretrain.methods.dino import DINO, DINOConfig, resolve
-from pretrain.optim import OptimConfig, parameter_groups
-
-SETTINGS = {"method": "dino", "encoder": {"variant": "vit_micro", "depth": 1}, "seed": 0, "batch_size": 4}
-SETTINGS |= {"stream": {}, "shards": "abc"}
+from pretrain import agreement, checkpoint
+from pretrain.agreement import CheckpointError
+from pretrain.checkpoint import Position
+from tests.pretrain.small import make, on_processes, saver, settings, tensors
 
 
-def make(seed: int = 0):
-    torch.manual_seed(seed)
-    accelerator = Accelerator(cpu=True)
-    config, _ = resolve(DINOConfig(prototypes=32, hidden_dim=24, bottleneck_dim=12), OptimConfig(), 1000, 4, 10)
-    method = DINO(encoders.build("vit_micro", depth=1, dim=24, heads=2), config, 10)
-    wrapped, optimizer = accelerator.prepare(
-        method, torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=1e-3)
-    )
-    for p in method.parameters():
-        if p.requires_grad:
-            p.grad = torch.randn_like(p)
-    optimizer.step()
-    return accelerator, wrapped, optimizer
+def saved(output: Path, *steps: int) -> Path:
+    """OUTPUT/checkpoints with checkpoints of these steps."""
+    accelerator, engine = make()
+    for step in steps:
+        saver(output, accelerator, engine, keep=9).save(Position(step, 4 * step), engine.method.trained_encoder())
+    return output / "checkpoints"
 
 
 def test_restores_everything(tmp_path: Path) -> None:
-    accelerator, wrapped, optimizer = make(0)
-    path = checkpoint.save(
-        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(7, 70), SETTINGS
-    )
-    expected = torch.rand(3), random.random()
-    saved = {k: v.clone() for k, v in wrapped.state_dict().items()}
-    moments = [optimizer.state[p]["exp_avg"].clone() for g in optimizer.param_groups for p in g["params"]]
-    accelerator, wrapped, optimizer = make(1)
-    assert not torch.equal(wrapped.state_dict()["center"] + 1, saved["center"])
-    position = checkpoint.restore(path, accelerator, wrapped, optimizer)
-    assert position == Position(7, 70)
-    assert all(torch.equal(v, saved[k]) for k, v in wrapped.state_dict().items())
-    restored = [optimizer.state[p]["exp_avg"] for g in optimizer.param_groups for p in g["params"]]
-    assert all(torch.equal(a, b) for a, b in zip(moments, restored, strict=True))
-    assert all("frozen_steps" in g and "decays" in g for g in optimizer.param_groups)
+    accelerator, engine = make(0)
+    position = Position(7, 70, alarm={"rung": ["rank"]})
+    saver(tmp_path, accelerator, engine).save(position, engine.method.trained_encoder())
+    position.alarm["rung"].append("later")
+    expected, before, steps = (torch.rand(3), random.random()), tensors(engine), engine.optimizer_steps
+    (path,) = checkpoint.whole(tmp_path / "checkpoints")
+    (path.parent / "latest").unlink()  # as a kill between the rename and the link leaves it
+    accelerator, engine = make(1)
+    for group in engine.optimizer.param_groups:
+        group |= {"betas": (0.5, 0.6), "frozen_steps": 99}
+    engine.loaded(steps + 5)
+    engine.method.center -= 5
+    other = tensors(engine)
+    for name in ("method.center", "method.student.head.mlp.0.weight", "exp_avg_sq.student.head.mlp.0.weight"):
+        assert not torch.equal(other[name], before[name])
+    assert checkpoint.restore(path, accelerator, engine) == Position(7, 70, alarm={"rung": ["rank"]})
+    after = tensors(engine)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert engine.optimizer_steps == steps == 1
+    # the run's own settings hold, not those of the one before
+    assert all(g["betas"] == (0.5, 0.6) and g["frozen_steps"] == 99 for g in engine.optimizer.param_groups)
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
-
-
-def test_retention_by_count_and_by_interval(tmp_path: Path) -> None:
-    accelerator, wrapped, optimizer = make()
-    for step in range(1, 8):
-        checkpoint.save(
-            tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(step, step), SETTINGS
-        )
-        checkpoint.retain(tmp_path, keep=2, keep_every=3)
-        assert (tmp_path / "latest").resolve().name == f"step-{step:08d}"
-    assert [p.name for p in checkpoint.whole(tmp_path)] == [f"step-{s:08d}" for s in (3, 6, 7)]
-
-
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    accelerator, wrapped, optimizer = make()
-    first = checkpoint.save(
-        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
-    )
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))  # no file may grow beyond 20 kB
-        with pytest.raises(
-            CheckpointError, match=r"could not save .*step-00000002: .*needs \d+\.\d+ GB.*step-00000001"
-        ):
-            checkpoint.save(
-                tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(2, 2), SETTINGS
-            )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
-    assert (tmp_path / "latest").resolve() == first.resolve()
-    checkpoint.restore(first, accelerator, wrapped, optimizer)
-
-
-def _save_on_a_full_disk(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    accelerator, wrapped, optimizer = make()
-    assert accelerator.num_processes == 2
-    encoder = accelerator.unwrap_model(wrapped).trained_encoder()
-    checkpoint.save(Path(folder), accelerator, wrapped, optimizer, encoder, Position(1, 1), SETTINGS)
-    if rank == 0:  # the other process sees nothing of it
-        checkpoint.shutil.disk_usage = lambda _: type("Usage", (), {"free": 1000})()
-    with pytest.raises(CheckpointError, match=r"has 0\.00 GB free.*step-00000001, which is whole"):
-        checkpoint.save(Path(folder), accelerator, wrapped, optimizer, encoder, Position(2, 2), SETTINGS)
-    Path(folder, f"said-{rank}").touch()
-
-
-@pytest.mark.slow
-def test_no_process_waits_for_one_whose_disk_is_full(tmp_path: Path, free_port: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_save_on_a_full_disk, args=(rank, free_port, str(tmp_path))) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()  # it hangs, if it still runs
-    assert {p.name for p in tmp_path.iterdir()} == {"said-0", "said-1", "step-00000001", "latest"}
-
-
-def test_a_resumed_run_heeds_its_own_settings(tmp_path: Path) -> None:
-    accelerator, wrapped, optimizer = make()
-    path = checkpoint.save(
-        tmp_path,
-        accelerator,
-        wrapped,
-        optimizer,
-        wrapped.trained_encoder(),
-        Position(7, 70, alarm={"rung": ["rank"]}),
-        SETTINGS,
-    )
-    (tmp_path / "latest").unlink()  # as a kill between the rename and the link leaves it
-    accelerator, wrapped, optimizer = make()
-    for group in optimizer.param_groups:
-        group |= {"betas": (0.5, 0.6), "frozen_steps": 99}
-    position = checkpoint.restore(path, accelerator, wrapped, optimizer)
-    assert position.alarm == {"rung": ["rank"]}
-    assert all(g["betas"] == (0.5, 0.6) and g["frozen_steps"] == 99 for g in optimizer.param_groups)
-    assert (tmp_path / "latest").resolve() == path.resolve()
-
-
-def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, wrapped, optimizer = make()
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(CheckpointError, match=r"has 0\.00 GB free.*from the beginning"):
-        checkpoint.save(tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS)
-    assert list(tmp_path.iterdir()) == []
+    assert (path.parent / "latest").resolve() == path.resolve()
 
 
 def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    accelerator, wrapped, optimizer = make()
-    path = checkpoint.save(
-        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
-    )
-    checkpoint.check_fits(path, SETTINGS)
+    (path,) = checkpoint.whole(saved(tmp_path, 1))
+    checkpoint.check_fits(path, settings())
     assert "another order" not in caplog.text
-    checkpoint.check_fits(path, SETTINGS | {"shards": "abd", "seed": 1})
+    checkpoint.check_fits(path, settings() | {"shards": "abd", "seed": 1})
     assert "changed since step-00000001: seed 0 -> 1, shards abc -> abd" in caplog.text
     assert "the samples go on in another order" in caplog.text
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
-        checkpoint.check_fits(path, SETTINGS | {"encoder": {"variant": "vit_micro", "depth": 2}})
+        checkpoint.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
 
 
-def test_damage_is_said(tmp_path: Path) -> None:
-    accelerator, wrapped, optimizer = make()
-    path = checkpoint.save(
-        tmp_path, accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(1, 1), SETTINGS
-    )
-    (shard,) = path.glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.restore(path, accelerator, wrapped, optimizer)
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
 
 
-def _save_for_ever(folder: str) -> None:
-    torch.set_num_threads(1)
-    accelerator, wrapped, optimizer = make()
-    step = 0
-    while True:
-        step += 1
-        checkpoint.save(
-            Path(folder), accelerator, wrapped, optimizer, wrapped.trained_encoder(), Position(step, step), SETTINGS
-        )
-        checkpoint.retain(Path(folder), keep=1, keep_every=None)
+FILES = ["__0_0.distcp", ".metadata", "random-00000.pt", "trainer.json", "encoder.safetensors", "encoder.json"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda f: os.truncate(f, f.stat().st_size // 2), r"{name} has \d+ bytes and should have \d+"),
+        (flip, r"{name} is not what was written \(another checksum\)"),
+        (lambda f: f.unlink(), "{name} is missing"),
+        (lambda f: f.with_name(f"{f.name}.2").touch(), r"{name}\.2 does not belong to it"),
+    ],
+)
+def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[[Path], object], said: str) -> None:
+    folder = saved(tmp_path, 99_999_998, 99_999_999, 100_000_000)  # the last name is a digit longer
+    before, middle, newest = checkpoint.whole(folder)
+    (middle / "encoder.json").unlink()  # nor is this one whole
+    for name in FILES:
+        kept = (newest / name).read_bytes()
+        harm(newest / name)
+        accelerator, engine = make(1)
+        untouched = tensors(engine)
+        word = said.format(name=re.escape(name))
+        if name == "trainer.json":  # it is read first, and without it there is no checkpoint to be listed
+            word = "is not there" if "missing" in said else "trainer.json is no JSON" if "bytes" in said else word
+        with pytest.raises(CheckpointError, match=word) as caught:
+            checkpoint.restore(newest, accelerator, engine)
+        if (newest / "trainer.json").exists():
+            assert str(caught.value).startswith(f"{newest} is damaged: ")
+            assert "--resume continues from step-99999998." in str(caught.value)
+        assert all(torch.equal(tensor, untouched[key]) for key, tensor in tensors(engine).items())
+        (newest / f"{name}.2").unlink(missing_ok=True)
+        (newest / name).write_bytes(kept)
+    checkpoint.restore(newest, *make(1))
+    with pytest.raises(CheckpointError, match=r"encoder\.json is missing.*continues from step-99999998\."):
+        checkpoint.verify(middle)
+    (before / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"\.metadata is missing.*from the beginning: there is no whole one"):
+        checkpoint.verify(before)
+
+
+def test_checkpoints_of_other_versions_are_refused_in_words(tmp_path: Path) -> None:
+    (path,) = checkpoint.whole(saved(tmp_path, 1))
+    known = json.loads((path / "trainer.json").read_text())
+    later = known | {"position": known["position"] | {"epoch": 3}}
+    earlier = {name: value for name, value in known.items() if name not in ("optimizer_steps", "engine")}
+    (path / "manifest.json").unlink()
+    for other in (later, earlier, []):
+        (path / "trainer.json").write_text(json.dumps(other))
+        for use in (checkpoint.position, checkpoint.trainer, lambda p: checkpoint.check_fits(p, settings())):
+            with pytest.raises(CheckpointError, match=r"written by another version.*--init_from .*step-00000001"):
+                use(path)
+
+
+def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    (path,) = checkpoint.whole(saved(tmp_path, 1))
+    accelerator, engine = make()
+    engine.method.center = torch.zeros(33)
+    with pytest.raises(CheckpointError, match=r"step-00000001 does not fit this run: .*center \(32 .*33 here\)"):
+        checkpoint.restore(path, accelerator, engine)
+
+
+def _restore(rank: int, folder: str) -> None:
+    agreement.SIGHT = 0.5
+    accelerator, engine = make(1)
+    # what only one process finds, because its share holds it or its node reads otherwise, all say
+    path = Path(folder, "checkpoints", "step-00000001")
+    with pytest.raises(CheckpointError, match=r"random-00000\.pt is not what was written"):
+        checkpoint.restore(path, accelerator, engine)
+    with pytest.raises(CheckpointError, match=r"^process 1: .*/trainer\.json is not there on .*all nodes share"):
+        checkpoint.position(path if rank == 0 else Path(folder, "other", "step-00000001"))
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_of_saving(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    context = multiprocessing.get_context("fork")
-    for attempt in range(6):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        process = context.Process(target=_save_for_ever, args=(str(folder),))
-        process.start()
-        end = time.monotonic() + 60
-        while len(checkpoint.whole(folder)) == 0:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        time.sleep(rng.random() * 0.3)
-        assert process.pid
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        newest = checkpoint.whole(folder)[-1]
-        assert (folder / "latest" / "trainer.json").exists()
-        accelerator, wrapped, optimizer = make(1)
-        assert checkpoint.restore(newest, accelerator, wrapped, optimizer).step == int(newest.name[5:])
-        checkpoint.retain(folder, keep=1, keep_every=None)
-        assert {p.name for p in folder.iterdir()} == {newest.name, "latest"}
+def test_processes_agree_on_what_is_damaged(tmp_path: Path, free_port: int) -> None:
+    (path,) = checkpoint.whole(saved(tmp_path, 1))
+    flip(path / "random-00000.pt")
+    assert list(json.loads((path / "manifest.json").read_text())["files"]).index("random-00000.pt") % 2 == 0
+    on_processes(_restore, free_port, str(tmp_path))

@@ -4,9 +4,10 @@ import copy
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,14 +17,13 @@ from torch import Tensor, nn
 
 import encoders
 from data.batch import Batch
-from pretrain import checkpoint, ema
+from pretrain import checkpoint, ema, manifest, preempt, saver
 from pretrain.config import RunConfig, load, resolve
 from pretrain.health import CollapseError, effective_rank
-from pretrain.job import engine
+from pretrain.job import processes
 from pretrain.loop import NonFiniteError, Run, train, training_step
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
-from pretrain.optim import parameter_groups
 from pretrain.record import Recorder
 
 MOMENTUM = 0.9
@@ -92,10 +92,10 @@ def settings(*arguments: str) -> RunConfig:
 
 
 def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
-    accelerator = engine(config)
-    optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0)
-    wrapped, optimizer = accelerator.prepare(method, optimizer)
-    return Run(config, output, accelerator, method, wrapped, optimizer, None, None, config.model_dump(mode="json"))
+    accelerator, engine_class = processes(config)
+    engine = engine_class(accelerator, method, cast(tuple[float, float], config.optim.betas))
+    to = saver.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
+    return Run(config, output, accelerator, method, engine, None, None, to)
 
 
 def integers(images: int, seed: int = 0, keys: list[str] | None = None) -> Batch:
@@ -183,7 +183,7 @@ def test_weights_teacher_and_moments_stay_float32(precision: str, dtype: torch.d
         for t, old, s in zip(method.teacher.parameters(), before, method.student.parameters(), strict=True):
             torch.testing.assert_close(t.double(), MOMENTUM * old + (1 - MOMENTUM) * s.double(), rtol=1e-6, atol=1e-7)
     assert method.dtypes == {dtype}
-    moments = [value for held in run.optimizer.state.values() for value in held.values()]
+    moments = [value for held in run.engine.optimizer.state.values() for value in held.values()]
     assert {t.dtype for t in [*method.parameters(), *moments]} == {torch.float32}
 
 
@@ -195,13 +195,13 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
         bad = Batch([torch.full_like(bad.views[0], torch.nan)], (1,))
     for other in (run, twin):
         training_step(other, [integers(8, 0)])
-    before, moments = state(run.method), copy.deepcopy(run.optimizer.state_dict()["state"])
+    before, moments = state(run.method), copy.deepcopy(run.engine.optimizer.state_dict()["state"])
     result = training_step(run, [bad])
     assert not result.finite
     assert (result.loss == result.loss) == (poison == "gradient")  # a finite loss is reported as it is
     assert not torch.tensor(result.grad_norm).isfinite()
     assert equal(state(run.method), before)
-    after = run.optimizer.state_dict()["state"]
+    after = run.engine.optimizer.state_dict()["state"]
     assert all(torch.equal(after[i][name], moments[i][name]) for i in moments for name in moments[i])
     twin.position.step = run.position.step  # the schedules went on
     assert run.position.step == 2
@@ -220,7 +220,7 @@ def test_loss_scaling_changes_nothing_but_the_scale(monkeypatch: pytest.MonkeyPa
     accelerator.native_amp = True
     monkeypatch.setattr(type(accelerator), "mixed_precision", "fp16")
     accelerator._optimizers.clear()
-    scaled.optimizer = accelerator.prepare_optimizer(scaled.optimizer.optimizer)  # pyright: ignore
+    scaled.engine.optimizer = accelerator.prepare_optimizer(scaled.engine.optimizer.optimizer)  # pyright: ignore
     for step in range(4):
         halves = split(integers(8, step), 2)
         if step == 2:
@@ -288,6 +288,42 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    config = settings("--checkpoint_every", "2", "--checkpoint.background", "true", "--checkpoint.keep", "9")
+    run = make(Faulty(config), config, tmp_path)
+    original, ahead = saver.write, []
+
+    def slow(pieces: Any, folder: Path, group: Any) -> None:
+        step, end = run.position.step, time.monotonic() + 2
+        while run.position.step == step and time.monotonic() < end:
+            time.sleep(0.01)
+        original(pieces, folder, group)
+        ahead.append((int(folder.name[6:-5]), run.position.step > step))
+
+    monkeypatch.setattr(saver, "write", slow)
+
+    def batches() -> Iterator[Batch]:
+        for step in range(8):
+            if stopped and step == 4:  # the checkpoint of step 4 is being written
+                monkeypatch.setattr(preempt, "asked", lambda: True)
+            yield raw(step, 0, 8)
+
+    if stopped:
+        with pytest.raises(preempt.Preempted):
+            train(run, batches())
+        assert ahead == [(2, True), (4, True), (5, False)]
+    else:
+        train(run, batches())
+        assert ahead == [(2, True), (4, True), (6, True), (8, False)]  # and the end waited
+    found = checkpoint.whole(tmp_path / "checkpoints")
+    assert [int(p.name[5:]) for p in found] == [step for step, _ in ahead]
+    for path in found:
+        assert manifest.faults(path) == manifest.altered(path) == []
+
+
 def _process(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(
@@ -302,7 +338,7 @@ def _process(rank: int, port: int, folder: str) -> None:
 
     def batches() -> Iterator[Batch]:
         for step in range(3):
-            moments = run.optimizer.state_dict()["state"]
+            moments = run.engine.optimizer.state_dict()["state"]
             snapshots.append((state(run.method), copy.deepcopy(moments)))
             for micro in range(2):  # one pass of one process is broken
                 broken = (step, micro, rank) == (1, 0, 1)

@@ -1,0 +1,69 @@
+"""Several pretraining runs in one process, one after the other, some with batches that give no finite gradient.
+
+python poisoned_runs.py FILE.json, which holds a list of {"arguments": a command line, "poison": {step: [process, pass
+of the step, what]}}, where what is "loss", "gradient" or "image": the first thing that is not finite.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+
+from data.batch import Batch
+from encoders.images import PackedImages
+from pretrain.methods import METHODS
+from pretrain.methods.base import Method
+from pretrain.run import main
+
+RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+poison: dict[str, tuple[int, int, str]] = {}
+passes: Counter[int] = Counter()
+
+
+class Infinite(torch.autograd.Function):
+    """The same number, with a gradient that is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0] * torch.inf
+
+
+def poisonous(method: type[Method]) -> None:
+    """Replace the method's forward pass by one that heeds `poison`."""
+    healthy = method.forward
+
+    def forward(self: Method, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        passes[step] += 1
+        process, which, what = poison.get(str(step), (0, 0, ""))
+        if (process % PROCESSES, which) != (RANK, passes[step]):
+            return healthy(self, batch, step)
+        if what == "image":
+            view = batch.views[0]
+            (view.patches if isinstance(view, PackedImages) else view).view(-1)[7] = torch.nan
+        loss, metrics = healthy(self, batch, step)
+        loss = {"image": loss, "loss": loss * torch.nan, "gradient": Infinite.apply(loss)}[what]
+        return loss, metrics  # pyright: ignore[reportReturnType]
+
+    method.forward = forward
+
+
+for method in METHODS.values():
+    poisonous(method)
+for run in json.loads(Path(sys.argv[1]).read_text()):
+    AcceleratorState._reset_state(True)  # each run begins with the launcher's settings
+    GradientState._reset_state()
+    poison = run.get("poison", {})
+    passes.clear()
+    code = main(run["arguments"])
+    if code:
+        sys.exit(code)

@@ -1,0 +1,159 @@
+"""What the engines take from the launcher, and what they refuse before anything is written."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+
+from data.settings import SettingsError
+from pretrain import engines
+from pretrain.engines import fsdp2, zero
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
+# as a user's own file has it, written for Hugging Face's trainer
+FILE: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "wall_clock_breakdown": False,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1000,
+        "sub_group_size": 1e9,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+    },
+}
+
+
+def deepspeed(file: dict[str, Any]) -> Any:
+    """What `check` needs of an accelerator that was launched with this DeepSpeed file."""
+    plugin = DeepSpeedPlugin(hf_ds_config=file)
+    plugin.set_mixed_precision("no")
+    return SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=plugin), distributed_type=DistributedType.DEEPSPEED, num_processes=2
+    )
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    """FILE with one key set, `zero.x` being a key of zero_optimization."""
+    name = key.removeprefix("zero.")
+    if key == name:
+        return {**FILE, "zero_optimization": dict(FILE["zero_optimization"]), name: value}
+    return {**FILE, "zero_optimization": FILE["zero_optimization"] | {name: value}}
+
+
+def test_a_users_deepspeed_file_is_completed() -> None:
+    accelerator = deepspeed(changed("zero.reduce_scatter", False))
+    assert engines.check(accelerator, "bf16", 3) is zero.ZeRO
+    chosen = accelerator.state.deepspeed_plugin.deepspeed_config
+    left = chosen["zero_optimization"]
+    assert "auto" not in left.values()
+    assert "offload_param" not in left
+    assert (left["offload_optimizer"]["device"], left["reduce_scatter"], left["overlap_comm"]) == ("cpu", False, True)
+    assert left["stage3_param_persistence_threshold"] == 0
+    assert (chosen["gradient_accumulation_steps"], chosen["train_micro_batch_size_per_gpu"]) == (3, 1)
+    assert chosen["gradient_clipping"] == 0
+    assert "train_batch_size" not in chosen
+    assert not chosen["bf16"]["enabled"]
+    assert not chosen["fp16"]["enabled"]
+    assert (chosen["torch_autocast"]["enabled"], chosen["torch_autocast"]["lower_precision_safe_modules"]) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optimizer", {"type": "AdamW", "params": {"lr": 1}}, "has 'optimizer'.*--optim"),
+        ("scheduler", {"type": "WarmupLR"}, "has 'scheduler'.*--optim"),
+        ("bf16", {"enabled": True}, "enables 'bf16'.*--precision"),
+        ("torch_autocast", {"enabled": "true"}, "enables 'torch_autocast'.*--precision"),
+        ("gradient_clipping", 1.0, "--optim.clip"),
+        ("gradient_accumulation_steps", 4, "--accumulate 4"),
+        ("train_batch_size", 64, "has 'train_batch_size'.*--batch_size"),
+        ("train_micro_batch_size_per_gpu", 8, "has 'train_micro_batch_size_per_gpu'.*--batch_size"),
+        ("communication_data_type", "bf16", "remove communication_data_type"),
+        ("data_types", {"grad_accum_dtype": "bf16"}, "data_types"),
+        ("compression_training", {}, "'compression_training', which is not supported here: remove it"),
+        ("zero.stage", 0, "stage 0.*--multi_gpu"),
+        ("zero.round_robin_gradients", True, r"zero_optimization\.round_robin_gradients is not supported: remove"),
+        ("zero.zero_hpz_partition_size", 2, "zero_hpz_partition_size"),
+        ("zero.zero_quantized_nontrainable_weights", True, "zero_quantized_nontrainable_weights"),
+        ("zero.stage3_param_persistence_threshold", 10000, "stage3_param_persistence_threshold"),
+        ("zero.compute_grad_norm", False, "compute_grad_norm"),
+        ("zero.offload_optimizer", {"device": "nvme", "nvme_path": "/x"}, "NVMe.*device cpu"),
+        ("zero.offload_param", {"device": "nvme", "nvme_path": "/x"}, "NVMe.*device cpu"),
+        ("zero.offload_optimizer", {"device": "cpu", "ratio": 0.5}, "remove ratio"),
+    ],
+)
+def test_deepspeed_settings_that_change_the_numbers_are_refused(key: str, value: Any, message: str) -> None:
+    accelerator = deepspeed(changed(key, value))
+    with pytest.raises(SettingsError, match=message):
+        engines.check(accelerator, "fp32", 3)
+
+
+def test_fp16_is_refused_where_it_would_reach_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="use bf16"):
+        engines.check(deepspeed(FILE), "fp16", 1)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(SettingsError, match="use bf16"):
+        engines.check(fsdp(), "fp16", 1)
+
+
+def fsdp(processes: int = 2) -> Any:
+    return SimpleNamespace(
+        distributed_type=DistributedType.MULTI_CPU, num_processes=processes, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "processes", "message"),
+    [
+        ("FSDP_VERSION", "1", 2, "fsdp_version: 2"),
+        ("FSDP_OFFLOAD_PARAMS", "true", 2, "here is no device"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", 2, "--encoder.checkpoint_activations"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "true", 1, "launch two or more"),
+    ],
+)
+def test_fsdp_settings_that_cannot_be_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, processes: int, message: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert engines.check(fsdp(), "bf16", 1) is fsdp2.FSDP2
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=message):
+        engines.check(fsdp(processes), "bf16", 1)
+
+
+def test_what_accelerate_knows_besides_is_refused() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
+    with pytest.raises(SettingsError, match="configs/accelerate"):
+        engines.check(accelerator, "fp32", 1)
+
+
+def test_every_engine_has_a_file_for_the_launcher() -> None:
+    found = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
+    kinds = {
+        name: (file["distributed_type"], file.get("deepspeed_config", {}).get("zero_stage"))
+        for name, file in found.items()
+    }
+    assert kinds == {
+        "ddp": ("MULTI_GPU", None),
+        "zero1": ("DEEPSPEED", 1),
+        "zero2": ("DEEPSPEED", 2),
+        "zero3": ("DEEPSPEED", 3),
+        "fsdp2": ("FSDP", None),
+    }

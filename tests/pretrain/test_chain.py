@@ -1,0 +1,99 @@
+"""One run carried on by one engine after the other, on another number of processes each time, through the real command:
+as if it had never been stopped."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from pretrain.methods import METHODS
+from tests.pretrain.conftest import records
+from tests.pretrain.test_pairs import arguments
+
+STEPS = 10
+# the engine, its processes, and up to which step its checkpoints are left to the next one
+CHAIN = [("zero2", 2, 2), (None, 1, 4), ("zero3", 2, 6), ("fsdp2", 2, 8), (None, 1, 10)]
+MORE = {"--steps": str(STEPS), "--checkpoint_every": "2", "--checkpoint.keep": "9", "--dino.freeze_steps": "1"}
+MORE["--dino.batch_norm"] = "false"  # under it some biases do not matter, and AdamW moves them by rounding errors
+IN_TURN = """
+import json, sys
+from accelerate.state import AcceleratorState, GradientState
+from pretrain.run import main
+for arguments in json.loads(sys.argv[1]):
+    AcceleratorState._reset_state()  # it keeps the settings of the run before
+    GradientState._reset_state()
+    if main(arguments):
+        sys.exit(1)
+"""
+
+
+def command(method: str, output: Path, *more: str) -> list[str]:
+    return [*arguments(f"{method} of vit_micro", output), *(word for pair in MORE.items() for word in pair), *more]
+
+
+def held(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by torch's own reader."""
+    dcp_to_torch_save(checkpoint, scratch)
+    return settled(torch.load(scratch))
+
+
+def settled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the biases of the keys: attention does not depend on them, so their gradients are rounding errors, which
+    AdamW makes as large as any."""
+    for name in [name for name in tensors if name.endswith("qkv.bias")]:
+        queries, _, values = tensors[name].chunk(3)
+        tensors[name] = torch.cat([queries, values])
+    return tensors
+
+
+def assert_same_run(folder: Path, whole: Path, scratch: Path) -> None:
+    ours, theirs = records(folder), records(whole)
+    assert [line["step"] for line in ours] == list(range(STEPS + 1))
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), (folder, a["step"])
+        assert a["lr"] == b["lr"]
+        assert a["images"] == b["images"]
+    last = [f / "checkpoints" / f"step-{STEPS:08d}" for f in (folder, whole)]
+    for path in (Path("encoder.safetensors"), last[0].relative_to(folder) / "encoder.safetensors"):
+        torch.testing.assert_close(
+            settled(load_file(folder / path)), settled(load_file(whole / path)), rtol=1e-5, atol=1e-5
+        )
+    a, b = (held(path, scratch) for path in last)
+    assert a.keys() == b.keys()
+    for name, tensor in b.items():
+        torch.testing.assert_close(
+            a[name], tensor, rtol=1e-5, atol=1e-5 * float(tensor.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert {name.partition(".")[0] for name in b} == {"method", "exp_avg", "exp_avg_sq"}
+    if "method.center" in b:
+        assert float(b["method.center"].norm()) > 0
+
+
+@pytest.mark.slow
+def test_a_chain_of_engines_is_one_run(launch, tmp_path: Path) -> None:
+    script = tmp_path / "in_turn.py"
+    script.write_text(IN_TURN)
+    whole = {method: tmp_path / "whole" / method for method in METHODS}
+    folders = {method: tmp_path / method for method in METHODS}
+    first = launch([json.dumps([command(method, folder) for method, folder in whole.items()])], script=script)
+    assert "Traceback" not in first.wait()
+    assert first.process.returncode == 0, first.wait()[-3000:]
+    for number, (engine, processes, last) in enumerate(CHAIN):
+        more = ["--resume"] * (number > 0) + ["--checkpoint.background", "true"] * (number % 2)
+        commands = json.dumps([command(method, folder, *more) for method, folder in folders.items()])
+        run = launch([commands], processes=processes, engine=engine, script=script)
+        log = run.wait()
+        assert run.process.returncode == 0, log[-3000:]
+        for method, folder in folders.items():
+            if number:
+                assert f"step-{CHAIN[number - 1][2]:08d}" in log
+            assert_same_run(folder, whole[method], tmp_path / "whole.pt")
+            for path in (folder / "checkpoints").glob("step-*"):
+                known = json.loads((path / "trainer.json").read_text())
+                if int(path.name[5:]) > last:
+                    assert (known["engine"], known["processes"]) == (engine or "ddp", processes)
+                    shutil.rmtree(path)

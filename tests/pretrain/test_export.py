@@ -1,0 +1,153 @@
+"""What is exported is what was trained, and what was damaged is not exported."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import encoders
+from pretrain import export, manifest
+from pretrain.checkpoint import Position
+from pretrain.methods import METHODS
+from tests.pretrain.small import SECTIONS, STEPS, make, saver
+
+
+@pytest.fixture(params=["dino", "mae"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
+    """A run folder with a newer and an older checkpoint, the method's name, and what the newer one holds."""
+    accelerator, engine = make(0, request.param)
+    output = tmp_path / "run"
+    for step in (3, 6):
+        saver(output, accelerator, engine, request.param).save(Position(step, 4), engine.method.trained_encoder())
+        held = {name: tensor.clone() for name, tensor in engine.method.state_dict().items()}
+        for tensor in engine.method.state_dict().values():
+            tensor += 1
+    return output, request.param, held
+
+
+def part(held: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+PARTS = {
+    ("dino", "encoder"): "teacher.encoder.",
+    ("dino", "student"): "student.encoder.",
+    ("dino", "teacher"): "teacher.encoder.",
+    ("mae", "encoder"): "encoder.",
+}
+
+
+def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Path) -> None:
+    folder, name, held = run
+    for chosen in ("encoder", "student", "teacher"):
+        output = tmp_path / f"{chosen}.safetensors"
+        if (name, chosen) not in PARTS:
+            with pytest.raises(ValueError, match=f"MAE has no {chosen}: take --part encoder"):
+                export.export(folder, output, chosen)
+            assert not output.exists()
+            continue
+        said = export.export(folder, output, chosen)
+        assert f"{chosen} of {name} after 6 steps" in said
+        loaded = encoders.load(output)
+        assert equal(dict(loaded.state_dict()), part(held, PARTS[name, chosen]))
+        other = encoders.build(**loaded.settings)
+        encoders.load_weights(other, output)  # as --init_from does
+        assert equal(dict(other.state_dict()), dict(loaded.state_dict()))
+        assert output.stat().st_mode == output.with_suffix(".json").stat().st_mode
+    written = folder / "checkpoints" / "latest"
+    for ending in ("safetensors", "json"):
+        same = (tmp_path / f"encoder.{ending}").read_bytes() == (written / f"encoder.{ending}").read_bytes()
+        assert same, ending
+    older = tmp_path / "older.safetensors"
+    export.export(folder / "checkpoints" / "step-00000003", older)
+    before = {n: t - 1 for n, t in part(held, PARTS[name, "encoder"]).items()}
+    torch.testing.assert_close(load_file(older), before, rtol=0, atol=1e-5)
+
+
+def test_a_whole_method_goes_on_where_it_was(run, tmp_path: Path) -> None:
+    folder, name, held = run
+    output = tmp_path / "method.safetensors"
+    export.export(folder / "checkpoints" / "latest", output, "method")
+    described = json.loads(output.with_suffix(".json").read_text())
+    assert (described["method"], described["steps"], described["step"]) == (name, STEPS, 6)
+    chosen = METHODS[described["method"]]
+    config = chosen.Config(**described[name])
+    assert config == SECTIONS[name]
+    method = chosen(encoders.build(**described["encoder"]), config, described["steps"])
+    method.load_state_dict(load_file(output), strict=True)
+    assert equal(dict(method.state_dict()), held)
+    assert equal(dict(export.load(output).state_dict()), held)
+    assert output.stat().st_mode & 0o777 == 0o666 & ~_mask()
+    if name == "dino":
+        assert held["center"].abs().min() > 0
+        assert {"center", "student.head.last_layer.weight_v", "teacher.head.mlp.0.weight"} <= load_file(output).keys()
+    else:
+        assert "decoder.pred.weight" in load_file(output)
+    output.with_suffix(".json").unlink()
+    with pytest.raises(ValueError, match=r"method\.json beside it is no exported method"):
+        export.load(output)
+
+
+def _mask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("run", ["dino"], indirect=True)
+def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _, _ = run
+    newest = folder / "checkpoints" / "step-00000006"
+    output = tmp_path / "out.safetensors"
+
+    def said(*arguments: object) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            export.main([str(a) for a in arguments])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("python -m pretrain.export: ")
+        assert not output.exists()
+        return line
+
+    assert "must end in .safetensors" in said(folder, tmp_path / "out.pt")
+    assert "is no folder: make it first" in said(folder, tmp_path / "no" / "out.safetensors")
+    assert "no checkpoint at" in said(tmp_path, output)
+    assert "is a file: name the run folder" in said(newest / "encoder.safetensors", output)
+    assert "takes no others: write elsewhere" in said(folder, folder / "checkpoints" / "latest" / "x.safetensors")
+    shard = newest / "__0_0.distcp"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    line = said(folder, output)
+    assert "__0_0.distcp is not what was written" in line
+    assert "step-00000003" in line
+    shard.write_bytes(whole)
+    trainer = json.loads((newest / "trainer.json").read_text())
+    (newest / "trainer.json").write_text(json.dumps({k: v for k, v in trainer.items() if k != "optimizer_steps"}))
+    assert "another version" in said(folder, output)
+    # of another shape than its settings say, which the manifest cannot know
+    trainer["settings"]["encoder"]["dim"] = 48
+    (newest / "trainer.json").write_text(json.dumps(trainer))
+    listed = json.loads((newest / "manifest.json").read_text())
+    listed["files"] |= manifest.describe([newest / "trainer.json"])
+    (newest / "manifest.json").write_text(json.dumps(listed))
+    assert "does not hold what its settings say" in said(folder, output)
+
+
+@pytest.mark.parametrize("run", ["mae"], indirect=True)
+def test_moments_are_not_read(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, held = run
+    filled, original = set(), export.read
+
+    def read(pieces, *arguments, **options) -> None:
+        filled.update(pieces)
+        original(pieces, *arguments, **options)
+
+    monkeypatch.setattr(export, "read", read)
+    export.main([str(folder), str(tmp_path / "encoder.safetensors")])
+    assert filled == {f"method.{name}" for name in held if name.startswith("encoder.")}
