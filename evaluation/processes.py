@@ -27,6 +27,7 @@ def accelerator(**settings: Any) -> Accelerator:
         EvaluationError: the launcher started several processes that do not know of each other, or cannot meet.
     """
     if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
         try:
             PartialState(cpu=True)  # plain `Accelerator()` would believe in each process that it is alone
         except ValueError as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -160,16 +160,19 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                 run.position.corrupt_images += int(all_sum(torch.tensor(corrupt), accelerator))
                 corrupt = 0
                 # after a skipped step the weights are those before the trouble, and push none out
-                run.saver.save(
-                    run.position, run.method.trained_encoder(), now=stop, keep_all=stop and not result.finite
-                )
+                run.saver.save(run.position, run.method.trained_encoder(), now=stop, keep_all=not result.finite)
                 window.leave_out(time.perf_counter() - started)
             if stop:
-                if run.recorder:
-                    run.recorder.close()
-                accelerator.wait_for_everyone()  # the launcher ends whoever is still busy when the first one leaves
-                raise preempt.Preempted(preempt.message(step))
+                _leave(run)
     run.saver.wait()
+
+
+def _leave(run: Run) -> NoReturn:
+    """End a run that was asked to stop and has saved."""
+    if run.recorder:
+        run.recorder.close()
+    run.accelerator.wait_for_everyone()  # the launcher ends whoever is still busy when the first one leaves
+    raise preempt.Preempted(preempt.message(run.position.step))
 
 
 class Window:
@@ -275,6 +278,6 @@ def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
     if run.position.skipped_in_a_row >= limit:
         raise NonFiniteError(
             f"{limit} steps in a row up to step {step} gave no finite loss or gradient ({reason}). Their samples are "
-            f"in {run.output / 'skipped.jsonl'}; no checkpoint was written since they began. Try a lower optim.lr, a "
-            "longer optim.warmup_steps, a smaller optim.clip, or --precision fp32."
+            f"in {run.output / 'skipped.jsonl'}; the checkpoints from before are still there. Try a lower optim.lr, "
+            "a longer optim.warmup_steps, a smaller optim.clip, or --precision fp32."
         )

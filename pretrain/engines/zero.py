@@ -26,6 +26,16 @@ class ZeRO:
     sharded = True
 
     def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+        """Raises SettingsError for compiled blocks under ZeRO-3."""
+        plugin = accelerator.state.deepspeed_plugin
+        assert plugin is not None
+        self.stage: int = plugin.deepspeed_config["zero_optimization"]["stage"]
+        self.name = f"zero{self.stage}"
+        if self.stage == 3 and any(module._compiled_call_impl for module in method.modules()):
+            raise SettingsError(
+                "--compile true would compile DeepSpeed's gathering of weights too, anew for each module: leave it out "
+                "under ZeRO-3, or take FSDP2 (configs/accelerate/fsdp2.yaml)"
+            )
         self.accelerator, self.method = accelerator, method
         self.skeleton = Skeleton(method)
         optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
@@ -33,8 +43,6 @@ class ZeRO:
         wrapped, self.optimizer = accelerator.prepare(method, optimizer)
         self.engine = cast(Any, wrapped)
         self.zero = self.engine.optimizer
-        self.stage = self.engine.zero_optimization_stage()
-        self.name = f"zero{self.stage}"
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         fill_moments(self.zero.optimizer.state, flat)
         if self.stage < 3:

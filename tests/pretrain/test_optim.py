@@ -98,7 +98,7 @@ def test_clipping_equals_a_loop(by: str, limit: float) -> None:
         norm = torch.sqrt(sum((g.square().sum() for g in unit), torch.zeros((), dtype=torch.float64)))
         for g in unit:
             g *= min(1.0, limit / (norm.item() + 1e-6)) if limit else 1.0
-    total = clip_gradients(parts, limit, by)
+    total = clip_gradients([[p.grad for p in part.parameters()] for part in parts], limit, by)
     for p, g in zip([p for part in parts for p in part.parameters()], flat, strict=True):
         torch.testing.assert_close(p.grad.double(), g, rtol=1e-6, atol=1e-8)
     if limit == 0:

@@ -143,7 +143,7 @@ def test_corrupt_images_since_the_last_record_are_counted(tmp_path: Path, monkey
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     run = [*TINY, "--data", str(tmp_path / "images.tar"), "--record_every", "12", "--checkpoint_every", "5"]
-    run += ["--dino.global_size", "16", "--dino.local_size", "8"]
+    run += ["--dino.global_size", "32", "--dino.local_size", "16"]
     assert main([*run, "--output", str(tmp_path / "whole")]) == 0
     with monkeypatch.context() as patch:
         _ask_before(patch, {7})

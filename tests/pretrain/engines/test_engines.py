@@ -47,7 +47,7 @@ RUNS: dict[str, Run] = {
         {2: (1, 1, "loss"), 3: (0, 3, "image"), 9: (1, 2, "gradient")},
     ),
     "mae, skipped": run("mae", "--accumulate 2", {0: (1, 2, "gradient"), 5: (0, 1, "image")}),
-    "mae, evaluated": run("mae", "--evaluation.pictures 2 --evaluate_every 2 --evaluation.val HELD_OUT", steps=4),
+    "mae, evaluated": run("mae", "--evaluation.pictures 2 --evaluate_every 1 --evaluation.val HELD_OUT", steps=2),
 }
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
     "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=4),
@@ -207,3 +207,20 @@ def test_three_processes_with_uneven_and_empty_parts_equal_one(
     name = "mae, skipped"  # its mask token has one row
     several = start({name: RUNS[name]}, processes=3, engine=engine)
     assert_same(several.folder(name), alone.folder(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_a_sharded_teacher_follows_float64_for_a_thousand_steps(
+    engine: str, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    script = SCRIPT.with_name("thousand_averages.py")
+    launched = launch([str(tmp_path)], processes=2, engine=engine, script=script)
+    log = launched.wait()
+    assert launched.process.returncode == 0, log[-5000:]
+    for process in range(2):
+        start, ended, exact = torch.load(tmp_path / f"{process}.pt")
+        for name, tensor in exact.items():
+            # a thousand roundings of numbers near 1 walk about sqrt(1000) * 1.2e-7 / sqrt(12)
+            torch.testing.assert_close(ended[name].double(), tensor, rtol=0, atol=1e-5, msg=name)
+            assert 0.05 < (tensor - start[name]).mean() < 0.15, name

@@ -103,6 +103,13 @@ def test_deepspeed_settings_that_change_the_numbers_are_refused(key: str, value:
         engines.check(accelerator, "fp32", 3)
 
 
+def test_compiled_blocks_are_refused_where_deepspeed_gathers_weights() -> None:
+    method: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    method[0].compile()
+    with pytest.raises(SettingsError, match=r"--compile.*FSDP2"):
+        zero.ZeRO(deepspeed(FILE), method, (0.9, 0.999))
+
+
 def test_fp16_is_refused_where_it_would_reach_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="use bf16"):
         engines.check(deepspeed(FILE), "fp16", 1)
