@@ -37,8 +37,15 @@ ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 PASSES = {"dino": 2, "mae": 1}
 """how often a step runs the student: DINO's once for each size of crop"""
-PAPER = {"ViT-B/16": (86e6, 31e6), "ViT-L/16": (303e6, 31e6), "ViT-g/14": (1.1e9, 60e6), "ViT-7B/16": (6.7e9, 100e6)}
-"""parameters of the encoder and of DINO's head"""
+PAPER = {
+    "ViT-B/16": (86e6, 31e6, 12),
+    "ViT-L/16": (303e6, 31e6, 24),
+    "ViT-g/14": (1.1e9, 60e6, 40),
+    "ViT-7B/16": (6.7e9, 100e6, 40),
+}
+"""parameters of the encoder and of DINO's head, and blocks"""
+KEPT = 1e9
+"""numbers that DeepSpeed's ZeRO-3 keeps gathered at once, unless its file says another stage3_max_live_parameters"""
 GPUS = (8, 64, 256)
 
 
@@ -89,9 +96,12 @@ def costs(engine: str, trained: float, teacher: float, block: float, processes: 
     if engine in ("zero1", "zero2"):  # gradients summed for all, though each needs its range; then weights gathered
         step = 4 * trained / n + (4 * trained if engine == "zero1" else 0)
         return Costs(4 * trained + 12 * trained / n + 4 * teacher, step, 3 * ring * trained)
-    # forward, backward, the teacher, gradients; DeepSpeed keeps what is used again soon, so that passes share it
-    gathered = 2 * trained * (passes if engine == "fsdp2" else 1) + teacher
-    return Costs((12 * trained + 4 * teacher) / n, 4 * trained / n + 2 * 4 * block, ring * (gathered + trained))
+    if engine == "zero3":  # its ranges of gradients stay; what is used again soon stays gathered, so passes share it
+        gathered = min(4 * (trained + teacher), 4 * KEPT)
+        return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
+    # forward, backward, the teacher, gradients
+    sent = ring * (2 * passes * trained + teacher + trained)
+    return Costs((12 * trained + 4 * teacher) / n, 4 * trained / n + 2 * 4 * block, sent)
 
 
 def measure(settings: EnginesBenchmark) -> None:
@@ -206,10 +216,10 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
 def paper_rows() -> list[list[str]]:
     """What the formulas say of DINO on many GPUs."""
     rows = [["encoder", "engine", *(f"{count} GPUs: held + step, GB" for count in GPUS), "sent a step, GB"]]
-    for name, (encoder, head) in PAPER.items():
+    for name, (encoder, head, blocks) in PAPER.items():
         both = encoder + head
         for engine in ENGINES:
-            found = [costs(engine, both, both, encoder / 12, count, PASSES["dino"]) for count in GPUS]
+            found = [costs(engine, both, both, encoder / blocks, count, PASSES["dino"]) for count in GPUS]
             sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in found]
             rows.append([name, engine, *sizes, f"{found[-1].sent / 1e9:,.1f}"])
     return rows

@@ -69,15 +69,12 @@ class ZeRO:
             raise RuntimeError("DeepSpeed dropped a step whose gradient is finite")
 
     def skip(self) -> None:
-        """Forget the gradient: DeepSpeed drops a step by itself that is not finite, so let it find that."""
-        for parameter in self.trained.values():
-            gradient = self._gradient(parameter)
-            gradient.fill_(torch.nan)
-            if self._offloads:  # then it looks at norms it took before
-                self.zero.norm_for_param_grads[self.zero.get_param_id(parameter)] = torch.tensor(torch.nan)
-        self.engine.step()
-        if self.engine.was_step_applied():
-            raise RuntimeError("DeepSpeed made a step whose gradient is not finite")
+        """Forget the gradient: a step of DeepSpeed's in which the optimizer does nothing."""
+        self.zero.optimizer.step = lambda *_: None  # some versions drop a step that is not finite, some make it
+        try:
+            self.engine.step()
+        finally:
+            del self.zero.optimizer.step  # its class has the real one
 
     def whole(self, module: nn.Module, *, everywhere: bool = True) -> nn.Module | None:
         """`module`, a part of the method or all of it, with all its weights; under ZeRO-3 a plain copy."""

@@ -57,6 +57,22 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
+def test_it_gets_its_name_in_one_move_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, engine = make()
+    moves, rename = [], os.rename
+
+    def watched(source: Path, target: Path) -> None:
+        assert manifest.faults(source) == manifest.altered(source) == []
+        assert not target.exists()
+        moves.append(target.name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watched)
+    write(saver(tmp_path, accelerator, engine), 1)
+    assert moves == ["step-00000001"]
+    assert names(tmp_path / "checkpoints") == {"step-00000001", "latest"}
+
+
 def test_retention_by_count_and_by_interval(tmp_path: Path) -> None:
     accelerator, engine = make()
     to = saver(tmp_path, accelerator, engine, keep=2, keep_every=3)
@@ -265,6 +281,7 @@ with saver(Path(sys.argv[1]), accelerator, engine, background=True) as to:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("ctrl-c", -signal.SIGINT), ("crash", 1)])
 def test_the_interpreter_does_not_wait_for_the_background(tmp_path: Path, how: str, code: int) -> None:
     done = subprocess.run(

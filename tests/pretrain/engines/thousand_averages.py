@@ -17,9 +17,10 @@ from pretrain.config import load, resolve
 from pretrain.job import build_method, processes
 
 MOMENTUM = 0.9999
-SMALL = "--method dino --encoder vit_micro --encoder.depth 1 --dino.prototypes 32 --dino.bottleneck_dim 16"
+SMALL = "--method dino --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.hidden_dim 24"
+HEAD = "--dino.prototypes 32 --dino.bottleneck_dim 16"
 
-config = resolve(load(["--data", demo_shards()[0], "--precision", "fp32", *SMALL.split()]), 1000)
+config = resolve(load(["--data", demo_shards()[0], "--precision", "fp32", *SMALL.split(), *HEAD.split()]), 1000)
 accelerator, engine_class = processes(config)
 torch.manual_seed(0)
 method = build_method(config, fresh=True)
