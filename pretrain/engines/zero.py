@@ -190,7 +190,7 @@ SECTIONS = {
 }  # fmt: skip
 
 # of zero_optimization: what lays weights out in another way than checkpoints and the teacher's average know, or rounds
-# them, or takes away the check by which a step is dropped; and the value that is right
+# them; and the value that is right
 FIXED = {
     "round_robin_gradients": False,
     "zero_hpz_partition_size": 1,
@@ -199,7 +199,6 @@ FIXED = {
     "zero_quantized_gradients": False,
     "mics_shard_size": -1,
     "zenflow": None,
-    "compute_grad_norm": True,
     "stage3_param_persistence_threshold": 0,
 }
 

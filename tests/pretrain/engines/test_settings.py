@@ -91,7 +91,6 @@ def test_a_users_deepspeed_file_is_completed() -> None:
         ("zero.zero_hpz_partition_size", 2, "zero_hpz_partition_size"),
         ("zero.zero_quantized_nontrainable_weights", True, "zero_quantized_nontrainable_weights"),
         ("zero.stage3_param_persistence_threshold", 10000, "stage3_param_persistence_threshold"),
-        ("zero.compute_grad_norm", False, "compute_grad_norm"),
         ("zero.offload_optimizer", {"device": "nvme", "nvme_path": "/x"}, "NVMe.*device cpu"),
         ("zero.offload_param", {"device": "nvme", "nvme_path": "/x"}, "NVMe.*device cpu"),
         ("zero.offload_optimizer", {"device": "cpu", "ratio": 0.5}, "remove ratio"),
