@@ -1,13 +1,11 @@
 """One process, or many that each hold everything (DistributedDataParallel)."""
 
-from typing import Any
-
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batch import Batch
-from pretrain.engines.moments import MOMENTS, fill_moments, optimizer_steps, set_optimizer_steps
+from pretrain.engines.moments import fill_moments, optimizer_steps, pieces, set_optimizer_steps
 from pretrain.methods.base import Method
 from pretrain.optim import parameter_groups
 from pretrain.pieces import Piece, whole
@@ -24,7 +22,7 @@ class DDP:
         self.accelerator, self.method = accelerator, method.to(accelerator.device)
         optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
         self.wrapped, self.optimizer = accelerator.prepare(method, optimizer)
-        fill_moments(self.optimizer.state, self._trained().values())
+        fill_moments(self.optimizer.state, (p for p in method.parameters() if p.requires_grad))
 
     def losses(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of a batch; adds its gradient to this step's, which the `last` batch makes whole."""
@@ -56,11 +54,7 @@ class DDP:
 
     def pieces(self) -> dict[str, Piece]:
         """What this process holds of the run's tensors, as views."""
-        tensors = self.method.state_dict(keep_vars=True)
-        found = {f"method.{name}": whole(tensor) for name, tensor in tensors.items()}
-        for name, parameter in self._trained().items():
-            found |= {f"{m}.{name}": whole(self.optimizer.state[parameter][m]) for m in MOMENTS}
-        return found
+        return pieces(self.method, self.optimizer.state, whole)
 
     @property
     def optimizer_steps(self) -> int:
@@ -70,6 +64,3 @@ class DDP:
     def loaded(self, steps: int) -> None:
         """The pieces have been filled from a checkpoint, after `steps` of the optimizer."""
         set_optimizer_steps(self.optimizer.state, steps)
-
-    def _trained(self) -> dict[str, Any]:
-        return {name: p for name, p in self.method.named_parameters() if p.requires_grad}

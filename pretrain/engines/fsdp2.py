@@ -1,7 +1,7 @@
 """Weights, gradients and moments in shards of rows, gathered block by block (FSDP2, torch's `fully_shard`)."""
 
 import os
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from data.batch import Batch
 from data.settings import SettingsError
 from pretrain.collectives import local
-from pretrain.engines.moments import MOMENTS, fill_moments, optimizer_steps, set_optimizer_steps
+from pretrain.engines.moments import fill_moments, optimizer_steps, pieces, set_optimizer_steps
 from pretrain.engines.replica import Skeleton
 from pretrain.methods.base import Method
 from pretrain.optim import parameter_groups
@@ -43,7 +43,7 @@ class FSDP2:
             )
         fully_shard(method, mesh=mesh, offload_policy=policy)  # moves to the device, unit by unit
         self.optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
-        fill_moments(self.optimizer.state, self._trained().values())
+        fill_moments(self.optimizer.state, (p for p in method.parameters() if p.requires_grad))
 
     def losses(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of a batch; adds its gradient to this step's, which the `last` batch makes whole."""
@@ -74,11 +74,7 @@ class FSDP2:
 
     def pieces(self) -> dict[str, Piece]:
         """What this process holds of the run's tensors, as views."""
-        tensors = self.method.state_dict(keep_vars=True)
-        found = {f"method.{name}": _rows(tensor) for name, tensor in tensors.items()}
-        for name, parameter in self._trained().items():
-            found |= {f"{m}.{name}": _rows(self.optimizer.state[parameter][m]) for m in MOMENTS}
-        return found
+        return pieces(self.method, self.optimizer.state, _rows)
 
     @property
     def optimizer_steps(self) -> int:
@@ -88,9 +84,6 @@ class FSDP2:
     def loaded(self, steps: int) -> None:
         """The pieces have been filled from a checkpoint, after `steps` of the optimizer."""
         set_optimizer_steps(self.optimizer.state, steps)
-
-    def _trained(self) -> dict[str, Any]:
-        return {name: p for name, p in self.method.named_parameters() if p.requires_grad}
 
 
 def _rows(tensor: Tensor) -> Piece:
