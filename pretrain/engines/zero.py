@@ -62,12 +62,14 @@ class ZeRO:
             torch.cuda.synchronize()  # they may still be on their way to the host
         return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
 
+    @torch.no_grad()  # DeepSpeed 0.18 fails without, where it gathers weights into views
     def step(self) -> None:
         """Move the weights, and forget the gradient."""
         self.engine.step()
         if not self.engine.was_step_applied():
             raise RuntimeError("DeepSpeed dropped a step whose gradient is finite")
 
+    @torch.no_grad()
     def skip(self) -> None:
         """Forget the gradient: a step of DeepSpeed's in which the optimizer does nothing."""
         self.zero.optimizer.step = lambda *_: None  # some versions drop a step that is not finite, some make it

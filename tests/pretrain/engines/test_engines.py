@@ -151,8 +151,10 @@ def assert_same(folder: Path, reference: Path, within: float = CLOSE) -> None:
         assert line.keys() == wanted.keys()
         for key in {"loss", "grad_norm", "lr", "weight_decay", "teacher_entropy", "knn_top1"} & line.keys():
             where = (folder.name, line["step"], key)
-            error = {"knn_top1": 0, "grad_norm": within}.get(key, CLOSE)
-            assert line[key] == (wanted[key] and pytest.approx(wanted[key], rel=error)), where  # None where not finite
+            error = {"rel": {"grad_norm": within}.get(key, CLOSE)}
+            if key == "knn_top1":
+                error = {"abs": 1.01 / 360}  # neighbours that are as near as each other: one image may change sides
+            assert line[key] == (wanted[key] and pytest.approx(wanted[key], **error)), where  # None where not finite
         assert line.get("skipped_steps") == wanted.get("skipped_steps")
     ours, wanted = state(folder), state(reference)
     assert ours.keys() == wanted.keys()
