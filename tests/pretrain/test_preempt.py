@@ -189,14 +189,14 @@ def _plan(tmp_path: Path, steps: int, stops: int) -> tuple[list[str], Path, str]
 
 @pytest.mark.slow
 def test_stopped_twenty_times_equals_undisturbed_bit_for_bit(launch, tmp_path: Path) -> None:
-    run, output, plan = _plan(tmp_path, 60, stops=22)
+    run, output, plan = _plan(tmp_path, 120, stops=22)  # a fast machine is three or four steps on at each stop
     undisturbed = launch([*run, "--output", str(tmp_path / "whole")])
     stopping = launch([plan], script=SCRIPT, wrapped=True)
     stopping.wait(400)
     assert stopping.process.returncode == 0, stopping.log.read_text()
     undisturbed.wait()
     turns = json.loads((output / "stops-0.json").read_text())
-    _check_turns(turns, 22, last_step=60)
+    _check_turns(turns, 22, last_step=120)
     sent = [signal for turn in turns for signal in turn["sent"]]
     assert {name for name, *_ in sent} == {"SIGTERM", "SIGUSR1"}
     assert {place for _, *places in sent for place in places} == {"step", "save", "evaluation", "other"}
@@ -207,7 +207,7 @@ def test_stopped_twenty_times_equals_undisturbed_bit_for_bit(launch, tmp_path: P
 
 @pytest.mark.slow
 def test_two_processes_stop_together_when_one_or_both_are_asked(launch, tmp_path: Path) -> None:
-    run, output, plan = _plan(tmp_path, 24, stops=8)
+    run, output, plan = _plan(tmp_path, 40, stops=8)
     run[run.index("0.2")] = "0"  # each process draws its own
     Path(plan).write_text(Path(plan).read_text().replace('"0.2"', '"0"'))
     undisturbed = launch([*run, "--output", str(tmp_path / "whole")])
@@ -216,7 +216,7 @@ def test_two_processes_stop_together_when_one_or_both_are_asked(launch, tmp_path
     assert stopping.process.returncode == 0, stopping.log.read_text()
     undisturbed.wait()
     first, second = (json.loads((output / f"stops-{rank}.json").read_text()) for rank in range(2))
-    _check_turns(first, 8, last_step=24)
+    _check_turns(first, 8, last_step=40)
     assert [turn["code"] for turn in first] == [turn["code"] for turn in second]
     asked = [(bool(a["sent"]), bool(b["sent"])) for a, b in zip(first, second, strict=True)]
     assert {(True, False), (False, True), (True, True)} <= set(asked)
