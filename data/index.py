@@ -111,8 +111,12 @@ def _check(table: Index) -> None:
     kinds = {"keys": np.uint8, "ends": np.int64, "images": np.int64, "labels": np.int64, "summary": np.int64}
     samples = len(table.ends)
     shapes = {
-        "keys": table.keys.shape[:1], "ends": (samples,), "images": (samples, 2), "labels": (samples, 2), "summary": (3,)
-    }  # fmt: skip
+        "keys": table.keys.shape[:1],
+        "ends": (samples,),
+        "images": (samples, 2),
+        "labels": (samples, 2),
+        "summary": (3,),
+    }
     for name, array in table._asdict().items():
         if array.dtype != kinds[name] or array.shape != shapes[name]:
             raise ValueError(f"{name} is {array.dtype} {array.shape}")
