@@ -1,0 +1,296 @@
+"""Damaged and hostile shards, images and indices, a hundred thousand of them: what comes out of the reader.
+
+    pip install -e ".[test]" && python benchmarks/fuzz.py
+
+Each case is drawn by hypothesis and must end in one of two ways: samples, or a ShardError or ImageError that names the
+culprit. Where only some images of a tar are damaged, all others must be delivered as they were, and the counts right.
+A case that ends otherwise stops the run and is printed, as small as hypothesis can make it.
+"""
+
+import io
+import logging
+import os
+import resource
+import tarfile
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pydantic import Field
+from rich.console import Console
+from rich.progress import track
+
+from data.crops import CenterCrop
+from data.decode import ImageError, decode
+from data.index import FolderIndex, ShardEntry, read_folder, read_table
+from data.loader import evaluation_batches
+from data.settings import Settings, parse
+from data.shards import Reader, ShardError, open_shards
+from data.tars import walk
+
+MOST_PIXELS = 2**20
+CHUNK = 1000  # cases between two steps of the progress bar
+MEMORY = 2**31  # bytes that all cases together may take beyond what the libraries do
+FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
+"""of a header of a tar: place and size in bytes"""
+
+
+class FuzzBenchmark(Settings):
+    """Damaged shards, images and indices."""
+
+    cases: int = Field(default=100_000, ge=1)
+    """of all kinds together"""
+    seed: int = Field(default=0, ge=0)
+    """of the first chunk of cases"""
+    output: Path | None = None
+    """file for the result, in Markdown"""
+
+
+def corpus() -> list[tuple[str, bytes]]:
+    """Good images of all kinds that are read: (ending, file)."""
+    colors = np.random.default_rng(0).integers(0, 256, (12, 20, 4), dtype=np.uint8)
+    picture = Image.fromarray(colors).resize((40, 24), Image.Resampling.BICUBIC)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    kinds: list[tuple[str, Image.Image, dict[str, Any]]] = [
+        ("jpg", picture.convert("RGB"), {}),
+        ("jpg", picture.convert("RGB"), {"progressive": True, "optimize": True}),
+        ("jpg", picture.convert("RGB"), {"exif": turned}),
+        ("jpg", picture.convert("L"), {}),
+        ("jpg", picture.convert("CMYK"), {}),
+        ("png", picture, {}),
+        ("png", picture.convert("RGB").quantize(16), {"transparency": 3}),
+        ("png", Image.fromarray(colors[..., 0].astype(np.uint16) * 257), {}),
+        ("webp", picture, {"lossless": True}),
+        ("webp", picture.convert("RGB"), {"save_all": True, "append_images": [picture.convert("RGB")]}),
+    ]
+    files = []
+    for ending, image, options in kinds:
+        file = io.BytesIO()
+        image.save(file, {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}[ending], **options)
+        files.append((ending, file.getvalue()))
+    return files
+
+
+CORPUS = corpus()
+PIXELS = [decode(content) for _, content in CORPUS]
+
+share = st.floats(0, 1)
+extreme = st.sampled_from([b"\0", b"\xff", b"\0" * 4, b"\xff" * 4, b"\x7f\xff\xff\xff", b"\x80\0\0\0", b"\xff\xd8\xff"])
+damage = st.one_of(
+    st.tuples(st.just("set"), share, st.binary(min_size=1, max_size=8) | extreme),
+    st.tuples(st.just("insert"), share, st.binary(min_size=1, max_size=64) | extreme),
+    st.tuples(st.just("cut"), share, st.integers(1, 200)),
+    st.tuples(st.just("end"), share, st.none()),
+    st.tuples(st.just("repeat"), share, st.integers(1, 600)),
+)
+sizes = st.sampled_from([b"77777777777", b"\x80" + b"\xff" * 11, b"00000000000", b"00000001000"])
+types = st.sampled_from([b"x", b"g", b"L", b"K", b"S", b"2", b"5", b"3"])  # extended headers, sparse, links, devices
+names = st.sampled_from([b"../../a.jpg\0", b"/a.png\0", b"\0", b"sample0.jpg\0"])
+header = st.one_of(
+    st.tuples(st.integers(0, 9), st.sampled_from(sorted(FIELDS)), st.binary(min_size=1, max_size=12)),
+    st.tuples(st.integers(0, 9), st.just("size"), sizes),
+    st.tuples(st.integers(0, 9), st.just("type"), types),
+    st.tuples(st.integers(0, 9), st.just("name"), names),
+)
+
+
+def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
+    """A file with some bytes set, put in, cut out, repeated, or missing at the end."""
+    for kind, where, what in changes:
+        place = int(where * len(content))
+        if kind == "set":
+            content = content[:place] + what + content[place + len(what) :]
+        elif kind == "insert":
+            content = content[:place] + what + content[place:]
+        elif kind == "cut":
+            content = content[:place] + content[place + what :]
+        elif kind == "end":
+            content = content[:place]
+        else:
+            content = content[: place + what] + content[place:]
+    return content
+
+
+def lying(tar: bytes, changes: list[tuple[int, str, bytes]]) -> bytes:
+    """A tar with fields of some headers set, and their checksums right."""
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        headers = [member.offset for member in archive]
+    raw = bytearray(tar)
+    for number, field, value in changes:
+        start = headers[number % len(headers)]
+        place, size = FIELDS[field]
+        raw[start + place : start + place + min(size, len(value))] = value[:size]
+        raw[start + 148 : start + 156] = b" " * 8
+        raw[start + 148 : start + 156] = b"%06o\0 " % sum(raw[start : start + 512])
+    return bytes(raw)
+
+
+def tar(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=format) as archive:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def members(kinds: list[int]) -> list[tuple[str, bytes]]:
+    """Names and contents of samples of the corpus."""
+    return [(f"sample{number}.{CORPUS[kind][0]}", CORPUS[kind][1]) for number, kind in enumerate(kinds)]
+
+
+def images(folder: Path) -> Callable[..., None]:
+    """Cases of good tars in which some images are damaged."""
+
+    @given(
+        st.lists(st.tuples(st.integers(0, len(CORPUS) - 1), st.none() | st.lists(damage, min_size=1, max_size=3)),
+                 min_size=1, max_size=6),
+    )  # fmt: skip
+    def case(samples: list[tuple[int, list | None]]) -> None:
+        files = members([kind for kind, _ in samples])
+        files = [
+            (name, damaged(content, changes) if changes else content)
+            for (name, content), (_, changes) in zip(files, samples, strict=True)
+        ]
+        path = folder / "images.tar"
+        path.write_bytes(tar(files))
+        keys = [f"images.tar/sample{number}" for number in range(len(samples))]
+        delivered, skipped = [], []
+        loader = evaluation_batches(str(path), CenterCrop(8), batch_size=4, labels=False)
+        assert loader.total == len(samples)
+        for batch in loader:
+            delivered += batch.keys
+        reader = Reader(open_shards(str(path)))
+        for number, (kind, changes) in enumerate(samples):
+            content = reader.image(0, number)
+            assert content == files[number][1], "the bytes of another member"
+            try:
+                pixels = decode(content, max_pixels=MOST_PIXELS)
+                assert changes or torch.equal(pixels, PIXELS[kind]), "a good image came out otherwise"
+            except ImageError:
+                assert changes, "a good image was refused"
+                skipped.append(keys[number])
+        assert delivered == [key for key in keys if key not in skipped], "not all good images, or bad ones"
+
+    return case
+
+
+def tars(folder: Path) -> Callable[..., None]:
+    """Cases of damaged tars, and of tars whose headers lie."""
+
+    @given(
+        st.lists(st.integers(0, len(CORPUS) - 1), min_size=1, max_size=5),
+        st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+        st.lists(header, max_size=2),
+        st.lists(damage, max_size=2),
+        st.booleans(),
+    )
+    def case(kinds: list[int], format: int, lies: list, changes: list, long: bool) -> None:
+        files = [("l" * 120 * long + name, content) for name, content in members(kinds)]
+        raw = damaged(lying(tar(files, format), lies), changes)
+        path = folder / "tar.tar"
+        path.write_bytes(raw)
+        if not raw:
+            return
+        try:
+            opened = open_shards(str(path), progress=False)
+        except ShardError as error:
+            refusal = str(error)
+            opened = None
+        else:
+            refusal = ""
+        if opened is None:
+            assert str(path) in refusal, "the message does not name the shard"
+            return
+        reader = Reader(opened)
+        for number in range(opened.images):
+            try:
+                decode(reader.image(0, number), max_pixels=MOST_PIXELS)
+            except (ImageError, ShardError):
+                continue
+        if not lies and not changes:
+            assert opened.images == len(kinds)
+
+    return case
+
+
+def indices(folder: Path) -> Callable[..., None]:
+    """Cases of damaged indices."""
+    path = folder / "good.tar"
+    path.write_bytes(tar(members([0, 5, 8])))
+    buffer = io.BytesIO()
+    np.savez(buffer, **walk(str(path), "good.tar")._asdict())
+    table = buffer.getvalue()
+    entry = ShardEntry(url="good.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
+    listing = FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True).encode()
+
+    @given(st.booleans(), st.lists(damage, max_size=3))
+    def case(of_folder: bool, changes: list) -> None:
+        try:
+            if of_folder:
+                read_folder(damaged(listing, changes), "index.json")
+            else:
+                read_table(damaged(table, changes), "good.tar.index")
+        except ShardError:
+            refused = True
+        else:
+            refused = False
+        assert changes or not refused, "a good index was refused"
+
+    return case
+
+
+def fuzz(cases: int, first_seed: int, *, progress: bool = False) -> int:
+    """Runs about `cases` cases, half of them damaged images, a third damaged tars; returns how many."""
+    kinds = {images: 5, tars: 4, indices: 1}
+    chunks = range(first_seed, first_seed + max(1, cases // CHUNK))
+    size = min(cases, CHUNK)
+    done = 0
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for chunk in track(chunks, "cases, in thousands", console=Console(stderr=True)) if progress else chunks:
+            for kind, parts in kinds.items():
+                run = settings(
+                    max_examples=max(1, size * parts // sum(kinds.values())),
+                    deadline=None,
+                    database=None,
+                    phases=[Phase.generate, Phase.shrink],
+                    suppress_health_check=[*HealthCheck.__members__.values()],
+                )
+                seed(chunk)(run(kind(Path(folder))))()
+                done += max(1, size * parts // sum(kinds.values()))
+            for kept in (Path(folder) / "cache").rglob("*.npz"):
+                kept.unlink()
+    return done
+
+
+def main(options: FuzzBenchmark) -> None:
+    logging.disable(logging.WARNING)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TESSERA_CACHE"] = cache
+        done = fuzz(options.cases, options.seed, progress=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    line = (
+        f"{done:,} cases: only named errors, right counts, every good image beside a bad one delivered; "
+        f"{time.monotonic() - start:,.0f} s, at most {peak:,.0f} MiB in memory"
+    )
+    print(line)
+    if options.output:
+        options.output.write_text(f"# Fuzzing\n\n`python benchmarks/fuzz.py --cases {options.cases}`\n\n{line}.\n")
+
+
+if __name__ == "__main__":
+    main(parse(FuzzBenchmark))

@@ -1,0 +1,127 @@
+"""The global batches of a run, whatever the processes, the workers, the accumulation, and the stops on the way."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from data.crops import MultiCrop, MultiCropConfig
+from data.loader import training_batches
+
+BATCH = 24  # splits over 1, 2, 3 and 4 processes, in one or two passes
+SHARDS = {1: [120], 2: [7, 113], 7: [1, 40, 3, 16, 17, 2, 41], 40: [1 + n % 5 for n in range(40)]}  # 120 images each
+STEPS = 3 * 120 // BATCH  # three epochs
+MANY = 1000  # steps of the whole run, of which a test sees a few
+
+
+def transform():
+    return MultiCrop(MultiCropConfig(global_size=8, local_size=4, local_crops=2, global_scale=(0.3, 1.0)))
+
+
+def part(shards, first_step, steps, **split):
+    """One process's batches of some steps of the run."""
+    settings = {"batch_size": BATCH, "seed": 5, "steps": MANY, "lanes": 8, "window": 7} | split
+    batches = iter(training_batches(shards, transform(), first_step=first_step, **settings))
+    return [next(batches) for _ in range(steps * split.get("accumulation", 1))]
+
+
+def samples(batch):
+    """(key, digest of all that was drawn and cut for it) of each image of a batch."""
+    pixels = [view.unflatten(0, (n, batch.images)) for view, n in zip(batch.views, batch.crops, strict=True)]
+    drawn = [
+        torch.stack([p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.solarize, *p.order.T], dim=-1)
+        for p in batch.photometric
+    ]
+    drawn = [values.unflatten(0, (n, batch.images)) for values, n in zip(drawn, batch.crops, strict=True)]
+    return [
+        (key, hash(b"".join(part[:, image].contiguous().numpy().tobytes() for part in [*pixels, *drawn])))
+        for image, key in enumerate(batch.keys)
+    ]
+
+
+def steps_of(shards, first_step, steps, world_size, workers, accumulation):
+    """The global batches of some steps: the parts of all processes and passes, joined."""
+    parts = [
+        part(shards, first_step, steps, rank=rank, world_size=world_size, workers=workers, accumulation=accumulation)
+        for rank in range(world_size)
+    ]
+    return [
+        [
+            sample
+            for batches in parts
+            for batch in batches[step * accumulation : (step + 1) * accumulation]
+            for sample in samples(batch)
+        ]
+        for step in range(steps)
+    ]
+
+
+def epochs_are_whole(run, images):
+    for epoch in range(len(run) * BATCH // images):
+        steps = run[epoch * images // BATCH : (epoch + 1) * images // BATCH]
+        assert set(Counter(key for step in steps for key, _ in step).values()) == {1}
+        assert sum(map(len, steps)) == images
+
+
+@pytest.mark.parametrize("number", SHARDS)
+def test_any_processes_and_workers_and_any_stops_give_the_same_run(write_shards, number):
+    shards = write_shards(SHARDS[number])
+    whole = steps_of(shards, 0, STEPS, world_size=1, workers=0, accumulation=1)
+    epochs_are_whole(whole, 120)
+    assert len({digest for step in whole for _, digest in step}) > 300  # each time the crops are others
+    chance = random.Random(number)
+    worlds, step = [4, 3, 2, 1], 0
+    while step < STEPS:  # one process count after the other, with other workers, between stops at random steps
+        steps = min(chance.randint(1, 5), STEPS - step)
+        world_size = worlds.pop() if worlds else chance.randint(1, 4)
+        workers, accumulation = chance.randint(0, 4), chance.choice([1, 1, 2])
+        assert steps_of(shards, step, steps, world_size, workers, accumulation) == whole[step : step + steps]
+        step += steps
+
+
+def test_four_processes_of_four_workers_on_one_shard(write_shards):
+    shards = write_shards([24])
+    whole = steps_of(shards, 0, 6, world_size=1, workers=0, accumulation=1)
+    assert steps_of(shards, 0, 6, world_size=4, workers=4, accumulation=1) == whole
+    epochs_are_whole(whole, 24)
+
+
+def test_epochs_that_end_within_a_batch(write_shards):
+    shards = write_shards([50, 3, 60])
+    whole = steps_of(shards, 0, 30, world_size=1, workers=0, accumulation=1)
+    seen = Counter()
+    for step, batch in enumerate(whole, 1):
+        seen.update(key for key, _ in batch)
+        epochs, more = divmod(step * BATCH, 113)
+        assert Counter(seen.values()) == Counter({epochs: (113 - more) * bool(epochs), epochs + 1: more})
+    for world_size, workers, first_step in [(4, 3, 3), (3, 1, 8)]:
+        assert steps_of(shards, first_step, 5, world_size, workers, 1) == whole[first_step : first_step + 5]
+
+
+def test_corrupt_images_are_replaced_alike_everywhere(write_shards):
+    shards = write_shards(SHARDS[7])
+    for path in shards[1:3]:
+        with open(path, "r+b") as file:
+            file.seek(512)  # the first image of the shard, behind its header
+            file.write(b"no image")
+    whole = steps_of(shards, 0, STEPS, world_size=1, workers=0, accumulation=1)
+    assert "s00001" not in {key.rpartition("/")[2] for step in whole for key, _ in step}
+    assert len({key for step in whole for key, _ in step}) == 118
+    for world_size, workers, first_step in [(3, 2, 4), (4, 1, 9)]:
+        assert steps_of(shards, first_step, 4, world_size, workers, 1) == whole[first_step : first_step + 4]
+
+
+def test_a_mixture_is_exact_and_resumable(write_shards):
+    paths = write_shards([40, 40, 40])
+    shards = {paths[0]: 0.5, f"{paths[1][:-5]}{{1,2}}.tar": 1.5}
+    steps = 1024 // BATCH
+    whole = steps_of(shards, 0, steps, world_size=1, workers=0, accumulation=1)
+    drawn = Counter(int(key.rpartition("/s")[2]) // 40 for step in whole for key, _ in step)
+    assert drawn[0] == pytest.approx(steps * BATCH / 4, abs=8)
+    seen = Counter(key for step in whole for key, _ in step if "000000.tar" in key)
+    assert len(seen) == 40
+    assert min(seen.values()) >= max(seen.values()) - 1  # of each source the epochs are whole
+    for world_size, workers, accumulation, first_step in [(2, 3, 2, 11), (3, 0, 1, 26), (4, 2, 1, 37)]:
+        found = steps_of(shards, first_step, 4, world_size, workers, accumulation)
+        assert found == whole[first_step : first_step + 4]
