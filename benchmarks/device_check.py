@@ -1,8 +1,8 @@
 """What only a CUDA machine can show, in one call: `python benchmarks/device_check.py --data 'shards/*.tar'`.
 
 1. Every method with every small encoder: losses of some steps in bf16 on the device beside float32 on the CPU.
-2. Images per second, peak memory and the photometric share of the step, ViT-S/16 and ViT-B/16 at 2 x 224 + 8 x 96; and,
-   with --data, the share of time that the real loader keeps the device waiting.
+2. Images per second, peak memory and what cutting the crops and the photometric part take beside the step, ViT-S/16 and
+   ViT-B/16 at 2 x 224 + 8 x 96; and, with --data, the share of time that the real loader keeps the device waiting.
 3. Every method with an encoder of every family, by benchmarks/pairs.py.
 4. With --cifar, a short run of each method on CIFAR-10 with k-NN before and after.
 
@@ -10,24 +10,31 @@ Tables go to benchmarks/results/. Without CUDA it says so and exits 0.
 """
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL import Image
 from pydantic import Field
 from rich.console import Console
 from torch import Tensor
 
 import encoders
 from data.augment import finish
-from data.batch import Batch, collate
+from data.batch import Batch
+from data.collate import ImageWriter, collate
+from data.decode import Picture
 from data.loader import training_batches
+from data.resample import cut_views
 from data.settings import Settings, parse
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
@@ -72,18 +79,46 @@ def build(name: str, variant: str, batch_size: int, steps: int, **settings: Any)
 def random_batch(transform, images: int, seed: int) -> Batch:
     """What the loader would yield for noise images; uint8, on the CPU."""
     rng = np.random.default_rng(seed)
-    samples = [
-        transform(torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)), rng) for _ in range(images)
-    ]
-    return collate(samples, transform.crops, [str(i) for i in range(images)], packing=transform.packing)
+    pictures = [torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)) for _ in range(images)]
+    return collate(transform, pictures, [rng] * images, [str(i) for i in range(images)])
+
+
+def whole_images(transform, images: int) -> Batch:
+    """Noise of ImageNet's size, whole: what the device cuts."""
+    rng, together = np.random.default_rng(0), ImageWriter(transform.crops)
+    for _ in range(images):
+        with BytesIO() as file:
+            Image.fromarray(rng.integers(0, 256, (375, 500, 3), dtype=np.uint8)).save(file, "JPEG")
+            picture = Picture(file.getvalue())
+        together.put(picture, transform.draw(picture.size, rng))
+    return together.batch([str(i) for i in range(images)])
+
+
+def milliseconds(work: Callable[[], object], times: int) -> float:
+    """Median of one call on the device, after three."""
+    taken = []
+    for _ in range(times + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken.append(1000 * (time.perf_counter() - start))
+    return float(np.median(taken[3:]))
 
 
 def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool) -> Tensor:
-    """One training step; the loss ()."""
+    """One training step on a batch of the loader; the loss ()."""
     device = next(method.parameters()).device
+    return train(method, optimizer, optim, finish(batch.to(device, non_blocking=True)), number, steps, bf16=bf16)
+
+
+def train(
+    method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool
+) -> Tensor:
+    """The same on a finished batch on the device."""
     apply_schedules(optimizer, optim, number, steps, 256)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        loss, _ = method(finish(batch.to(device, non_blocking=True)), number)
+    with torch.autocast(next(method.parameters()).device.type, torch.bfloat16, enabled=bf16):
+        loss, _ = method(batch, number)
     loss.backward()
     parts = [[p.grad for p in part.parameters() if p.grad is not None] for part in method.trained_parts()]
     clip_gradients(parts, cast(float, optim.clip), optim.clip_by)
@@ -116,42 +151,34 @@ def agreement(settings: DeviceCheck) -> list[str]:
 
 
 def throughput(settings: DeviceCheck) -> list[str]:
-    """Images per second of the whole step on batches that lie ready, and what the photometric part takes of it."""
+    """The whole step on batches that lie ready, and what is done to pixels before it, as a share of the step."""
     lines = [
-        "| method | encoder | images a step | images/s | ms a step | photometric | peak memory | data wait |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | encoder | images | images/s | ms a step | copy and cut | photometric | peak memory | data wait |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in METHODS:
         for variant, images in (("vit_small", settings.batch_size), ("vit_base", settings.batch_size // 2)):
             method, optim, transform = build(name, variant, images, settings.steps)
             method.to("cuda")
             optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=0.0, fused=True)
-            batch = random_batch(transform, images, 0).pin_memory()
+            pinned = whole_images(transform, images).pin_memory()
+            cut = cut_views(pinned.to("cuda", non_blocking=True))
+            done = finish(cut)
             torch.cuda.reset_peak_memory_stats()
-            seconds, photometric = [], []
-            for number in range(settings.steps + 3):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                finish(batch.to("cuda", non_blocking=True))
-                torch.cuda.synchronize()
-                middle = time.perf_counter()
-                step(method, optimizer, optim, batch, number, settings.steps + 3, bf16=True)
-                torch.cuda.synchronize()
-                photometric.append(middle - start)
-                seconds.append(time.perf_counter() - middle)
-            each, share = np.median(seconds[3:]), np.median(photometric[3:]) / np.median(seconds[3:])
+            numbers = itertools.count()
+            total = settings.steps + 3
+
+            def once() -> None:
+                train(method, optimizer, optim, done, next(numbers), total, bf16=True)  # noqa: B023
+
+            each = milliseconds(once, settings.steps)
+            cutting = milliseconds(lambda: cut_views(pinned.to("cuda", non_blocking=True)), settings.steps)  # noqa: B023
+            colours = milliseconds(lambda: finish(cut), settings.steps)  # noqa: B023
             peak = torch.cuda.max_memory_allocated() / 2**30
             wait = data_wait(settings, method, optimizer, optim, transform, images)
-            cells = [
-                name,
-                variant,
-                images,
-                f"{images / each:.0f}",
-                f"{1000 * each:.1f}",
-                f"{share:.1%}",
-                f"{peak:.1f} GiB",
-            ]
-            lines.append("| " + " | ".join(map(str, [*cells, wait])) + " |")
+            shares = (f"{cutting / each:.1%}", f"{colours / each:.1%}", f"{peak:.1f} GiB", wait)
+            cells = (name, variant, images, f"{1000 * images / each:.0f}", f"{each:.1f}", *shares)
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 

@@ -1,18 +1,21 @@
-"""How many images a second one core decodes, crops and changes, beside Pillow and torchvision doing all on the CPU.
+"""How many images a second one core of the loader reads, decodes and cuts, beside Pillow and torchvision on the CPU.
 
-    python benchmarks/loader.py --data 'shards/*.tar'
+    python benchmarks/loader.py --data 'shards/*.tar' [--output benchmarks/results/loader.md]
 
-Every row is DINO's augmentation (2104.14294), 2 crops of 224 and 8 of 96 pixels, or a part of it, in one process with
-one thread. The rows take turns in rounds, so that other work on the machine hits all of them; medians are shown.
+Stages are measured in one process with one thread; the whole loader, from shards to batches, with worker processes. The
+rows take turns in rounds, so that other work on the machine hits all of them, and medians are shown. "ms of a core" is
+processor time for an image, of one worker where there are workers; ratios are those of it within a round.
 """
 
+import multiprocessing
 import os
 import platform
-import random
+import re
 import statistics
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -20,44 +23,86 @@ import numpy as np
 import PIL
 import torch
 import torchvision
-from PIL import Image, ImageFilter
+from PIL import Image
+from pillow_pipelines import PillowMultiCrop, pillow_decode, pillow_mae, pillow_probe
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torchvision import transforms
 
-from data.augment import IMAGENET_MEAN, IMAGENET_STD, photometric
-from data.batch import collate
-from data.crops import MultiCrop, MultiCropConfig
-from data.decode import decode
-from data.loader import training_batches
+from data.augment import photometric
+from data.batch import Batch
+from data.collate import ImageWriter, Transform, Writer, writer
+from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from data.decode import Picture, decode
+from data.loader import LoaderConfig, training_batches
+from data.masking import MaskedCrop
+from data.reader import Reader
+from data.resample import cut_views
 from data.settings import Settings, parse
-from data.shards import ShardError, expand
+from data.shards import ShardError, expand, open_shards
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
-BASELINE = "Pillow, all augmentation"
-OURS = "ours: decode, crops, drawing"
 BATCH = 32
 """images of a pass of a row, and of a batch"""
+LARGE = (4000, 3000)
+"""width and height of a camera's picture, 12 million pixels"""
+DECODE, PILLOW_DINO = "decode", "Pillow: decode, all of DINO's augmentation"
+PILLOW_MAE, PILLOW_PROBE = "Pillow: decode, MAE's crop", "Pillow: decode, a probe's centre crop"
+PILLOW_LARGE = "12 megapixels: Pillow, all of DINO's augmentation"
+HEADINGS = [
+    "images/s",
+    "lowest to highest",
+    "ms of a core",
+    "ms of main process",
+    "kB moved",
+    "times Pillow",
+    "of decode",
+]
+"""main: the main process; kB moved: of a batch; of decode: the share of the speed of decoding alone"""
 
-Row = tuple[str, Callable[[list[bytes], float], float]]
-"""name, and what measures its images a second on some files for some seconds"""
+DINO, MAE = MultiCrop(MultiCropConfig()), MaskedCrop(RandomCrop(RandomCropConfig()), 16, "random", 0.75)
+NAVIT = MaskedCrop(NativeCrop(RandomCropConfig(), 16, 128, 1024), 16, "random", 0.75)
 
 
 class LoaderBenchmark(Settings):
-    """Images a second of the parts of the loader, per core."""
+    """Images a second of the parts of the loader, and of the whole."""
 
     data: str
     """shards: a path, a glob or a brace range"""
     seconds: float = Field(default=5.0, gt=0)
     """how long each row is measured, all rounds together"""
-    rounds: int = Field(default=10, ge=1)
+    rounds: int = Field(default=5, ge=1)
     """how often the rows take turns"""
-    workers: int = Field(default=os.cpu_count() or 1, ge=0)
+    workers: int = Field(default=os.cpu_count() or 1, ge=1)
     """most worker processes of the whole loader"""
     output: Path | None = None
     """file for the table, in Markdown"""
+
+
+@dataclass
+class Measured:
+    """Of one row in one round, each for one image."""
+
+    wall: float
+    """seconds"""
+    core: float | None = None
+    """seconds of a worker's core, or of the one process; None: a GPU does it"""
+    main: float | None = None
+    """seconds of the main process beside its workers"""
+    moved: float | None = None
+    """bytes that a batch carries, of which the main process makes one copy, into pinned memory where there is a GPU"""
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    measure: Callable[[list[bytes], float], Measured]
+    """on some files, for some seconds"""
+    baseline: str | None = None
+    """the row of Pillow that does the same"""
 
 
 def main(settings: LoaderBenchmark) -> None:
@@ -68,22 +113,15 @@ def main(settings: LoaderBenchmark) -> None:
         raise SystemExit(f"cannot measure without images: {error}") from None
     if len(files) < BATCH:
         raise SystemExit(f"{settings.data} holds {len(files)} images; at least {BATCH} are needed")
-    rows: list[Row] = [
-        ("Pillow decode", each(pillow_decode)),
-        ("our decode", each(decode)),
-        (BASELINE, each(PillowMultiCrop())),
-        (OURS, each(worker(MultiCrop(MultiCropConfig())))),
-        (f"ours: photometric part on {device().type}", photometric_part),
-    ]
-    for count in worker_counts(settings.workers):
-        rows.append((f"ours: loader, {count} workers", whole_loader(settings.data, count)))
-    rates: dict[str, list[float]] = {name: [] for name, _ in rows}
-    seconds = settings.seconds / settings.rounds
+    rows = stages(settings.data) + loaders(settings) + cameras(files)
+    found: dict[str, list[Measured]] = {row.name: [] for row in rows}
+    console = Console(stderr=True)
     for number in range(settings.rounds):
         some = [files[(number * BATCH + i) % len(files)] for i in range(BATCH)]
-        for name, measure in rows:
-            rates[name].append(measure(some, seconds))
-    show(rates, files, settings)
+        for row in rows:
+            console.print(f"round {number + 1} of {settings.rounds}: {row.name}")
+            found[row.name].append(row.measure(some, settings.seconds / settings.rounds))
+    show(rows, found, files, settings)
 
 
 def read(paths: list[str]) -> list[bytes]:
@@ -98,158 +136,263 @@ def read(paths: list[str]) -> list[bytes]:
     return files
 
 
-def timed(work: Callable[[], int], seconds: float) -> float:
-    """Images a second of `work`, which returns how many it did, repeated for some seconds."""
-    done, start = 0, time.perf_counter()
+def stages(shards: str) -> list[Row]:
+    """What one process does, part by part."""
+    return [
+        Row(PILLOW_DINO, each(PillowMultiCrop())),
+        Row(PILLOW_MAE, each(pillow_mae())),
+        Row(PILLOW_PROBE, each(pillow_probe())),
+        Row("Pillow: decode", each(pillow_decode)),
+        Row("read from a shard", reading(shards)),
+        Row(DECODE, each(decode), "Pillow: decode"),
+        Row("header and drawing, DINO", each(drawing())),
+        Row("10 crops of a decoded image", putting(lambda memory: writer(DINO, BATCH, memory))),
+        Row("a decoded image put into the batch whole", putting(lambda memory: ImageWriter(DINO.crops, memory))),
+        Row("collate: the rest of a batch", collating),
+        Row(f"10 crops of whole images, on {device().type}", device_part(cut_views)),
+        Row(f"photometric part, on {device().type}", device_part(change, cut=True)),
+    ]
+
+
+def loaders(settings: LoaderBenchmark) -> list[Row]:
+    """The whole, from shards to batches."""
+    rows = []
+    for count in worker_counts(settings.workers):
+        for crops in ("workers", "device"):
+            rows.append(Row(f"DINO, {by(crops, count)}", whole(settings.data, DINO, count, crops), PILLOW_DINO))
+    for crops in ("workers", "device"):
+        rows.append(Row(f"MAE, {by(crops, 1)}", whole(settings.data, MAE, 1, crops), PILLOW_MAE))
+    rows.append(Row(f"NaViT's packed native sizes, {by('workers', 1)}", whole(settings.data, NAVIT, 1, "workers")))
+    probe = whole(settings.data, CenterCrop(), 1, "workers")
+    return [*rows, Row(f"a probe's centre crop, {by('workers', 1)}", probe, PILLOW_PROBE)]
+
+
+def cameras(files: list[bytes]) -> list[Row]:
+    """Large pictures, which are decoded as small as their crops allow."""
+    large = []
+    for file in files[:8]:
+        with BytesIO() as encoded:
+            pillow_decode(file).resize(LARGE, Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=85)
+            large.append(encoded.getvalue())
+
+    def one(fraction: bool) -> Callable[[bytes], object]:
+        rng = np.random.default_rng(0)
+
+        def work(file: bytes) -> None:
+            picture, together = Picture(file), writer(DINO, 1)
+            drawn = DINO.draw(picture.size, rng)
+            together.put(picture, drawn) if fraction else together.add(picture.pixels(), drawn)
+
+        return work
+
+    rows = {
+        PILLOW_LARGE: PillowMultiCrop(),
+        "12 megapixels: decoded whole, 10 crops": one(False),
+        "12 megapixels: decoded as small as 10 crops allow": one(True),
+    }
+    return [
+        Row(name, lambda _, seconds, work=work: each(work)(large, seconds), PILLOW_LARGE) for name, work in rows.items()
+    ]
+
+
+def timed(work: Callable[[], int], seconds: float) -> Measured:
+    """`work` returns how many images it did; it is repeated for some seconds."""
+    work()
+    done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
         done += work()
-    return done / passed
+    return Measured(passed / done, (time.process_time() - core) / done)
 
 
-def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], float]:
+def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Measured]:
     """Measures work on one file after the other."""
 
-    def measure(files: list[bytes], seconds: float) -> float:
+    def measure(files: list[bytes], seconds: float) -> Measured:
         def once() -> int:
             for file in files:
                 work(file)
             return len(files)
 
-        once()
         return timed(once, seconds)
 
     return measure
 
 
-def pillow_decode(encoded: bytes) -> Image.Image:
-    return Image.open(BytesIO(encoded)).convert("RGB")
+class Decoded:
+    """In place of `Picture`, for what comes after decoding."""
+
+    def __init__(self, file: bytes) -> None:
+        self.image, self.plain = decode(file), False
+        self.size = (self.image.shape[1], self.image.shape[2])
+
+    def fraction(self, shrink: int) -> int:
+        return 1
+
+    def pixels(self, shrink: int) -> Tensor:
+        return self.image
 
 
-class PillowMultiCrop:
-    """DINO's recipe as its authors run it: PIL images and tensors of one crop at a time, all in the worker."""
-
-    def __init__(self) -> None:
-        jitter = [
-            transforms.RandomHorizontalFlip(0.5),
-            transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8),
-            transforms.RandomGrayscale(0.2),
-        ]
-        finish = [transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
-
-        def crop(size: int, scale: tuple[float, float], *steps: Callable) -> transforms.Compose:
-            box = transforms.RandomResizedCrop(size, scale, interpolation=transforms.InterpolationMode.BICUBIC)
-            return transforms.Compose([box, *jitter, *steps, *finish])
-
-        self.crops = [
-            crop(224, (0.4, 1.0), self.blur),
-            crop(224, (0.4, 1.0), transforms.RandomApply([self.blur], 0.1), transforms.RandomSolarize(128, 0.2)),
-            *[crop(96, (0.05, 0.4), transforms.RandomApply([self.blur], 0.5))] * 8,
-        ]
-
-    @staticmethod
-    def blur(image: Image.Image) -> Image.Image:
-        return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
-
-    def __call__(self, encoded: bytes) -> list[object]:
-        image = pillow_decode(encoded)
-        return [crop(image) for crop in self.crops]
-
-
-def worker(transform: MultiCrop) -> Callable[[bytes], object]:
-    """All that a worker process does with one image."""
+def drawing() -> Callable[[bytes], object]:
     rng = np.random.default_rng(0)
-    return lambda encoded: transform(decode(encoded), rng)
+    return lambda file: DINO.draw(Picture(file).size, rng)
+
+
+def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
+    """Measures the first images of the first shard, which the system keeps in memory."""
+    opened = open_shards(shards)
+    reader, count = Reader(opened), min(int(opened.counts[0]), BATCH)
+    return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
+
+
+def putting(make: Callable[[Tensor | None], Writer]) -> Callable[[list[bytes], float], Measured]:
+    """Measures what comes after decoding and drawing, in memory that was used before."""
+
+    def measure(files: list[bytes], seconds: float) -> Measured:
+        pictures, rng = [Decoded(file) for file in files], np.random.default_rng(0)
+        drawn = [DINO.draw(picture.size, rng) for picture in pictures]
+
+        def put(memory: Tensor | None) -> Writer:
+            together = make(memory)
+            for picture, each in zip(pictures, drawn, strict=True):
+                together.put(picture, each)  # pyright: ignore[reportArgumentType]
+            return together
+
+        memory = put(None).batch([""] * len(files)).memory
+        return timed(lambda: len([put(memory)]) * len(files), seconds)
+
+    return measure
+
+
+def batch_of(make: Writer, files: list[bytes]) -> Writer:
+    """DINO's."""
+    rng = np.random.default_rng(0)
+    for file in files:
+        picture = Picture(file)
+        make.put(picture, DINO.draw(picture.size, rng))
+    return make
+
+
+def collating(files: list[bytes], seconds: float) -> Measured:
+    together = batch_of(writer(DINO, BATCH), files)
+    return timed(lambda: together.batch([""] * len(files)).images, seconds)
 
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def photometric_part(files: list[bytes], seconds: float) -> float:
-    """Measures the change of pixels of one batch, copied to the device before."""
-    rng, transform = np.random.default_rng(0), MultiCrop(MultiCropConfig())
-    batch = collate([transform(decode(file), rng) for file in files], transform.crops, [""] * len(files))
-    pairs = [
-        (view.to(device()), p)
-        for view, p in zip(batch.views, batch.photometric, strict=True)
-        if p and isinstance(view, Tensor)
-    ]
-
-    def once() -> int:
-        for view, p in pairs:
+def change(batch: Batch) -> None:
+    """Applies the photometric changes."""
+    for view, p in zip(batch.views, batch.photometric, strict=True):
+        if p is not None and isinstance(view, Tensor):
             photometric(view, p)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return len(files)
-
-    once()
-    return timed(once, seconds)
 
 
-def worker_counts(most: int) -> list[int]:
-    """0, the powers of two below `most`, and `most`."""
-    return sorted({0, most, *(2**power for power in range(most.bit_length()))})
+def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
+    """Measures work on a batch that was copied to the device before, of whole images or `cut` already."""
 
+    def measure(files: list[bytes], seconds: float) -> Measured:
+        batch = batch_of(ImageWriter(DINO.crops), files).batch([""] * len(files)).to(device())
+        batch = cut_views(batch) if cut else batch
 
-def whole_loader(shards: str, workers: int) -> Callable[[list[bytes], float], float]:
-    """Measures the loader from shards to batches, once its workers are at work."""
+        def once() -> int:
+            work(batch)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return len(files)
 
-    def measure(_files: list[bytes], seconds: float) -> float:
-        transform = MultiCrop(MultiCropConfig())
-        loader = training_batches(shards, transform, batch_size=BATCH, seed=0, steps=1_000_000, workers=workers)
-        batches = iter(loader)
-        for _ in range(2 * workers + 1):  # those that workers made before the clock starts
-            next(batches)
-        return timed(lambda: next(batches).images, seconds)
+        measured = timed(once, seconds)
+        return Measured(measured.wall) if torch.cuda.is_available() else measured
 
     return measure
 
 
-def show(rates: dict[str, list[float]], files: list[bytes], settings: LoaderBenchmark) -> None:
+def worker_counts(most: int) -> list[int]:
+    """The powers of two below `most`, and `most`."""
+    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+
+
+def by(crops: str, count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}, {'which cut' if crops == 'workers' else 'the device to cut'}"
+
+
+def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callable[[list[bytes], float], Measured]:
+    """Measures batches of training, once the workers are at work."""
+    config = LoaderConfig.model_validate({"crops": crops})
+
+    def measure(_files: list[bytes], seconds: float) -> Measured:
+        given = {"batch_size": BATCH, "seed": 0, "steps": 1_000_000, "workers": workers, "config": config}
+        return running(iter(training_batches(shards, transform, **given)), workers, seconds)
+
+    return measure
+
+
+def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
+    """Of a loader, once what its workers had ready is used up."""
+    batch = next(batches)
+    for _ in range(3 * workers):
+        next(batches)
+    pids = [child.pid for child in multiprocessing.active_children() if child.pid]
+    before, main, start, done = spent(pids), time.process_time(), time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < seconds or not done:
+        done += next(batches).images
+    assert batch.memory is not None
+    moved = batch.memory.numel() / batch.images
+    return Measured(passed / done, (spent(pids) - before) / done, (time.process_time() - main) / done, moved)
+
+
+def spent(pids: list[int]) -> float:
+    """Seconds of processor time of some processes."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def cells(row: Row, found: dict[str, list[Measured]]) -> list[str]:
+    """What the table says of a row."""
+    values, rates = found[row.name], [1 / value.wall for value in found[row.name]]
+
+    def median(name: str, unit: float, digits: int) -> str:
+        known = [getattr(value, name) for value in values if getattr(value, name) is not None]
+        return f"{unit * statistics.median(known):.{digits}f}" if known else ""
+
+    def against(name: str | None) -> str:
+        others = found[name] if name else []
+        ratios = [other.core / value.core for value, other in zip(values, others) if other.core and value.core]  # noqa: B905
+        return f"{statistics.median(ratios):.2f}" if ratios else ""
+
+    spread = f"{min(rates):,.0f}, {max(rates):,.0f}"
+    times = (median("core", 1000, 2), median("main", 1000, 2), median("moved", 1e-3, 0))
+    decoded = against(DECODE if values[0].main is not None else None)
+    return [row.name, f"{statistics.median(rates):,.0f}", spread, *times, against(row.baseline), decoded]
+
+
+def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], settings: LoaderBenchmark) -> None:
     """Print the table, and write it as Markdown when asked."""
-    size = sum(map(len, files)) / len(files) / 1000
     machine = (
         f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, "
         f"torchvision {torchvision.__version__}, Pillow {PIL.__version__}"
     )
     title = (
-        f"{len(files)} images of {size:.0f} kB on average; medians of {settings.rounds} rounds, "
-        f"{settings.seconds:g} s a row"
+        f"{len(files)} images of {sum(map(len, files)) / len(files) / 1000:.0f} kB on average; medians of "
+        f"{settings.rounds} rounds, {settings.seconds:g} s a row; batches of {BATCH}"
     )
-    table = Table("one core unless said otherwise", title=title, caption=machine)
-    lines = [
-        f"{title}.",
-        "",
-        machine + ".",
-        "",
-        "| | images/s | lowest, highest | against Pillow |",
-        "|---|--:|--:|--:|",
-    ]
-    for heading in ("images/s", "lowest, highest", "against Pillow"):
+    table = Table("", title=title, caption=machine)
+    lines = ["# Loader", "", f"{title}.", "", f"{machine}.", "", *(__doc__ or "").splitlines()[4:], ""]
+    lines += [f"| | {' | '.join(HEADINGS)} |", "|---" + "|--:" * len(HEADINGS) + "|"]
+    for heading in HEADINGS:
         table.add_column(heading, justify="right")
-    for name, values in rates.items():
-        ratio = statistics.median(v / base for v, base in zip(values, rates[BASELINE], strict=True))
-        cells = (
-            name,
-            f"{statistics.median(values):,.0f}",
-            f"{min(values):,.0f}, {max(values):,.0f}",
-            f"{ratio:.1f}",
-        )
-        table.add_row(*cells)
-        lines.append(f"| {' | '.join(cells)} |")
+    for row in rows:
+        table.add_row(*cells(row, found))
+        lines.append(f"| {' | '.join(cells(row, found))} |")
     Console().print(table)
     if settings.output:
-        settings.output.write_text("\n".join(["# Loader", "", *lines, ""]))
+        settings.output.write_text("\n".join([*lines, ""]))
 
 
 def processor() -> str:
     """Name of the CPU, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ contrast about the mean of the gray picture, hue turned in HSV.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from math import ceil
 from typing import Annotated
@@ -17,6 +16,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from data.batch import Batch, Photometric
+from data.resample import cut_views, exact
 from data.settings import Section
 from encoders.images import Images, PackedImages
 
@@ -132,11 +132,14 @@ def finish(
     std: Sequence[float] = IMAGENET_STD,
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """The batch with normalised float views, ready for an encoder; drawn changes are applied and gone.
+    """The batch with normalised float views, ready for an encoder: crops cut, drawn changes applied and gone.
 
     Raises:
         ValueError: the views are floats already.
+        ImageError: an image that the device is to decode and cannot.
     """
+    if batch.uncut is not None:
+        batch = cut_views(batch)
     pixels = [view.patches if isinstance(view, PackedImages) else view for view in batch.views]
     if any(view.is_floating_point() for view in pixels):
         raise ValueError("the views of this batch are floats already: `finish` takes the uint8 views of the loader")
@@ -152,7 +155,7 @@ def finish(
             views.append(_normalize(x, mean, std).to(dtype))
         else:
             views.append(photometric(view, p, mean, std).to(dtype))
-    return replace(batch, views=views, photometric=[])
+    return replace(batch, views=views, photometric=[], memory=None)
 
 
 def luminance(x: Tensor) -> Tensor:
@@ -179,9 +182,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
 
     Weights end at four standard deviations and at `radius` pixels and sum to one.
     """
-    # Under autocast the products would lose the last grey levels.
-    exact = torch.autocast(x.device.type, enabled=False) if x.device.type in ("cpu", "cuda") else nullcontext()
-    with exact:
+    with exact(x.device):
         rows, columns = (_blur_matrix(sigma, length, radius) for length in x.shape[-2:])  # (N, H, H), (N, W, W)
         x = (x.flatten(1, 2) @ columns.mT).view_as(x)
         return torch.stack([rows @ channel for channel in x.unbind(1)], dim=1)  # (N, 3, H, W)

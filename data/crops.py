@@ -1,22 +1,18 @@
 """What is cut out of an image: DINO's multi-crop (2104.14294), MAE's crop (2111.06377), the crop of evaluation.
 
-A transform turns one image into `Crops`, and all that is random in it comes from the generator that it is given. Boxes
-follow torchvision's RandomResizedCrop: an area uniform in `scale`, a log-uniform aspect ratio, ten tries.
-H x W pixels; n crops; S x S pixels of a crop.
+A transform says from the size of an image what becomes of it, and all that is random in that comes from the generator
+that it is given; `data.resample` does it. Boxes follow torchvision's RandomResizedCrop: an area uniform in `scale`, a
+log-uniform aspect ratio, ten tries. H x W pixels; n crops; S x S pixels of a crop.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import AfterValidator, Field
-from torch import Tensor
 
 from data.augment import ColorConfig, Share, ascending, draw
-from data.batch import Crops, Packing, Photometric
+from data.batch import Cut, Drawn, Packing
 from data.settings import Section
 
 TRIES = 10
@@ -86,6 +82,7 @@ class MultiCrop:
     def __init__(self, config: MultiCropConfig) -> None:
         c = self.config = config
         self.crops: tuple[int, ...] = (2, c.local_crops) if c.local_crops else (2,)
+        self.sizes = (c.global_size, c.local_size)[: len(self.crops)]
         shape = {"ratio": c.ratio, "flip": c.flip, "rotation": c.rotation}
         self._boxes = (
             RandomCropConfig(size=c.global_size, scale=c.global_scale, **shape),
@@ -94,14 +91,13 @@ class MultiCrop:
         self._blur = ((c.blur_global1, c.blur_global2), (c.blur_local,) * c.local_crops)
         self._solarize = ((0.0, c.solarize_global2), (0.0,) * c.local_crops)
 
-    def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
-        """(3, H, W) uint8 -> views (2, 3, G, G) and (local_crops, 3, L, L) uint8, of the global and local size."""
-        views: list[Tensor] = []
-        drawn: list[Photometric | None] = []
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
+        """From the `size` (H, W) of an image: its global and its local crops."""
+        drawn = Drawn([], [])
         for n, boxes, blur, solarize in zip(self.crops, self._boxes, self._blur, self._solarize, strict=False):
-            views.append(random_crops(image, rng, n, boxes))
-            drawn.append(draw(rng, self.config, blur, solarize))
-        return Crops(views, drawn)
+            drawn.cuts.append(random_cut(size, rng, n, boxes))
+            drawn.photometric.append(draw(rng, self.config, blur, solarize))
+        return drawn
 
 
 class RandomCrop:
@@ -111,11 +107,11 @@ class RandomCrop:
     packing = None
 
     def __init__(self, config: RandomCropConfig) -> None:
-        self.config = config
+        self.config, self.sizes = config, (config.size,)
 
-    def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
-        """(3, H, W) uint8 -> one view (1, 3, size, size) uint8."""
-        return Crops([random_crops(image, rng, 1, self.config)], [None])
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
+        """From the `size` (H, W) of an image."""
+        return Drawn([random_cut(size, rng, 1, self.config)], [None])
 
 
 class NativeCrop:
@@ -142,23 +138,21 @@ class NativeCrop:
             )
         self.config, self.patch, self.smallest = config, patch, smallest
         self.packing = Packing(patch, token_budget)
+        self.sizes = (config.size,)
 
-    def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
-        """(3, H, W) uint8 -> one view (1, 3, rows * patch, columns * patch) uint8."""
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
+        """From the `size` (H, W) of an image: one crop of whole patches."""
         u = rng.random(6)
         least, most = self.config.scale
-        height, width = image.shape[1:]
-        height, width = min(height, LONGEST * width), min(width, LONGEST * height)
+        height, width = min(size[0], LONGEST * size[1]), min(size[1], LONGEST * size[0])
         share = math.sqrt(least + (most - least) * u[0])
         sides = [max(round(side * share), 1) for side in (height, width)]
-        top, left = (int(v * (whole - side + 1)) for v, whole, side in zip(u[1:3], image.shape[1:], sides, strict=True))
+        corner = [int(v * (whole - side + 1)) for v, whole, side in zip(u[1:3], size, sides, strict=True)]
         budget = int(((self.smallest + (self.config.size - self.smallest) * u[3]) / self.patch) ** 2)
         rows, columns = native_grid(sides[0], sides[1], budget)
-        pixels = image.permute(1, 2, 0)[None, top : top + sides[0], left : left + sides[1]]
-        crop = resize(pixels, rows * self.patch, columns * self.patch)
-        view = crop.flip(3) if u[4] < self.config.flip else crop
-        turn = (2 * u[5:] - 1) * self.config.rotation
-        return Crops([rotate(view, turn) if self.config.rotation else view], [None])
+        degrees = (2 * u[5:] - 1) * self.config.rotation if self.config.rotation else None
+        shape = rows * self.patch, columns * self.patch
+        return Drawn([Cut(np.array([corner + sides]), shape, u[4:5] < self.config.flip, degrees)], [None])
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
@@ -184,39 +178,31 @@ class CenterCrop:
         Raises:
             ValueError: `resize` is below `size`.
         """
-        self.size = size
+        self.size, self.sizes = size, (size,)
         self.resize = round(size * 256 / 224) if resize is None else resize
         if not 1 <= self.size <= self.resize:
             raise ValueError(f"a crop of {size} pixels does not fit an image resized to {self.resize}")
 
-    def __call__(self, image: Tensor, rng: np.random.Generator | None = None) -> Crops:
-        """(3, H, W) uint8 -> one view (1, 3, size, size) uint8. Nothing is random."""
-        shorter = min(image.shape[1:])
-        for dim in (1, 2):  # of an image that is next to a line, only the middle: resized, the whole would be too large
-            kept = min(image.shape[dim], 16 * shorter)
-            image = image.narrow(dim, (image.shape[dim] - kept) // 2, kept)
-        height, width = (self.resize * side // shorter for side in image.shape[1:])
-        resized = resize(image.permute(1, 2, 0)[None], height, width)  # (1, 3, height, width)
+    def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> Drawn:
+        """From the `size` (H, W) of an image. Nothing is random."""
+        # of an image that is next to a line, only the middle: resized, the whole would be too large
+        kept = [min(side, 16 * min(size)) for side in size]
+        corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
+        height, width = (self.resize * side // min(size) for side in kept)
         top, left = (round((side - self.size) / 2) for side in (height, width))
-        view = resized[..., top : top + self.size, left : left + self.size]
-        return Crops([view.contiguous(memory_format=torch.channels_last)], [None])
+        window = (top, left, self.size, self.size)
+        return Drawn([Cut(np.array([corner + kept]), (height, width), np.array([False]), window=window)], [None])
 
 
-def random_crops(image: Tensor, rng: np.random.Generator, n: int, config: RandomCropConfig) -> Tensor:
-    """(3, H, W) uint8 -> (n, 3, size, size) uint8. Takes n * `BOX_DRAWS` numbers from `rng`, crop after crop."""
+def random_cut(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> Cut:
+    """n crops of an image of `size` (H, W). Takes n * `BOX_DRAWS` numbers from `rng`, crop after crop."""
     u = rng.random((n, BOX_DRAWS))  # (n, BOX_DRAWS)
-    pixels = image.permute(1, 2, 0)[None]  # (1, H, W, 3)
-    flipped = (u[:, -2] < config.flip).tolist()
-    crops = []
-    for (top, left, h, w), mirror in zip(boxes(u, image.shape[-2:], config), flipped, strict=True):
-        crop = resize(pixels[:, top : top + h, left : left + w], config.size, config.size)  # (1, 3, S, S)
-        crops.append(crop.flip(3) if mirror else crop)
-    view = torch.cat(crops)  # (n, 3, S, S)
-    return rotate(view, (2 * u[:, -1] - 1) * config.rotation) if config.rotation else view
+    degrees = (2 * u[:, -1] - 1) * config.rotation if config.rotation else None
+    return Cut(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
 
 
-def boxes(u: np.ndarray, size: Sequence[int], config: RandomCropConfig) -> list[list[int]]:
-    """(top, left, height, width) of n crops of an image of `size` (H, W), from uniform numbers (n, BOX_DRAWS)."""
+def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.ndarray:
+    """(n, 4) int64: top, left, height, width of n crops of an image of `size` (H, W), from numbers (n, BOX_DRAWS)."""
     (least, most), (low, high) = config.scale, np.log(config.ratio)
     (height, width), limit = size, np.array(size)[:, None]  # (2, 1)
     area = height * width * (least + (most - least) * u[:, :TRIES])  # (n, TRIES)
@@ -230,20 +216,4 @@ def boxes(u: np.ndarray, size: Sequence[int], config: RandomCropConfig) -> list[
         central = round(width / config.ratio[0]), round(height * config.ratio[1])
         sides = np.where(found, sides, np.clip(central, 1, size)[:, None])
         corners = np.where(found, corners, (limit - sides) // 2)
-    return np.concatenate([corners, sides]).T.astype(int).tolist()
-
-
-def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Bicubic with antialiasing, as Pillow does it: (1, H, W, 3) uint8 -> (1, 3, height, width) uint8."""
-    # From this memory order torch takes its fastest kernel and returns the same order.
-    return F.interpolate(pixels.permute(0, 3, 1, 2), size=(height, width), mode="bicubic", antialias=True)
-
-
-def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
-    """Turn each crop counter-clockwise about its centre, bicubic, edges reflected: (n, 3, S, S) uint8, (n,) -> same."""
-    angle = torch.from_numpy(np.radians(degrees)).float()  # (n,)
-    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
-    turn = torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3)
-    grid = F.affine_grid(turn, list(view.shape), align_corners=False)  # (n, S, S, 2)
-    turned = F.grid_sample(view.float(), grid, mode="bicubic", padding_mode="reflection", align_corners=False)
-    return turned.round_().clamp_(0, 255).to(torch.uint8)
+    return np.concatenate([corners, sides]).T.astype(np.int64)

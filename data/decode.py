@@ -9,13 +9,26 @@ from io import BytesIO
 import numpy as np
 import torch
 import torchvision.io
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """formats that are read, in Pillow's names"""
 ORIENTATION = 0x0112
 """EXIF tag"""
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""what sets a picture of each orientation upright"""
+SIDEWAYS = (TURNS[5], TURNS[6], TURNS[7], TURNS[8])
+MAX_PIXELS = 178_956_970
+"""Pillow's own limit"""
 
 # torchvision deprecates its decoders in favour of torchcodec: without them Pillow decodes everything.
 _decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
@@ -25,7 +38,7 @@ class ImageError(ValueError):
     """Bytes that are not a good image. The message is the reason."""
 
 
-def decode(encoded: bytes, *, max_pixels: int = 178_956_970) -> Tensor:
+def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS) -> Tensor:
     """Pixels of a JPEG, PNG or WebP file as the eye sees them: (3, H, W) uint8, RGB, turned upright by its EXIF data.
 
     The memory order is row, column, channel. Transparent parts show white. Of an animation the first picture counts.
@@ -35,17 +48,97 @@ def decode(encoded: bytes, *, max_pixels: int = 178_956_970) -> Tensor:
     Raises:
         ImageError: another format, a damaged or truncated file, or more than `max_pixels` pixels.
     """
-    if not encoded:
-        raise ImageError("the file is empty")
-    if _decode_jpeg is not None and (size := _plain_jpeg(encoded)):
-        _check(size, max_pixels)
-        buffer = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)  # a copy: tensors over `bytes` are writable
-        try:
-            return _decode_jpeg(buffer, mode=torchvision.io.ImageReadMode.RGB)
-        except RuntimeError as error:
-            raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
-    pixels = np.array(_rgb(_open(encoded, max_pixels)))
-    return torch.from_numpy(pixels).permute(2, 0, 1)  # (3, H, W)
+    return Picture(encoded, max_pixels=max_pixels).pixels()
+
+
+def decode_on(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Plain JPEGs, each (bytes,) uint8 on the CPU, decoded by a GPU: (3, H, W) uint8 each, there.
+
+    Its colours are interpolated in another way than those of `decode`: edges of colour differ by some grey levels.
+
+    Raises:
+        ImageError: it cannot decode one of them.
+    """
+    if _decode_jpeg is None:
+        raise ImageError("this torchvision decodes nothing on a GPU")
+    try:
+        return _decode_jpeg(encoded, mode=torchvision.io.ImageReadMode.RGB, device=device)
+    except RuntimeError as error:
+        raise ImageError(f"the GPU cannot decode it: {str(error).splitlines()[0]}") from error
+
+
+class Picture:
+    """An encoded image whose header was read. A JPEG is not decoded before its pixels are asked for.
+
+    Raises:
+        ImageError: another format, a damaged header, or more than `max_pixels` pixels; of all but JPEGs also a file
+            that is damaged anywhere.
+    """
+
+    encoded: bytes
+    plain: bool
+    """whether it is a JPEG, gray or in colour, that stands upright"""
+    size: tuple[int, int]
+    """height and width, upright"""
+
+    def __init__(self, encoded: bytes, *, max_pixels: int = MAX_PIXELS):
+        if not encoded:
+            raise ImageError("the file is empty")
+        self.encoded, self._max_pixels, self._pixels = encoded, max_pixels, None
+        plain = _plain_jpeg(encoded)
+        self.plain = plain is not None
+        if plain is not None:
+            _check(plain, max_pixels)
+            self.size = plain[1], plain[0]
+            return
+        opened = _open(encoded, max_pixels)
+        if opened.format not in ("PNG", "WEBP"):  # Pillow has another name for JPEGs of many pictures
+            width, height = opened.size
+            self.size = (width, height) if _turn(opened) in SIDEWAYS else (height, width)
+        else:  # how a PNG is turned may stand at its end
+            self._pixels = _loaded(opened)
+            self.size = self._pixels.shape[1], self._pixels.shape[2]
+
+    @property
+    def ends(self) -> bool:
+        """Whether the end of a JPEG is there, which decoders on a device do not check."""
+        return self.encoded.rstrip(b"\0")[-2:] == b"\xff\xd9"
+
+    def fraction(self, shrink: int) -> int:
+        """The most, up to `shrink`, by which it can be shrunk while it is decoded; 1 for all but JPEGs."""
+        if self._pixels is not None:
+            return 1
+        # libjpeg fills up the last blocks: of a picture that is turned, where its sides do not divide, perhaps the first
+        while not self.plain and any(side % shrink for side in self.size):
+            shrink //= 2
+        return shrink
+
+    def pixels(self, shrink: int = 1) -> Tensor:
+        """(3, H, W) uint8; see `decode`.
+
+        A JPEG comes at 1 / `shrink` of its size, 1, 2, 4 or 8, sides rounded up: libjpeg then transforms only the
+        lower frequencies of each block, which costs less than all of them and gives about the mean over each square.
+
+        Raises:
+            ImageError: a damaged or truncated file.
+        """
+        if self._pixels is not None:
+            return self._pixels
+        if self.plain and shrink == 1 and _decode_jpeg is not None:
+            try:
+                pixels = _decode_jpeg(as_tensor(self.encoded), mode=torchvision.io.ImageReadMode.RGB)
+            except RuntimeError as error:
+                raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
+        else:
+            pixels = _loaded(_open(self.encoded, self._max_pixels), shrink)
+        if tuple(pixels.shape[1:]) != tuple(-(-side // shrink) for side in self.size):
+            raise ImageError("a damaged JPEG: its header and its pixels disagree about its size")
+        return pixels
+
+
+def as_tensor(encoded: bytes) -> Tensor:
+    """(bytes,) uint8, a copy: tensors can be written to, and `bytes` cannot."""
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
 
 def _check(size: tuple[int, int], max_pixels: int) -> None:
@@ -90,11 +183,11 @@ def _stands_upright(segment: bytes) -> bool:
 
 
 def _open(encoded: bytes, max_pixels: int) -> Image.Image:
-    """Read by Pillow, turned upright."""
+    """The header, read by Pillow."""
     try:
         image = Image.open(BytesIO(encoded), formats=FORMATS)
         _check(image.size, max_pixels)
-        image.load()
+        return image
     except (ImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
@@ -103,10 +196,30 @@ def _open(encoded: bytes, max_pixels: int) -> Image.Image:
         raise ImageError(str(error)) from error
     except Exception as error:  # damaged files end in OSError, SyntaxError, struct.error, IndexError, zlib.error, ...
         raise ImageError(f"a damaged image: {error}") from error
+
+
+def _loaded(image: Image.Image, shrink: int = 1) -> Tensor:
+    """(3, H, W) of an opened image, turned upright."""
     try:
-        return ImageOps.exif_transpose(image)
+        if shrink > 1:
+            image.draft(None, (image.width // shrink, image.height // shrink))
+        image.load()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ImageError(f"a damaged image: {error}") from error
+    upright = _rgb(image)
+    if (turn := _turn(image)) is not None:
+        upright = upright.transpose(turn)
+    return torch.from_numpy(np.array(upright)).permute(2, 0, 1)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What its EXIF data asks for."""
+    try:
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
     except Exception:  # all pixels are there: damaged EXIF data does not make a picture bad
-        return image
+        return None
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -11,19 +11,21 @@ import os
 import uuid
 import zipfile
 from pathlib import Path
+from tarfile import BLOCKSIZE
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from data.tars import Index, ShardError
+from data.tars import LARGEST_MEMBER, Index, ShardError
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"
 """what is added to the name of a shard"""
 LARGEST_TABLE = 2**30  # bytes; a million samples take about 60 MB
 
-REMEDY = "make it again with `python -m data.check_shards SHARDS --write_index true`, or remove it"
+REMAKE = "make it again with `python -m data.check_shards SHARDS --write_index true`"
+REMEDY = f"{REMAKE}, or remove it"
 
 
 def _plain(name: str) -> str:
@@ -122,7 +124,8 @@ def _check(table: Index) -> None:
             raise ValueError(f"{name} is {array.dtype} {array.shape}")
     count, labelled, size = map(int, table.summary)
     offsets, sizes = np.concatenate([table.images, table.labels[table.labels[:, 0] >= 0]]).T
-    inside = (offsets >= 0) & (sizes >= 0) & (offsets <= size) & (sizes <= size - offsets)
+    inside = (offsets >= BLOCKSIZE) & (sizes >= 0) & (offsets <= size) & (sizes <= size - offsets)
+    inside &= sizes <= LARGEST_MEMBER
     if not inside.all() or not samples or count != samples or labelled != (table.labels[:, 0] >= 0).sum():
         raise ValueError("it points outside its shard, or its counts differ")
     if (np.diff(table.ends, prepend=0) < 0).any() or table.ends[-1] != len(table.keys):
@@ -130,7 +133,7 @@ def _check(table: Index) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         with part.open("wb") as file:
             file.write(content)

@@ -21,7 +21,6 @@ from data.tars import IMAGES, LARGEST_MEMBER
 Links = Literal["inside", "all"]
 
 NO_LABEL = -1
-MANIFESTS = (".csv", ".parquet")
 REASONS = {
     0: "the file is empty",
     -1: "not found",
@@ -74,6 +73,11 @@ class Listing:
         """(M,) int64: entries that can be read, as far as their names tell."""
         return np.flatnonzero(self.sizes > 0)
 
+    def unusable(self) -> list[tuple[int, str]]:
+        """How many entries cannot be read, and why."""
+        codes, counts = np.unique(self.sizes[self.sizes <= 0], return_counts=True)
+        return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
+
     def fingerprint(self) -> str:
         """The same for the same files with the same labels, in whatever folder."""
         digest = hashlib.sha256()
@@ -100,8 +104,11 @@ class _Rows:
         self.labels.append(NO_LABEL if label is None else self.texts.setdefault(label, len(self.texts)))
 
     def listing(self) -> Listing:
-        arrays = [np.frombuffer(a, dtype=np.int64) for a in (self.ends, self.sizes, self.modified, self.labels)]
-        return Listing(self.root, np.frombuffer(self.names, dtype=np.uint8), *arrays, aside=self.aside)
+        names = np.frombuffer(self.names, dtype=np.uint8)
+        ends, sizes, modified, labels = (
+            np.frombuffer(a, dtype=np.int64) for a in (self.ends, self.sizes, self.modified, self.labels)
+        )
+        return Listing(self.root, names, ends, sizes, modified, labels, aside=self.aside)
 
     def look(self, path: bytes) -> tuple[int, int]:
         """Size, or a key of REASONS, and time of the file at a path below the root."""
@@ -142,8 +149,9 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
     depths, loose = set(), b""
     for path, look in _walk(rows, os.path.realpath(os.fsencode(besides))):
         top, slash, _ = path.partition(b"/")
-        depths.add(path.count(b"/"))
-        loose = loose or (b"" if slash else path)
+        if look[0] > 0:
+            depths.add(path.count(b"/"))
+            loose = loose or (b"" if slash else path)
         rows.add(path, look, os.fsdecode(top) if slash else None)
     listing = rows.listing()
     if not len(listing.usable):
@@ -155,9 +163,18 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
         listing.note = "from the names of folders; --labels none leaves them out"
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
-    where = "are not all one folder deep" if depths != {1} else "lie in one folder"
-    listing.note = "none" if labels == "none" else f"none, for images {where}; --labels folders takes the first folder"
+    listing.note = "none" if labels == "none" else f"none: {_depth(sorted(depths), folder)}"
     return listing
+
+
+def _depth(depths: list[int], folder: Path) -> str:
+    """Why no labels were taken from the names of folders."""
+    if depths == [0]:
+        return f"images lie in {folder} itself"
+    if depths == [1]:
+        return "images lie in one folder"
+    between = f"{depths[0]} folders" if len(depths) == 1 else f"{depths[0]} to {depths[-1]} folders"
+    return f"images lie {between} deep; --labels folders makes the first folder of each its class"
 
 
 def _value(name: str) -> int:
@@ -166,8 +183,7 @@ def _value(name: str) -> int:
 
 def _nothing(what: str, listing: Listing) -> str:
     """Says why nothing is usable."""
-    codes, counts = np.unique(listing.sizes, return_counts=True)
-    found = [f"{count:,} x {REASONS[int(code)]}" for code, count in zip(codes, counts, strict=True)]
+    found = [f"{count:,} x {reason}" for count, reason in listing.unusable()]
     found += [f"{count:,} x {ending}" for ending, count in listing.aside.most_common(3)]
     return f"{what} ({', '.join(IMAGES)})" + (f"; there are {', '.join(found)}" if found else "")
 
@@ -180,13 +196,13 @@ def _walk(rows: _Rows, besides: bytes) -> Iterator[tuple[bytes, tuple[int, int]]
         here = os.path.join(rows.root, prefix)
         try:
             status = os.stat(here)
+            identity = (status.st_dev, status.st_ino)
+            if identity in above or os.path.realpath(here) == besides:  # a link upwards, or the shards
+                continue
             with os.scandir(here) as entries:
                 files, below = _sort_out(rows, entries)
         except OSError:
             yield prefix or b".", (_UNREADABLE, 0)
-            continue
-        identity = (status.st_dev, status.st_ino)
-        if identity in above or os.path.realpath(here) == besides:  # a link upwards
             continue
         for name, size, modified in files:
             yield prefix + name, (size, modified)

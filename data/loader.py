@@ -6,45 +6,60 @@ place in the run alone, whatever the number of processes, of worker processes, o
 
 import functools
 import logging
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from data.batch import Batch, Crops, Packing, collate
-from data.decode import ImageError, decode
-from data.shards import Reader, ShardError, ShardList, Shards, WeightedShards, open_shards, open_sources
-from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, sample_rng, step_positions
+from data.batch import Batch
+from data.buffers import Parcel, Pool
+from data.collate import WHOLE, ImageWriter, Transform, Writer, crop_bytes, needs_workers, writer
+from data.decode import MAX_PIXELS, ImageError, Picture
+from data.reader import Reader, UnreadableError, warn_of_small_cache
+from data.settings import Section
+from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
+from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, sample_rng, step_positions
+from data.workers import start_worker
 
 MOST_SKIPPED = 100  # corrupt images in a row
 MOST_NAMED = 10  # corrupt images that get a line of their own in the log
+AHEAD = 2  # batches that a worker has made before one is asked for
 
 log = logging.getLogger(__name__)
 
 
-class Transform(Protocol):
-    """Makes the crops of one image. It must be picklable, and draw from `rng` alone."""
+class LoaderConfig(Section):
+    """Who decodes images and cuts the crops."""
 
-    @property
-    def crops(self) -> tuple[int, ...]:
-        """Crops per image in each view."""
-        ...
+    crops: Literal["auto", "workers", "device"] = "auto"
+    """who cuts the crops; auto: the device where it is a GPU and crops are of one size, else the loader's workers"""
+    decode: Literal["cpu", "device"] = "cpu"
+    """who decodes JPEGs; device: a GPU, which then cuts the crops too"""
+    max_pixels: int = Field(default=MAX_PIXELS, ge=1)
+    """larger images count as corrupt"""
 
-    @property
-    def packing(self) -> Packing | None:
-        """How the crops are packed, where they are of many sizes."""
-        ...
+    def resolved(self, transform: Transform) -> "LoaderConfig":
+        """With `auto` replaced by what it means here.
 
-    def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
-        """From (3, H, W) uint8."""
-        ...
+        Raises:
+            ValueError: settings that cannot be on this machine or for this transform.
+        """
+        cuda = torch.cuda.is_available()
+        apart = (cuda or self.crops == "device") and needs_workers(transform)
+        if self.decode == "device" and not cuda:
+            raise ValueError("decode device needs CUDA, which is not here: leave decode at cpu")
+        if self.decode == "device" and self.crops == "workers":
+            raise ValueError("decode device leaves no pixels to the workers: set crops to device too")
+        if apart and "device" in (self.crops, self.decode):
+            raise ValueError("crops of many sizes are cut by the workers: leave crops at auto and decode at cpu")
+        crops = ("device" if cuda and not apart else "workers") if self.crops == "auto" else self.crops
+        return self.model_copy(update={"crops": crops})
 
 
 def training_batches(
@@ -62,6 +77,9 @@ def training_batches(
     lanes: int = LANES,
     block: int | None = None,
     window: int = WINDOW,
+    window_gb: float | None = None,
+    source: SourceConfig = DEFAULT,
+    config: LoaderConfig = LoaderConfig(),  # noqa: B008 - frozen
 ) -> "Batches":
     """The batches of steps `first_step` to `steps` - 1 for one process: `accumulation` of them a step.
 
@@ -81,18 +99,24 @@ def training_batches(
         lanes: see `Order`; this and the next two are part of the order.
         block: see `Order`.
         window: see `Order`.
+        window_gb: what the windows of all lanes may span, in GB of encoded images; see `bounded_windows`.
+        source: how shards are reached.
+        config: who decodes and cuts.
 
     Raises:
-        ValueError: the batch does not split evenly, or there are fewer images than a batch needs.
+        ValueError: the batch does not split evenly, there are fewer images than a batch needs, or `config` cannot be.
         ShardError: shards that cannot be used; while iterating also for one that vanishes or changes, or for more than
             100 corrupt images in a row.
     """
     _check_split(batch_size, world_size, accumulation)
-    sources, weights = open_sources(shards, progress=rank == 0)
+    sources, weights = open_sources(shards, progress=rank == 0, source=source)
+    windows = bounded_windows([opened.mean_bytes for opened in sources], window, window_gb, lanes)
     orders = [
-        Order(source.counts, seed, lanes=lanes, block=block, window=window, source=number)
-        for number, source in enumerate(sources)
+        Order(opened.counts, seed, lanes=lanes, block=block, window=windows[number], source=number)
+        for number, opened in enumerate(sources)
     ]
+    if rank == 0:
+        warn_of_small_cache(sources, [order.window * lanes for order in orders])
     mixture = Mixture(orders, weights, seed)
     _check_enough(mixture, batch_size)
     positions = functools.partial(
@@ -104,7 +128,8 @@ def training_batches(
         lanes=lanes,
     )
     passes = range(first_step * accumulation, steps * accumulation)
-    training = _Training(transform, sources, mixture, seed, accumulation, positions)
+    config, images = config.resolved(transform), batch_size // world_size // accumulation
+    training = _Training(transform, config, images, sources, mixture, seed, accumulation, positions)
     return Batches(_Stream(passes, training), sum(source.images for source in sources), workers)
 
 
@@ -117,8 +142,12 @@ def evaluation_batches(
     world_size: int = 1,
     workers: int = 0,
     labels: bool = True,
+    max_pixels: int = MAX_PIXELS,
+    source: SourceConfig = DEFAULT,
 ) -> "Batches":
     """Every image once, in the order of the shards: one stretch for each process, which differ by at most one image.
+
+    Workers cut the crops from all pixels: scores are the same on every machine.
 
     Corrupt images are left out and named in `Batch.skipped`; a batch of nothing else does not appear.
 
@@ -130,6 +159,8 @@ def evaluation_batches(
         world_size: processes.
         workers: processes that decode for this one; 0 decodes in this one.
         labels: whether to read classes.
+        max_pixels: larger images count as corrupt.
+        source: how shards are reached.
 
     Raises:
         ShardError: shards that cannot be used, or labels that are asked for and missing; while iterating also for a
@@ -137,22 +168,15 @@ def evaluation_batches(
     """
     if batch_size < 1:
         raise ValueError(f"a batch has at least one image, not {batch_size}")
-    opened = open_shards(shards, progress=rank == 0)
+    opened = open_shards(shards, progress=rank == 0, source=source)
     if labels:
-        for shard in np.flatnonzero(opened.labelled < opened.counts)[:1]:
+        for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
             unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
             Reader(opened).label(int(shard), int(unlabelled[0]))
     part = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
     batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
-    return Batches(_Stream(batches, _Evaluation(transform, opened, labels)), opened.images, workers)
-
-
-def free_cores(processes: int) -> int:
-    """Loader processes for each of a node's processes: its share of the cores, less one for itself, 1 to 8."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    cores = len(os.sched_getaffinity(0))
-    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # not every SLURM confines a job to them
-    return max(1, min(8, min(cores, allocated) // local - 1))
+    evaluation = _Evaluation(transform, min(batch_size, opened.images), opened, labels, max_pixels)
+    return Batches(_Stream(batches, evaluation), opened.images, workers)
 
 
 class Batches:
@@ -166,40 +190,55 @@ class Batches:
 
     def __init__(self, stream: "_Stream", total: int, workers: int):
         self.total = total
-        self._count = len(stream.work)
-        workers = min(workers, self._count)
-        self._loader = DataLoader(
-            stream,
-            batch_size=None,
-            collate_fn=_same,
-            num_workers=workers,
-            # Others start threads before signals are arranged, and are no children of this process.
-            multiprocessing_context="fork" if workers else None,
-            pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # the global one would lose a draw at each start, also at a resumed one
-        )
+        self.stream, self._workers = stream, min(workers, len(stream.work))
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.stream.work)
 
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
         # forked with SIGTERM held back, so that none comes before a worker has arranged what it does then
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            batches = iter(self._loader)
+            batches = iter(self._loader())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for batch in batches:
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
+            if isinstance(batch, Parcel):
+                batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:  # then only where the count doubles
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
+
+    def _pool(self) -> Pool | None:
+        """The workers' memory: of each, the batches that wait and the one that is being opened."""
+        if not self._workers:
+            return None
+        try:
+            return Pool(self._workers, AHEAD + 1, self.stream.make.size)
+        except OSError as error:  # where the system promises no more than it has
+            log.warning("no memory to share with workers: %s; they send batches more slowly", error.strerror)
+            return None
+
+    def _loader(self) -> DataLoader:
+        workers = self._workers
+        return DataLoader(
+            _Stream(self.stream.work, self.stream.make, self._pool()),
+            batch_size=None,
+            collate_fn=_same,
+            num_workers=workers,
+            prefetch_factor=AHEAD if workers else None,
+            # Others start threads before signals are arranged, and are no children of this process.
+            multiprocessing_context="fork" if workers else None,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=start_worker,
+            generator=torch.Generator(),  # the global one would lose a draw at each start, also at a resumed one
+        )
 
 
 @dataclass
@@ -210,25 +249,29 @@ class _Failure:
 
 
 class _Stream(IterableDataset):
-    """One batch for each entry of `work`, in their order; workers take turns."""
+    """One batch for each entry of `work`, in their order; workers take turns, and leave pixels in the `pool`."""
 
-    def __init__(self, work: Sequence[Any], make: Callable[[Any], Batch]):
-        self.work, self.make = work, make
+    def __init__(self, work: Sequence[Any], make: "_Training | _Evaluation", pool: Pool | None = None):
+        self.work, self.make, self._pool = work, make, pool
 
-    def __iter__(self) -> Iterator[Batch | _Failure]:
+    def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
         info = get_worker_info()
         try:
             for entry in self.work[info.id :: info.num_workers] if info else self.work:
-                yield self.make(entry)
+                slot = self._pool.take(info.id) if self._pool and info else None
+                batch = self.make(entry, slot.memory if slot else None)
+                yield Parcel.packed(batch, slot) if slot else batch
         except ShardError as error:
             yield _Failure(str(error))
 
 
 @dataclass
 class _Training:
-    """Makes the batch of one forward pass, given its number in the run."""
+    """Makes the batch of one forward pass, given its number in the run and memory for it."""
 
     transform: Transform
+    config: LoaderConfig
+    images: int
     sources: list[ShardList]
     mixture: Mixture
     seed: int
@@ -236,34 +279,52 @@ class _Training:
     positions: Callable[..., np.ndarray]
     """of a step and of `micro`, one of its passes"""
 
+    @property
+    def size(self) -> int:
+        """Bytes that are enough for nearly every batch."""
+        return WHOLE * self.images if self.config.crops == "device" else crop_bytes(self.transform, self.images)
+
     @functools.cached_property
     def _readers(self) -> list[Reader]:
-        return [Reader(source, len(self.sources)) for source in self.sources]  # in the process that reads
+        """In the process that reads."""
+        orders = self.mixture.orders
+        return [Reader(opened, len(orders), order.block) for opened, order in zip(self.sources, orders, strict=True)]
 
-    def __call__(self, number: int) -> Batch:
+    def __call__(self, number: int, memory: Tensor | None = None) -> Batch:
         step, micro = divmod(number, self.accumulation)
         positions = self.positions(step, micro=micro)  # (B,)
-        keys, images, skipped = [], [], []
-        for position, source, shard, sample in zip(positions, *self.mixture(positions), strict=True):
-            key, crops, corrupt = self._good(int(position), int(source), int(shard), int(sample))
+        batch, keys, skipped = self._writer(memory), [], []
+        sources, shards, samples = self.mixture(positions)
+        for source, reader in enumerate(self._readers):
+            reader.prepare(shards[sources == source], samples[sources == source])
+        for position, source, shard, sample in zip(positions, sources, shards, samples, strict=True):
+            key, corrupt = self._put(batch, int(position), int(source), int(shard), int(sample))
             keys.append(key)
-            images.append(crops)
             skipped += corrupt
-        return collate(images, self.transform.crops, keys, packing=self.transform.packing, skipped=skipped)
+        return batch.batch(keys, skipped=skipped)
 
-    def _good(self, position: int, source: int, shard: int, sample: int) -> tuple[str, Crops, list[str]]:
-        """Key and crops of the sample at a position, or of the next good one of its lane; and the corrupt ones."""
-        reader, skipped = self._readers[source], []
-        while len(skipped) < MOST_SKIPPED:
-            key = reader.name(shard, sample)
+    def _writer(self, memory: Tensor | None) -> Writer:
+        if self.config.crops == "device":
+            return ImageWriter(self.transform.crops, memory, encoded=self.config.decode == "device")
+        return writer(self.transform, self.images, memory)
+
+    def _put(self, batch: Writer, position: int, source: int, shard: int, sample: int) -> tuple[str, list[str]]:
+        """The sample at a position, or the next good one of its lane: its key, and those before it that are not."""
+        reader, skipped, corrupt, key = self._readers[source], [], 0, ""
+        while corrupt < MOST_SKIPPED:
             try:
-                image = decode(reader.image(shard, sample))
-                return key, self.transform(image, sample_rng(self.seed, position)), skipped
+                key = reader.name(shard, sample)
+                picture = Picture(reader.image(shard, sample), max_pixels=self.config.max_pixels)
+                batch.put(picture, self.transform.draw(picture.size, sample_rng(self.seed, position)))
+                return key, skipped
             except ImageError as error:
                 skipped.append(f"{key}: {error}")
+                corrupt += 1
+            except UnreadableError as error:
+                skipped.append(f"sample {sample} of {error}")
             _, shards, samples = self.mixture(np.array([position]), later=len(skipped))
             shard, sample = int(shards[0]), int(samples[0])
-        first = "\n  ".join(skipped[:MOST_NAMED])
+        first = "\n  ".join(skipped[-corrupt:][:MOST_NAMED])
         raise ShardError(f"{MOST_SKIPPED} corrupt images in a row; make these shards again. The first:\n  {first}")
 
 
@@ -272,51 +333,48 @@ class _Evaluation:
     """Makes a batch of neighbouring samples, given their places in the whole list."""
 
     transform: Transform
+    images: int
     shards: ShardList
     labels: bool
+    max_pixels: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that are enough for every batch."""
+        return crop_bytes(self.transform, self.images)
 
     @functools.cached_property
     def _reader(self) -> Reader:
         return Reader(self.shards)  # in the process that reads
 
-    def __call__(self, places: range) -> Batch:
+    def __call__(self, places: range, memory: Tensor | None = None) -> Batch:
         ends = np.cumsum(self.shards.counts)
-        keys, images, skipped, labels = [], [], [], []
-        for place in places:
-            shard = int(np.searchsorted(ends, place, side="right"))
-            sample = place - int(ends[shard] - self.shards.counts[shard])
-            key = self._reader.name(shard, sample)
-            label = self._reader.label(shard, sample) if self.labels else 0
+        shards = np.searchsorted(ends, places, side="right")  # (B,)
+        samples = places - (ends - self.shards.counts)[shards]  # (B,)
+        self._reader.prepare(shards, samples)
+        batch, keys, skipped, labels = writer(self.transform, len(places), memory), [], [], []
+        key = ""
+        for place, shard, sample in zip(places, map(int, shards), map(int, samples), strict=True):
             try:
-                images.append(self.transform(decode(self._reader.image(shard, sample)), sample_rng(0, place)))
+                key = self._reader.name(shard, sample)
+                label = self._reader.label(shard, sample) if self.labels else 0
+                picture = Picture(self._reader.image(shard, sample), max_pixels=self.max_pixels)
+                batch.put(picture, self.transform.draw(picture.size, sample_rng(0, place)))
             except ImageError as error:
                 skipped.append(f"{key}: {error}")
                 continue
+            except UnreadableError as error:
+                skipped.append(f"sample {sample} of {error}")
+                continue
             keys.append(key)
             labels.append(label)
-        if not images:  # a batch that only says what was skipped
+        if not keys:  # a batch that only says what was skipped
             return Batch([], self.transform.crops, skipped=skipped)
-        known = labels if self.labels else None
-        return collate(images, self.transform.crops, keys, known, packing=self.transform.packing, skipped=skipped)
+        return batch.batch(keys, labels if self.labels else None, skipped)
 
 
 def _same(batch: Any) -> Any:
     return batch
-
-
-def _start_worker(_: int) -> None:
-    """Outlives the scheduler's signals, which reach all processes of a job: only the training process acts on them."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Obeys a SIGTERM that comes from the training process itself, as it does at its end."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
 
 
 def _check_split(batch_size: int, world_size: int, accumulation: int) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data.batch import Crops
+from data.batch import Drawn
 from data.crops import NativeCrop, RandomCrop
 
 MaskKind = Literal["random", "block"]
@@ -71,11 +71,11 @@ class MaskedCrop:
     def __init__(self, crop: RandomCrop | NativeCrop, stride: int, kind: MaskKind, ratio: float) -> None:
         """`stride`: side of a token in pixels, of which the crop's sides are multiples."""
         self.crop, self.stride, self.kind, self.ratio = crop, stride, kind, ratio
-        self.packing = crop.packing
+        self.packing, self.sizes = crop.packing, crop.sizes
 
-    def __call__(self, image: torch.Tensor, rng: np.random.Generator) -> Crops:
-        """(3, H, W) uint8 -> one view (1, 3, h * stride, w * stride) uint8 and `hidden` (h, w)."""
-        crops = self.crop(image, rng)
-        rows, columns = (side // self.stride for side in crops.views[0].shape[-2:])
-        crops.hidden = torch.from_numpy(MASKS[self.kind]((rows, columns), self.ratio, rng))
-        return crops
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
+        """From the `size` (H, W) of an image: one crop of h * stride x w * stride pixels, and `hidden` (h, w)."""
+        drawn = self.crop.draw(size, rng)
+        rows, columns = (side // self.stride for side in drawn.cuts[0].size)
+        drawn.hidden = torch.from_numpy(MASKS[self.kind]((rows, columns), self.ratio, rng))
+        return drawn

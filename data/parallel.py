@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 Advance = Callable[[int], None]
-"""counts images that were dealt with; a worker calls it often, for it also ends the worker when the command is stopped"""
+"""counts what was dealt with; call it often: it is also where a worker ends when the command is stopped"""
 
 POLL = 0.2  # seconds
 LINE = 30.0  # seconds between lines where stderr is no terminal
@@ -32,15 +33,26 @@ class WorkerError(RuntimeError):
     """A process that was killed from outside. The message is meant for the user."""
 
 
-class _Stopped(Exception):
+class _Stopped(Exception):  # noqa: N818
     """The command was stopped."""
 
 
 class _Rate(ProgressColumn):
-    """Images a second since the start."""
+    """Done and total, and how many a second since the start."""
+
+    def __init__(self, unit: str):
+        super().__init__()
+        self.unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text(f"{(task.completed / task.elapsed) if task.elapsed else 0:,.0f}/s")
+        rate = task.completed / task.elapsed if task.elapsed else 0
+        return Text(_progress(task.completed, task.total or 0, rate, self.unit))
+
+
+def _progress(done: float, total: float, rate: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{decimal(int(done))} of {decimal(int(total))}, {decimal(int(rate))}/s"
+    return f"{done:,.0f} of {total:,.0f} {unit}, {rate:,.0f}/s"
 
 
 def spread(
@@ -50,11 +62,12 @@ def spread(
     workers: int,
     title: str,
     total: int,
+    unit: str = "images",
 ) -> Iterator[ResultT]:
     """`work(task, advance)` for each task in `workers` processes, in no certain order of results.
 
     Processes are forked: `work` may be a closure, and what it refers to is not copied. They end when this one does, in
-    whatever way. `total` is how far `advance` will count.
+    whatever way. `total` is how far `advance` will count, in `unit`.
 
     Raises:
         WorkerError: a process was killed.
@@ -70,7 +83,7 @@ def spread(
         pending = {pool.submit(_call, task) for task in tasks}
         try:
             with ExitStack() as stack:
-                show = _bar(stack, title, total)  # after the fork: it has a thread
+                show = _bar(stack, title, total, unit)  # after the fork: it has a thread
                 while pending:
                     done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
                     show(counter.value)
@@ -80,7 +93,7 @@ def spread(
             raise WorkerError("a worker process was killed; if memory was short, take fewer --workers") from None
         finally:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _begin(work: Callable[..., Any], counter: Any, stop: Any, parent: int) -> None:
@@ -110,11 +123,11 @@ def _advance(count: int) -> None:
         raise _Stopped
 
 
-def _bar(stack: ExitStack, title: str, total: int) -> Callable[[int], None]:
+def _bar(stack: ExitStack, title: str, total: int, unit: str) -> Callable[[int], None]:
     """What shows a count: a bar on a terminal, else a line now and then."""
     console = Console(stderr=True)
     if console.is_terminal:
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+        columns = (TextColumn(title), BarColumn(), _Rate(unit), TimeRemainingColumn())
         bar = stack.enter_context(Progress(*columns, console=console, transient=True))
         task = bar.add_task(title, total=total)
         return lambda count: bar.update(task, completed=count)
@@ -126,6 +139,6 @@ def _bar(stack: ExitStack, title: str, total: int) -> Callable[[int], None]:
             return
         shown, rate = now, count / (now - start)
         left = (total - count) / rate / 60
-        print(f"{title}: {count:,} of {total:,}, {rate:,.0f}/s, {left:,.0f} minutes left", file=sys.stderr)
+        print(f"{title}: {_progress(count, total, rate, unit)}, {left:,.0f} minutes left", file=sys.stderr)
 
     return line

@@ -42,6 +42,25 @@ def sample_rng(seed: int, position: int) -> np.random.Generator:
     return np.random.Generator(_philox(seed, _SAMPLE, 0, position))
 
 
+def bounded_windows(sizes: Sequence[float], window: int, gigabytes: float | None, lanes: int = LANES) -> list[int]:
+    """Samples that a lane of each source shuffles at a time: `window`, or fewer where the windows of all lanes would
+    span more than `gigabytes`, which the sources share equally.
+
+    A window holds numbers; its samples stay where they are, encoded, until one is decoded. What it spans is what is
+    read again and again over its time: what a node's cache or the system's own should hold.
+
+    Args:
+        sizes: encoded bytes of a sample of each source, on average over its shards.
+        window: samples.
+        gigabytes: None for no limit.
+        lanes: with a window each.
+    """
+    if gigabytes is None:
+        return [window] * len(sizes)
+    share = gigabytes * 1e9 / len(sizes) / lanes
+    return [max(min(window, int(share / size)), 1) for size in sizes]
+
+
 class Order:
     """The endless order of one list of shards.
 
@@ -138,10 +157,11 @@ class Order:
 
     def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The shuffled blocks and where each ends in the epoch's sequence."""
-        lengths = np.full(self._first_blocks[-1], self.block, dtype=np.int64)
+        count = int(self._first_blocks[-1])
+        blocks = _permutation(count, _philox(self._seed, _BLOCKS, self._source, epoch)).astype(np.int32)
+        lengths = np.full(count, self.block, dtype=np.int32)  # of billions of samples, memory counts
         lengths[self._first_blocks[1:] - 1] = (self._counts - 1) % self.block + 1
-        blocks = _permutation(len(lengths), _philox(self._seed, _BLOCKS, self._source, epoch))
-        return blocks.astype(np.int32), np.cumsum(lengths[blocks])
+        return blocks, np.cumsum(lengths[blocks], dtype=np.int64)
 
 
 def _suitable_block(counts: np.ndarray) -> int:

@@ -1,25 +1,15 @@
-"""One tar shard: where its samples lie, found once and kept in a cache folder.
+"""One tar: where its samples lie.
 
 The layout is that of webdataset: neighbouring members with the same name up to the first dot are one sample. Only
 members that hold an image or a label are ever read, as bytes at an offset; nothing is unpickled, and no member's name
-becomes a path. A `.tar.gz` cannot be read from the middle, so it is decompressed once into the cache folder.
+becomes a path.
 """
 
-import fcntl
-import functools
-import gzip
-import hashlib
 import io
 import logging
 import os
 import re
-import shutil
 import tarfile
-import uuid
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +20,6 @@ OTHER_IMAGES = ("bmp", "gif", "tif", "tiff", "heic", "avif", "jp2")  # not read,
 LABEL = "cls"
 LARGEST_MEMBER = 256 * 2**20  # bytes of one image or label
 LARGEST_HEADER = 2**20  # bytes of an extended header; names and sizes need less
-LARGEST_UNPACKED = 64 * 2**30  # bytes of one decompressed shard
-SPARED = 2**28  # bytes of disk that decompressing leaves free
 REMEDY = "make the shard again or remove it"
 
 log = logging.getLogger(__name__)
@@ -42,26 +30,10 @@ class ShardError(ValueError):
 
 
 def cache_folder() -> Path:
-    """Where indices and decompressed shards are kept: $TESSERA_CACHE, else `tessera` in the user's cache."""
+    """Where indices, and what is fetched or unpacked, are kept: $TESSERA_CACHE, else `tessera` in the user's cache."""
     if folder := os.environ.get("TESSERA_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
-
-
-@contextmanager
-def exclusive(target: Path) -> Iterator[None]:
-    """Makes the folder of `target` and holds a lock on it against other processes and threads.
-
-    Raises:
-        ShardError: the folder cannot be written to, also by what runs under the lock.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.with_name(target.name + ".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-    except OSError as error:
-        raise ShardError(f"cannot write {target}: {error}; set TESSERA_CACHE to a local folder with space") from error
 
 
 class Index(NamedTuple):
@@ -92,8 +64,8 @@ class _Headers(io.BufferedReader):
         return super().read(size)
 
 
-def walk(path: str, shard: str) -> Index:
-    """Reads the headers of the plain tar at `path`; errors speak of `shard`.
+def walk(path: str | int, shard: str) -> Index:
+    """Reads the headers of the plain tar at `path`, or of an open one, which it closes; errors speak of `shard`.
 
     A tar that stops after a whole member but without the end mark is accepted with a warning.
 
@@ -175,129 +147,15 @@ def _index(samples: list[tuple[str, dict[str, tuple[int, int]]]], size: int, sha
     )
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A tar file as it was when it was opened. Path, size and times of change name what the cache knows of it."""
-
-    path: str
-    size: int
-    modified: int
-    """nanoseconds since 1970"""
-    changed: int
-    """the same, of the last change by the system's own clock: a copy may keep the time of the file that it replaces"""
-
-    @classmethod
-    def at(cls, path: str) -> "Shard":
-        """The shard at `path`.
-
-        Raises:
-            ShardError: nothing there that could be one.
-        """
-        if not path.endswith((".tar", ".tar.gz")) or os.path.isdir(path):
-            raise ShardError(f"{path}: not named .tar or .tar.gz; those of a folder are FOLDER/*.tar")
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}; restore the shard or remove it from the list") from error
-        if not status.st_size:
-            raise ShardError(f"{path}: has 0 bytes; {REMEDY}")
-        return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.path)
-
-    def tar(self) -> str:
-        """Path of the plain tar; decompresses a `.tar.gz` if that has not been done yet.
-
-        Raises:
-            ShardError: the shard is damaged or too large, or the cache folder cannot take it.
-        """
-        if not self.path.endswith(".gz"):
-            return self.path
-        target = self._cached("unpacked-v1", ".tar")
-        if not target.exists():
-            with exclusive(target):
-                part = target.with_name(target.name + ".part")  # the lock lets us overwrite what a killed process left
-                if not target.exists():
-                    try:
-                        _unpack(self.path, part)
-                        part.replace(target)
-                    finally:  # what did not fit must not keep the disk full
-                        part.unlink(missing_ok=True)
-        return str(target)
-
-    def index(self) -> Index:
-        """From the cache, or else from the headers.
-
-        Raises:
-            ShardError: the shard cannot be used.
-        """
-        cached = self._load(Index._fields)
-        if cached is not None:
-            return Index(**cached)
-        index = walk(self.tar(), self.path)
-        _keep(self._cached("index-v1", ".npz"), index)
-        return index
-
-    def summary(self) -> np.ndarray:
-        """The index' summary, alone if it is in the cache: (3,) int64.
-
-        Raises:
-            ShardError: the shard cannot be used.
-        """
-        cached = self._load(("summary",))
-        return self.index().summary if cached is None else cached["summary"]
-
-    def _cached(self, folder: str, ending: str) -> Path:
-        identity = f"{os.path.realpath(self.path)}\n{self.size}\n{self.modified}\n{self.changed}"
-        digest = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
-        return cache_folder() / folder / (digest[:32] + ending)
-
-    def _load(self, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
-        try:
-            with np.load(self._cached("index-v1", ".npz")) as arrays:
-                return {name: arrays[name] for name in names}
-        except Exception:  # missing, or damaged in whatever way: it is made again
-            return None
-
-
-def _keep(target: Path, index: Index) -> None:
-    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+def is_member(header: bytes, key: str, size: int) -> bool:
+    """Whether 512 bytes are the header of a file of `size` bytes that belongs to the sample `key`."""
+    plain = header.startswith(key.encode() + b".") and header[124:136].rstrip(b" \0") == b"%011o" % size
+    if plain and header[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE):
+        return True  # nearly always, and quickly
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            np.savez(file, **index._asdict())
-        part.replace(target)
-    except OSError as error:
-        _warn_once(
-            f"the indices of shards are not kept in {target.parent}: {error.strerror}; every start reads them anew"
-        )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
-
-
-def _unpack(path: str, target: Path) -> None:
-    """Decompresses `path`; leaves OSError to trouble with `target`."""
-    limit = min(LARGEST_UNPACKED, shutil.disk_usage(target.parent).free - SPARED)
-    done = 0
-    with target.open("wb") as sink:
-        for chunk in _chunks(path):
-            done += len(chunk)
-            if done > limit:
-                raise ShardError(
-                    f"{path}: needs more than the {limit} bytes that one shard may take in {target.parent}"
-                )
-            sink.write(chunk)
-
-
-def _chunks(path: str) -> Iterator[bytes]:
-    try:
-        with gzip.open(path) as source:
-            while chunk := source.read(2**20):
-                yield chunk
-    except (OSError, EOFError, zlib.error) as error:
-        raise ShardError(f"{path}: cannot be decompressed ({error}); {REMEDY}") from error
+        found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8  # others stand in a header of their own, before it
+    named = found.name.startswith(key + ".") or not short
+    return found.size == size and found.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and named

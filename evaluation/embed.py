@@ -44,12 +44,12 @@ def run(settings: EmbedSettings) -> None:
             "embed.py writes one file in one process: start it with python, not with several processes"
         )
     encoder, _ = load_encoder(settings.checkpoint, settings.image_size)
-    shards = open_shards(settings.data)
-    labelled = bool((shards.labelled == shards.counts).all())
+    shards = open_shards(settings.data, source=settings.source)
+    labelled = shards.all_labelled()
     keys: list[str] = []
     features, labels = extract(
         encoder.to(accelerate.device),
-        settings.data,
+        shards,
         accelerator=accelerate,
         keys=keys,
         labels=labelled,

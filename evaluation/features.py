@@ -18,12 +18,13 @@ from torch import Tensor
 import encoders
 from data.augment import finish
 from data.crops import CenterCrop
-from data.loader import Transform, evaluation_batches, free_cores
+from data.loader import Transform, evaluation_batches
 from data.settings import Settings
-from data.shards import Shards, expand
+from data.shards import DEFAULT, ShardError, Shards, SourceConfig, expand
+from data.workers import free_cores
 from encoders.base import Encoder, Features
 from encoders.images import Images
-from evaluation.processes import EvaluationError
+from evaluation.processes import EvaluationError, all_gather
 
 WEIGHTS = "encoder.safetensors"
 PIXELS = "pixels"
@@ -44,10 +45,12 @@ class FeatureSettings(Settings):
     """loader processes of each process; without it, one a free core, at most 8"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """arithmetic of the encoder"""
+    source: SourceConfig = SourceConfig()
 
     def extraction_options(self) -> dict[str, Any]:
         """Arguments of `extract`."""
-        return self.model_dump(include={"image_size", "resize", "batch_size", "workers", "precision"})
+        names = ("image_size", "resize", "batch_size", "workers", "precision", "source")
+        return {name: getattr(self, name) for name in names}
 
 
 class Pixels(Encoder):
@@ -156,6 +159,7 @@ def extract(
     labels: bool = True,
     progress: bool = True,
     keys: list[str] | None = None,
+    source: SourceConfig = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Features and labels of this process's part of `shards`, on the CPU: (N, D) float32 and (N,) int64.
 
@@ -169,6 +173,7 @@ def extract(
         transform: what cuts out the pixels, in place of the centre crop.
         labels: whether the shards must have labels; without, all are -1.
         keys: gets the names of the samples appended.
+        source: how shards are reached.
 
     Raises:
         ShardError: no labels, or shards that cannot be read.
@@ -183,7 +188,11 @@ def extract(
         world_size=accelerator.num_processes,
         workers=free_cores(accelerator.num_processes) if workers is None else workers,
         labels=labels,
+        source=source,
     )
+    totals = {int(total) for total in all_gather(torch.tensor([batches.total]), accelerator)}
+    if len(totals) > 1:  # a process more or less would read the stretches of others
+        raise ShardError(f"the processes see from {min(totals)} to {max(totals)} images: some miss shards; start again")
     device = accelerator.device
     found, found_labels = [], []
     shown = progress and accelerator.is_main_process

@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.batch import Crops
+from data.batch import Drawn
 from data.crops import RandomCrop, RandomCropConfig
 from data.settings import parse
 from encoders.base import Encoder
@@ -133,11 +133,11 @@ class EpochCrop:
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self.crop = RandomCrop(RandomCropConfig(size=size, scale=(0.08, 1.0)))
-        self.seed, self.epoch = seed, epoch
+        self.sizes, self.seed, self.epoch = (size,), seed, epoch
 
-    def __call__(self, image: Tensor, rng: np.random.Generator) -> Crops:
-        """(3, H, W) uint8 -> one view (1, 3, size, size) uint8."""
-        return self.crop(image, np.random.default_rng([self.seed, self.epoch, int(rng.integers(2**63))]))
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
+        """From the `size` (H, W) of an image."""
+        return self.crop.draw(size, np.random.default_rng([self.seed, self.epoch, int(rng.integers(2**63))]))
 
 
 def probe(

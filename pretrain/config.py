@@ -11,7 +11,9 @@ import yaml
 from pydantic import Field, create_model
 
 import encoders
+from data.loader import LoaderConfig
 from data.settings import Section, Settings, SettingsError, flags, merge, read_yaml, suggestion, validate
+from data.shards import SourceConfig
 from pretrain.health import HealthConfig
 from pretrain.methods import METHODS
 from pretrain.optim import OptimConfig
@@ -26,6 +28,9 @@ class StreamConfig(Section):
     """neighbours in a shard that stay together until the last shuffle; without it 1 for small data, 16 at a million"""
     window: int = Field(default=1024, ge=1)
     """samples that are shuffled together in each of the 64 lanes"""
+    window_gb: float = Field(default=8, gt=0)
+    """GB of encoded images that the windows of all lanes may span; they are shortened to that. A window holds numbers
+    of samples: its bytes stay on the disk, or in the node's cache of remote shards"""
 
 
 class CheckpointConfig(Section):
@@ -62,8 +67,8 @@ class RunConfig(Settings):
     config: str | None = None
     """YAML file of settings; flags win over it"""
     data: str | list[str] | dict[str, float] | None = None
-    """SHARDS: a path, glob or brace range of .tar or .tar.gz, a list of them, or a mapping of them to weights;
-    without it, the embedded digits"""
+    """SHARDS: a path, glob or brace range of .tar or .tar.gz, also as a URL, an index.json, or pipe:COMMAND; a list of
+    them, or a mapping of them to weights; without it, the embedded digits"""
     output: str | None = None
     """run folder; without it, a fresh one under runs/"""
     steps: int | None = Field(default=None, ge=1)
@@ -94,6 +99,8 @@ class RunConfig(Settings):
     """steps between two k-NN evaluations; without it, before and after only"""
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
+    source: SourceConfig = SourceConfig()
+    loader: LoaderConfig = LoaderConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()

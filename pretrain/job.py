@@ -14,12 +14,15 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 
 import encoders
 from data.demo import demo_shards
-from data.loader import Batches, free_cores, training_batches
+from data.loader import Batches, training_batches
 from data.settings import SettingsError
-from data.shards import ShardError, ShardList, open_sources
+from data.shards import MOST_LISTED, ShardError, ShardList, Sources, open_sources
+from data.stream import bounded_windows
+from data.workers import free_cores
 from evaluation.features import resolve_checkpoint
 from evaluation.processes import accelerator as make_accelerator
 from pretrain import checkpoint, engines
+from pretrain.agreement import gather
 from pretrain.checkpoint import Position
 from pretrain.config import RunConfig, resolve, to_yaml
 from pretrain.engines import Engine
@@ -49,21 +52,25 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
         logging.disable(logging.INFO)
     with accelerator.local_main_process_first():  # the first one fills the caches of indices and of the embedded data
         shards, config = sources(config)
-        opened, _ = open_sources(shards)
-    images = sum(source.images for source in opened)
+        opened = open_sources(shards, source=config.source)
+    windows = bounded_windows([one.mean_bytes for one in opened.lists], config.stream.window, config.stream.window_gb)
+    shards_seen = agree(opened.lists, windows)
+    images = sum(source.images for source in opened.lists)
     given, config = config, resolve(config, images)
     output, newest = run_folder(config)
-    settings = config.model_dump(mode="json") | {"shards": fingerprint(opened)}
+    settings = config.model_dump(mode="json") | {"shards": shards_seen}
     position = Position()
     if newest:
         checkpoint.check_fits(newest, settings)
         position = checkpoint.position(newest)
     torch.manual_seed(config.seed)  # the same weights on every process
     method = build_method(config, fresh=newest is None)
-    batches = loader(config, method, shards, position.step, accelerator)
+    config = with_cutter(config, method)
+    settings["loader"] = config.loader.model_dump(mode="json")
+    batches = loader(config, method, opened, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:
-            report(config, method, shards, images, accelerator.num_processes, workers(config, accelerator))
+            report(config, method, opened, images, accelerator.num_processes, workers(config, accelerator))
         return
     accelerator.wait_for_everyone()  # nobody writes before all have looked
     make_folder(output)
@@ -84,7 +91,19 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     finish_run(run)
 
 
-def loader(config: RunConfig, method: Method, shards: Any, first_step: int, accelerator: Accelerator) -> Batches:
+def with_cutter(config: RunConfig, method: Method) -> RunConfig:
+    """The settings with `loader.crops` resolved, so that config.yaml says who cut.
+
+    Raises:
+        SettingsError: this machine or this method cannot do what is asked for.
+    """
+    try:
+        return config.model_copy(update={"loader": config.loader.resolved(method.transform())})
+    except ValueError as error:
+        raise SettingsError(f"loader: {error}") from error
+
+
+def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, accelerator: Accelerator) -> Batches:
     """This process's batches from `first_step` to the end.
 
     Raises:
@@ -109,6 +128,8 @@ def loader(config: RunConfig, method: Method, shards: Any, first_step: int, acce
             accumulation=config.accumulate,
             block=config.stream.block,
             window=config.stream.window,
+            window_gb=config.stream.window_gb,
+            config=config.loader,
         )
     except ShardError:
         raise
@@ -188,14 +209,32 @@ def sources(config: RunConfig) -> tuple[Any, RunConfig]:
     return train_shards, config.model_copy(update={"evaluation": evaluation})
 
 
-def fingerprint(opened: list[ShardList]) -> str:
-    """Changes with the names, the sizes and the order of the shards: what the order of the samples follows from."""
-    counts = [
-        [Path(shard.path).name, int(n)]
-        for source in opened
-        for shard, n in zip(source.shards, source.counts, strict=True)
+def agree(opened: list[ShardList], windows: list[int]) -> str:
+    """The fingerprint of the order, which is the same on all processes.
+
+    Raises:
+        ShardError: it is not; says what each of the two sees.
+    """
+    own = fingerprint(opened, windows)
+    missing = [name for source in opened for name in source.unreadable]
+    seen = gather((own, sum(source.images for source in opened), missing))
+    for rank, (other, images, lacking) in enumerate(seen):
+        if other != seen[0][0]:
+            differ = sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]
+            raise ShardError(
+                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}: all must see the same shards"
+                + (f"; left out by one of the two: {', '.join(differ)}" if differ else "")
+                + "; start again, or look at the disks of the nodes"
+            )
+    return own
+
+
+def fingerprint(opened: list[ShardList], windows: list[int]) -> str:
+    """Changes with what the order of the samples follows from: names, sizes and order of the shards; and windows."""
+    counts: list[Any] = [
+        [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
     ]
-    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([counts, windows]).encode()).hexdigest()
 
 
 def build_method(config: RunConfig, *, fresh: bool) -> Method:
@@ -256,7 +295,7 @@ def scorer(config: RunConfig, method: Method, shards: Any, accelerator: Accelera
     if config.evaluation.val is None:
         return None
     bank = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
-    return Scorer(config.evaluation, bank, method.image_size, accelerator)
+    return Scorer(config.evaluation, bank, method.image_size, accelerator, config.source)
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Accelerator, engine: Engine) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import encoders
 from data.augment import finish
-from data.batch import collate
+from data.collate import collate
 from data.shards import plan
 from pretrain.config import RunConfig, to_yaml
 from pretrain.methods.base import Method
@@ -25,9 +25,8 @@ def rehearse(method: Method, encoder: encoders.Encoder) -> None:
         ValueError: it does not take them.
     """
     transform = method.transform()
-    pictures = (torch.zeros(3, *size, dtype=torch.uint8) for size in ((64, 64), (32, 256), (256, 32)))
-    crops = [transform(picture, np.random.default_rng(0)) for picture in pictures]
-    batch = finish(collate(crops, transform.crops, [""] * len(crops), packing=transform.packing)).to("meta")
+    pictures = [torch.zeros(3, *size, dtype=torch.uint8) for size in ((64, 64), (32, 256), (256, 32))]
+    batch = finish(collate(transform, pictures, [np.random.default_rng(0) for _ in pictures])).to("meta")
     with torch.device("meta"):
         phantom = encoders.build(**encoder.settings).train()
     with torch.random.fork_rng(devices=[]):
@@ -58,9 +57,8 @@ def _kept_bytes(method: Method, config: RunConfig, images: int) -> int:
         alive.append(tensor)
         return tensor
 
-    transform = method.transform()
-    sample = transform(torch.zeros(3, 64, 64, dtype=torch.uint8), np.random.default_rng(0))
-    batch = finish(collate([sample] * images, transform.crops, [""] * images, packing=transform.packing))
+    pictures = [torch.zeros(3, 64, 64, dtype=torch.uint8)] * images
+    batch = finish(collate(method.transform(), pictures, [np.random.default_rng(0) for _ in pictures]))
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),

@@ -9,6 +9,7 @@ from torch import Tensor
 from data.augment import finish
 from data.crops import CenterCrop
 from data.loader import evaluation_batches
+from data.shards import DEFAULT, SourceConfig
 from encoders.base import Encoder
 from evaluation.features import check_disjoint, extract, resize_size
 from evaluation.knn import knn_accuracy
@@ -19,19 +20,26 @@ class Scorer:
     """Scores an encoder on labelled shards. Called on all processes together."""
 
     def __init__(
-        self, config: EvaluationConfig, bank: str | list[str], image_size: int, accelerator: Accelerator
+        self,
+        config: EvaluationConfig,
+        bank: str | list[str],
+        image_size: int,
+        accelerator: Accelerator,
+        source: SourceConfig = DEFAULT,
     ) -> None:
         """`bank`: labelled SHARDS of the neighbours; `image_size`: side in pixels of the encoded images."""
         assert config.val is not None
         check_disjoint(bank, config.val)
         self.config, self.bank, self.val = config, bank, config.val
-        self.image_size, self.accelerator = image_size, accelerator
+        self.image_size, self.accelerator, self.source = image_size, accelerator, source
         self.held_out = self._first_images(config.pictures)
 
     def _first_images(self, count: int) -> Tensor:
         """(count, 3, H, W) normalised: the first held-out images as they are scored, for pictures."""
         transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
-        batches = evaluation_batches(self.val, transform, batch_size=max(count, 1), workers=0, labels=False)
+        batches = evaluation_batches(
+            self.val, transform, batch_size=max(count, 1), workers=0, labels=False, source=self.source
+        )
         return cast(Tensor, finish(next(iter(batches)).to(self.accelerator.device)).views[0])[:count]
 
     def score(self, encoder: Encoder) -> dict[str, float]:
@@ -47,6 +55,7 @@ class Scorer:
                     image_size=self.image_size,
                     batch_size=self.config.batch_size,
                     progress=False,
+                    source=self.source,
                 )
                 for shards in (self.bank, self.val)
             ]

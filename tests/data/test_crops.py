@@ -10,19 +10,18 @@ from PIL import Image
 from scipy import ndimage, stats
 from torchvision.transforms import RandomResizedCrop
 
-from data.batch import Crops, Photometric, collate
+from data.batch import Batch, Photometric
+from data.collate import collate
 from data.crops import (
     BOX_DRAWS,
     CenterCrop,
     MultiCrop,
     MultiCropConfig,
-    RandomCrop,
     RandomCropConfig,
     boxes,
-    random_crops,
-    resize,
-    rotate,
+    random_cut,
 )
+from data.resample import cut, resize, rotate
 
 SMALL = MultiCropConfig(global_size=32, local_size=16, local_crops=3)
 
@@ -36,6 +35,24 @@ def picture(height: int = 90, width: int = 120, seed: int = 0) -> torch.Tensor:
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+def crops(transform, image: torch.Tensor, source: np.random.Generator | None = None) -> Batch:
+    """Of one image, which is a batch of one."""
+    return collate(transform, [image], [source or rng()])
+
+
+def random_crops(image: torch.Tensor, source: np.random.Generator, n: int, config: RandomCropConfig) -> torch.Tensor:
+    """(n, 3, S, S)."""
+    out = torch.empty((n, config.size, config.size, 3), dtype=torch.uint8)
+    cut(image, random_cut((image.shape[1], image.shape[2]), source, n, config), out)
+    return out.permute(0, 3, 1, 2)
+
+
+def resized(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(3, height, width)."""
+    out = torch.empty((1, height, width, 3), dtype=torch.uint8)
+    return resize(image.permute(1, 2, 0)[None], out)[0].permute(2, 0, 1)
 
 
 def pillow(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -54,7 +71,7 @@ def test_boxes_follow_torchvision(height, width, scale):
     torch.manual_seed(0)
     image = torch.empty(3, height, width)
     theirs = np.array([RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(n)])
-    ours = np.array(boxes(rng().random((n, BOX_DRAWS)), (height, width), RandomCropConfig(scale=scale)))
+    ours = boxes(rng().random((n, BOX_DRAWS)), (height, width), RandomCropConfig(scale=scale))
     for measure in (
         lambda b: b[:, 2] * b[:, 3],
         lambda b: np.log(b[:, 3] / b[:, 2]),
@@ -71,7 +88,7 @@ def test_images_without_room_give_torchvisions_central_box(height, width):
     image = torch.empty(3, height, width)
     config = RandomCropConfig(scale=(0.9, 1.0))
     theirs = {RandomResizedCrop.get_params(image, [0.9, 1.0], list(config.ratio)) for _ in range(20)}
-    ours = {tuple(box) for box in boxes(rng().random((20, BOX_DRAWS)), (height, width), config)}
+    ours = {tuple(box) for box in boxes(rng().random((20, BOX_DRAWS)), (height, width), config).tolist()}
     assert ours == theirs
     assert len(ours) == 1
 
@@ -82,9 +99,8 @@ def test_images_without_room_give_torchvisions_central_box(height, width):
 def test_pixels_are_pillows(height, width, size):
     """Within one grey level a pass; the second pass can add to the first in very few places."""
     image = picture(height, width)
-    pixels = image.permute(1, 2, 0)[None]
     difference = {
-        (h, w): (resize(pixels, h, w)[0].int() - pillow(image, h, w).int()).abs()
+        (h, w): (resized(image, h, w).int() - pillow(image, h, w).int()).abs()
         for h, w in ((size, width), (height, size), (size, size))
     }
     assert difference[size, width].max() <= 1
@@ -142,8 +158,8 @@ def test_rotation_turns_counter_clockwise_about_the_centre():
 
 def test_rotation_angles_are_drawn_to_both_sides():
     image = picture(40, 40)
-    turned = MultiCrop(SMALL.model_copy(update={"rotation": 20.0}))(image, rng()).views
-    plain = MultiCrop(SMALL)(image, rng()).views
+    turned = crops(MultiCrop(SMALL.model_copy(update={"rotation": 20.0})), image).views
+    plain = crops(MultiCrop(SMALL), image).views
     u = rng().random((2, BOX_DRAWS))
     assert torch.equal(turned[0], rotate(plain[0], 20 * (2 * u[:, -1] - 1)))
     assert not torch.equal(turned[0], plain[0])
@@ -151,23 +167,23 @@ def test_rotation_angles_are_drawn_to_both_sides():
 
 def test_multi_crop_gives_views_and_what_to_do_with_them():
     transform = MultiCrop(MultiCropConfig())
-    crops = transform(picture(), rng())
+    batch = crops(transform, picture())
     assert transform.crops == (2, 8)
-    assert [tuple(view.shape) for view in crops.views] == [(2, 3, 224, 224), (8, 3, 96, 96)]
-    assert all(view.dtype == torch.uint8 for view in crops.views)
-    first, second = crops.photometric
+    assert [tuple(view.shape) for view in batch.views] == [(2, 3, 224, 224), (8, 3, 96, 96)]
+    assert all(view.dtype == torch.uint8 for view in batch.views)
+    first, second = batch.photometric
     assert first is not None
     assert second is not None
     assert (len(first.blur), len(second.blur)) == (2, 8)
     alone = MultiCrop(SMALL.model_copy(update={"local_crops": 0}))
     assert alone.crops == (2,)
-    assert len(alone(picture(), rng()).views) == 1
+    assert len(crops(alone, picture()).views) == 1
 
 
 def test_each_crop_has_its_own_share_of_blur_and_solarisation():
     """400 samples of DINO's settings, within four standard deviations."""
     transform, source = MultiCrop(SMALL), rng()
-    samples = [transform(picture(20, 20), source).photometric for _ in range(400)]
+    samples = [transform.draw((20, 20), source).photometric for _ in range(400)]
     shares = {"blur": ((1.0, 0.1), 0.5), "solarize": ((0.0, 0.2), 0.0)}
     for name, (in_global, in_local) in shares.items():
         seen = [torch.stack([getattr(sample[view], name) > 0 for sample in samples]) for view in (0, 1)]
@@ -176,7 +192,7 @@ def test_each_crop_has_its_own_share_of_blur_and_solarisation():
         assert abs(seen[1].double().mean() - in_local) <= 4 * (in_local * (1 - in_local) / 1200) ** 0.5
 
 
-def same(one: Crops, other: Crops) -> bool:
+def same(one: Batch, other: Batch) -> bool:
     equal = [torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True)]
     for a, b in zip(one.photometric, other.photometric, strict=True):
         equal += [torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(Photometric)]
@@ -185,43 +201,24 @@ def same(one: Crops, other: Crops) -> bool:
 
 def test_the_generator_alone_decides():
     image, transform = picture(), MultiCrop(SMALL)
-    first = transform(image, rng(5))
+    first = crops(transform, image, rng(5))
     torch.manual_seed(1)
     np.random.seed(1)
-    transform(picture(seed=3), rng(6))
-    assert same(first, transform(image, rng(5)))
-    assert same(first, pickle.loads(pickle.dumps(transform))(image, rng(5)))
+    crops(transform, picture(seed=3), rng(6))
+    assert same(first, crops(transform, image, rng(5)))
+    assert same(first, crops(pickle.loads(pickle.dumps(transform)), image, rng(5)))
     assert same(first, pickle.loads(pickle.dumps(first)))
-    assert not same(first, transform(image, rng(6)))
+    assert not same(first, crops(transform, image, rng(6)))
 
 
 def test_a_setting_does_not_shift_what_others_draw():
     image = picture()
-    base = MultiCrop(SMALL)(image, rng())
+    base = crops(MultiCrop(SMALL), image)
     for change in ({"local_crops": 1}, {"local_scale": (0.3, 0.3)}, {"blur_global1": 0.0}, {"jitter": 0.0}):
-        changed = MultiCrop(SMALL.model_copy(update=change))(image, rng())
+        changed = crops(MultiCrop(SMALL.model_copy(update=change)), image)
         assert torch.equal(changed.views[0], base.views[0]), change
-    fewer = MultiCrop(SMALL.model_copy(update={"local_crops": 1}))(image, rng())
+    fewer = crops(MultiCrop(SMALL.model_copy(update={"local_crops": 1})), image)
     assert torch.equal(fewer.views[1][0], base.views[1][0])
-
-
-def test_collate_is_crop_major():
-    transform = MultiCrop(SMALL)
-    samples = [transform(picture(seed=b), rng(b)) for b in range(4)]
-    batch = collate(samples, transform.crops, [str(b) for b in range(4)], [3, 1, 2, 0])
-    views, drawn = batch.views, batch.photometric
-    assert (batch.keys, batch.labels.tolist(), batch.masks) == (["0", "1", "2", "3"], [3, 1, 2, 0], None)
-    assert [tuple(view.shape) for view in views] == [(8, 3, 32, 32), (12, 3, 16, 16)]
-    for view, p, crops, index in zip(views, drawn, transform.crops, (0, 1), strict=True):
-        for c in range(crops):
-            for b in range(4):
-                assert torch.equal(view[c * 4 + b], samples[b].views[index][c])
-                for f in fields(Photometric):
-                    one = getattr(samples[b].photometric[index], f.name)[c]
-                    assert torch.equal(getattr(p, f.name)[c * 4 + b], one)
-    batch = collate([RandomCrop(RandomCropConfig(size=8))(picture(), rng(b)) for b in range(3)], (1,), "abc")
-    assert batch.views[0].shape == (3, 3, 8, 8)
-    assert batch.photometric == [None]
 
 
 @pytest.mark.parametrize(("height", "width"), [(90, 121), (121, 90), (20, 30), (37, 64), (151, 12)])
@@ -231,20 +228,20 @@ def test_center_crop_is_resize_and_crop_of_pillow(height, width):
     whole = pillow(image, int(37 * height / shorter), int(37 * width / shorter))
     top, left = round((whole.shape[1] - 32) / 2), round((whole.shape[2] - 32) / 2)
     transform = CenterCrop(32)
-    crops = transform(image)
+    batch = crops(transform, image)
     assert transform.resize == 37
     assert transform.crops == (1,)
-    assert crops.photometric == [None]
+    assert batch.photometric == [None]
     expected = whole[:, top : top + 32, left : left + 32]
-    difference = (crops.views[0][0].int() - expected.int()).abs()
+    difference = (batch.views[0][0].int() - expected.int()).abs()
     assert difference.max() <= 2  # one grey level a pass; one pixel off, a tenth of all values would differ by more
     assert (difference > 1).float().mean() < 1e-3
 
 
 def test_center_crop_of_odd_images():
     assert CenterCrop().resize == 256
-    assert CenterCrop(8, resize=8)(picture(3, 5)).views[0].shape == (1, 3, 8, 8)
-    assert CenterCrop(32)(picture(1, 60_000)).views[0].shape == (1, 3, 32, 32)
+    assert crops(CenterCrop(8, resize=8), picture(3, 5)).views[0].shape == (1, 3, 8, 8)
+    assert crops(CenterCrop(32), picture(1, 60_000)).views[0].shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="does not fit"):
         CenterCrop(32, resize=31)
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 import data.decode
-from data.decode import ImageError, decode
+from data.decode import ImageError, Picture, decode
 
 SAMPLE = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 RNG = np.random.default_rng(0)
@@ -167,6 +167,64 @@ def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
 def test_what_is_no_good_image_says_why(encoded, reason):
     with pytest.raises(ImageError, match=reason):
         decode(encoded)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_size_is_known_before_the_pixels(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture = Picture(saved(COLORS.convert("RGB"), kind, exif=exif))
+    assert picture.size == ((35, 25) if orientation > 4 else (25, 35))
+    assert picture.plain == (kind == "JPEG" and orientation == 1)
+    assert tuple(picture.pixels().shape) == (3, *picture.size)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
+@pytest.mark.parametrize("shrink", [1, 2, 4, 8])
+def test_a_jpeg_at_a_fraction_is_about_the_mean_of_its_squares(shrink, options):
+    y, x = np.mgrid[0:203, 0:301]
+    waves = np.stack([128 + 100 * np.sin(x / 40 + c) * np.cos(y / 30 - c) for c in range(3)], axis=2)
+    image = Image.fromarray(waves.round().astype(np.uint8))
+    for mode in ("RGB", "L", "CMYK"):
+        if mode != "RGB" and "keep_rgb" in options:
+            continue
+        picture = Picture(saved(image.convert(mode), "JPEG", quality=95, **options))
+        assert picture.fraction(shrink) == (shrink if mode != "CMYK" else 1)  # its sides do not divide
+        pixels = picture.pixels(shrink)
+        assert tuple(pixels.shape) == (3, -(-203 // shrink), -(-301 // shrink))
+        assert pixels.stride() == (1, 3 * pixels.shape[2], 3)
+        whole = decode(picture.encoded)[:, : 203 // shrink * shrink, : 301 // shrink * shrink].float()
+        means = torch.nn.functional.avg_pool2d(whole, shrink)
+        difference = (pixels[:, : means.shape[1], : means.shape[2]] - means).abs()
+        assert difference.max() <= 8  # colours are stored at half the size
+        assert difference.mean() < 1
+
+
+def test_a_turned_jpeg_is_shrunk_by_what_divides_its_sides():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = Picture(saved(Image.new("RGB", (96, 36)), "JPEG", exif=exif))
+    assert [picture.fraction(shrink) for shrink in (8, 4, 2, 1)] == [4, 4, 2, 1]
+    assert Picture(saved(Image.new("RGB", (96, 36)), "PNG")).fraction(8) == 1
+    assert tuple(picture.pixels(4).shape) == (3, 24, 9)
+
+
+def test_a_header_that_lies_is_not_a_good_image(monkeypatch):
+    """Crops are drawn for the size in the header: other pixels must not meet them."""
+    good = saved(COLORS.convert("RGB"), "JPEG")
+    assert Picture(good).pixels().shape == (3, 25, 35)
+    for size in ((35, 24), (36, 25)):
+        monkeypatch.setattr(data.decode, "_plain_jpeg", lambda encoded, size=size: size)
+        with pytest.raises(ImageError, match="disagree"):
+            Picture(good).pixels()
+
+
+def test_the_end_of_a_jpeg():
+    good = saved(COLORS.convert("RGB"), "JPEG")
+    assert Picture(good).ends
+    assert Picture(good + b"\0\0\0").ends
+    assert not Picture(good[:-3]).ends
 
 
 def bombs() -> list[bytes]:

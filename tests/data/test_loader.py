@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.batch import Batch, Crops, Photometric
+from data.batch import Batch, Cut, Drawn, Photometric
 from data.crops import CenterCrop
-from data.loader import evaluation_batches, training_batches
+from data.loader import LoaderConfig, evaluation_batches, training_batches
 from data.shards import ShardError
 from data.stream import Order, sample_rng, step_positions
 
@@ -24,23 +24,23 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 def photometric(values):
     """All fields from one number a crop."""
-    column = torch.tensor(values)
+    column = torch.from_numpy(values)
     return Photometric(
         *(column.repeat(4, 1).T if f.name == "order" else column + place for place, f in enumerate(fields(Photometric)))
     )
 
 
 class Small:
-    """Two crops that are the image, and one of noise; the photometric values say which crop of which image it is."""
+    """Three corners of an image, two of one size; random are only the photometric values of the first two."""
 
     crops = (2, 1)
+    sizes = (2, 3)
     packing = None
 
-    def __call__(self, image, rng):
-        number = float(image[0, 0, 0]) * 256 + float(image[1, 0, 0])
-        copies = torch.stack([image[:, :2, :2], image[:, :2, :2] + 1])
-        noise = torch.from_numpy(rng.integers(0, 256, (1, 3, 3, 3), dtype=np.uint8))
-        return Crops([copies, noise], [photometric([number, number + 0.5]), None])
+    def draw(self, size, rng):
+        first = Cut(np.array([[0, 0, 2, 2], [2, 4, 2, 2]]), (2, 2), np.array([False, True]))
+        second = Cut(np.array([[0, 0, 3, 3]]), (3, 3), np.array([False]))
+        return Drawn([first, second], [photometric(rng.random(2)), None])
 
 
 def numbers(batch):
@@ -61,7 +61,9 @@ def same(one, other):
 
 
 def run(shards, **settings):
-    return list(training_batches(shards, Small(), **{"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings))
+    config = LoaderConfig(crops="workers")
+    given = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4, "config": config} | settings
+    return list(training_batches(shards, Small(), **given))
 
 
 def test_a_batch_is_what_the_order_says(write_shards):
@@ -78,11 +80,10 @@ def test_a_batch_is_what_the_order_says(write_shards):
         assert batch.crops == (2, 1)
         assert batch.labels is None
         assert [view.shape for view in batch.views] == [(24, 3, 2, 2), (12, 3, 3, 3)]
-        assert torch.equal(batch.views[0][12:], batch.views[0][:12] + 1)  # the second crops come after all first ones
-        noise = [sample_rng(1, int(p)).integers(0, 256, (3, 3, 3), dtype=np.uint8) for p in positions]
-        assert torch.equal(batch.views[1], torch.from_numpy(np.stack(noise)))
+        assert torch.equal(batch.views[0][12:], batch.views[0][:12])  # the second crops come after all first ones
+        assert torch.equal(batch.views[1][..., :2, :2], batch.views[0][:12])
         drawn, nothing = batch.photometric
-        assert drawn.brightness.tolist() == [*expected, *(n + 0.5 for n in expected)]
+        assert drawn.brightness.tolist() == [sample_rng(1, int(p)).random(2)[c] for c in (0, 1) for p in positions]
         assert drawn.order.shape == (24, 4)
         assert nothing is None
     taken = np.concatenate([step_positions(step, 12, lanes=4) for step in range(7)])
@@ -102,7 +103,7 @@ def test_workers_change_nothing(write_shards, workers):
 def test_processes_passes_and_resuming_change_nothing(write_shards):
     shards = write_shards([30, 9])
     expected = [number for batch in run(shards, steps=9) for number in zip(numbers(batch), batch.keys, strict=True)]
-    noise = torch.cat([batch.views[1] for batch in run(shards, steps=9)])
+    noise = torch.cat([batch.photometric[0].hue[: batch.images] for batch in run(shards, steps=9)])
     ranks = []
     for rank in range(2):
         split = {"rank": rank, "world_size": 2, "accumulation": 3}
@@ -112,7 +113,7 @@ def test_processes_passes_and_resuming_change_nothing(write_shards):
     assert len(ranks[0]) == len(ranks[1]) == 9 * 3
     joined = [ranks[rank][3 * step + micro] for step in range(9) for rank in range(2) for micro in range(3)]
     assert [number for batch in joined for number in zip(numbers(batch), batch.keys, strict=True)] == expected
-    assert torch.equal(torch.cat([batch.views[1] for batch in joined]), noise)
+    assert torch.equal(torch.cat([batch.photometric[0].hue[: batch.images] for batch in joined]), noise)
 
 
 def test_a_mixture_of_sources(write_shards):
@@ -171,15 +172,14 @@ def test_a_shard_that_vanishes_is_named(write_shards, workers):
     assert str(caught.value).startswith(f"{paths[1]}: No such file")  # and no traceback before it
 
 
-def broken(image, rng):
-    raise KeyError("this transform is wrong")
-
-
-broken.crops = (1,)
+class Broken(Small):
+    def draw(self, size, rng):
+        raise KeyError("this transform is wrong")
 
 
 def test_other_errors_of_a_worker_keep_their_traceback(write_shards):
-    batches = training_batches(write_shards([8]), broken, batch_size=2, seed=0, steps=2, workers=1)
+    config = LoaderConfig(crops="workers")
+    batches = training_batches(write_shards([8]), Broken(), batch_size=2, seed=0, steps=2, workers=1, config=config)
     with pytest.raises(KeyError, match="this transform is wrong") as caught:
         list(batches)
     assert "test_loader.py" in str(caught.value)
@@ -206,7 +206,7 @@ def test_the_global_random_state_is_left_alone(write_shards):
 
 def test_the_stream_can_be_sent_to_a_fresh_process(write_shards):
     batches = training_batches(write_shards([20]), Small(), batch_size=4, seed=0, steps=5)
-    sent = pickle.loads(pickle.dumps(batches._loader.dataset))
+    sent = pickle.loads(pickle.dumps(batches.stream))
     assert all(same(one, other) for one, other in zip(sent, batches, strict=True))
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from scipy import stats
 
-from data.batch import Packing, collate
+from data.batch import Packing
+from data.collate import collate, writer
 from data.crops import NativeCrop, RandomCrop, RandomCropConfig, native_grid
 from data.masking import MASKS, MaskedCrop, block_mask, hidden_count, random_mask
 
@@ -16,6 +17,12 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(rng(seed).integers(0, 256, (3, height, width), dtype=np.uint8))
+
+
+def crop(transform, image: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """(3, h, w): the one crop of an image."""
+    view = collate(transform, [image], [rng(seed)]).views[0]
+    return view[0] if isinstance(view, torch.Tensor) else view.unpack()[0]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +69,11 @@ def test_block_masks_are_blocks():
 
 def test_masked_crop_is_the_crop_and_a_mask_of_its_grid():
     config = RandomCropConfig(size=32)
-    crops = MaskedCrop(RandomCrop(config), 8, "random", 0.75)(noise(50, 70), rng())
-    assert torch.equal(crops.views[0], RandomCrop(config)(noise(50, 70), rng()).views[0])
-    assert crops.hidden is not None
-    assert crops.hidden.shape == (4, 4)
+    masked = MaskedCrop(RandomCrop(config), 8, "random", 0.75)
+    assert torch.equal(crop(masked, noise(50, 70)), crop(RandomCrop(config), noise(50, 70)))
+    hidden = masked.draw((50, 70), rng()).hidden
+    assert hidden is not None
+    assert hidden.shape == (4, 4)
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (68, 56), (100, 1000), (224, 224)])
@@ -73,7 +81,7 @@ def test_native_crops_keep_the_aspect_ratio_up_to_whole_patches(height, width):
     transform = NativeCrop(RandomCropConfig(size=224), 16, 128, 1024)
     wanted = min(max(height / width, 1 / 4), 4)
     for seed in range(20):
-        rows, columns = (side // 16 for side in transform(noise(height, width), rng(seed)).views[0].shape[-2:])
+        rows, columns = (side // 16 for side in transform.draw((height, width), rng(seed)).cuts[0].size)
         assert 30 <= rows * columns <= 196
         assert (rows - 1) / (columns + 1) < wanted < (rows + 1) / max(columns - 1, 0.5)
 
@@ -81,12 +89,12 @@ def test_native_crops_keep_the_aspect_ratio_up_to_whole_patches(height, width):
 def test_native_crop_shows_the_box_it_says(monkeypatch):
     """With the whole image as its box, it is the image resized."""
     image = noise(60, 90)
-    crop = NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=0.0), 8, 48, 64)(image, rng()).views[0]
-    assert crop.shape == (1, 3, 40, 56)  # 5 x 7 = 35 of at most 36 tokens
+    plain = crop(NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=0.0), 8, 48, 64), image)
+    assert plain.shape == (3, 40, 56)  # 5 x 7 = 35 of at most 36 tokens
     resized = torch.nn.functional.interpolate(image[None], size=(40, 56), mode="bicubic", antialias=True)
-    assert (crop.int() - resized.int()).abs().max() <= 1
-    mirrored = NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=1.0), 8, 48, 64)(image, rng()).views[0]
-    assert torch.equal(mirrored, crop.flip(3))
+    assert (plain.int() - resized[0].int()).abs().max() <= 1
+    mirrored = crop(NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=1.0), 8, 48, 64), image)
+    assert torch.equal(mirrored, plain.flip(2))
 
 
 def test_native_grid_uses_the_budget():
@@ -101,8 +109,11 @@ def test_native_grid_uses_the_budget():
 def test_packed_batches_hold_every_image_with_its_name_label_and_mask():
     transform = MaskedCrop(NativeCrop(RandomCropConfig(size=32), 4, 16, 100), 4, "random", 0.75)
     assert transform.packing == Packing(4, 100)
-    samples = [transform(noise(40 + 9 * i, 90 - 7 * i, i), rng(i)) for i in range(9)]
-    batch = collate(samples, (1,), list("abcdefghi"), list(range(9)), packing=transform.packing)
+    images = [noise(40 + 9 * i, 90 - 7 * i, i) for i in range(9)]
+    together = writer(transform, 9)
+    for i, image in enumerate(images):
+        together.add(image, transform.draw((image.shape[1], image.shape[2]), rng(i)))
+    batch = together.batch(list("abcdefghi"), list(range(9)))
     packed, mask = batch.views[0], batch.masks
     assert not isinstance(packed, torch.Tensor)
     assert mask is not None
@@ -110,10 +121,12 @@ def test_packed_batches_hold_every_image_with_its_name_label_and_mask():
     assert batch.images == 9
     assert batch.labels is not None
     assert [list("abcdefghi")[i] for i in batch.labels.tolist()] == batch.keys
-    hidden = mask.hidden.split(packed.lengths.tolist())
-    for image, h, label in zip(packed.unpack(), hidden, batch.labels.tolist(), strict=True):
-        assert torch.equal(image, samples[label].views[0][0])
-        assert torch.equal(h, samples[label].hidden.flatten())
+    masks = mask.hidden.split(packed.lengths.tolist())
+    for image, h, label in zip(packed.unpack(), masks, batch.labels.tolist(), strict=True):
+        assert torch.equal(image, crop(transform, images[label], label))
+        hidden = transform.draw((images[label].shape[1], images[label].shape[2]), rng(label)).hidden
+        assert hidden is not None
+        assert torch.equal(h, hidden.flatten())
     sums = [int(part.sum()) for part in packed.lengths.split(packed.sequences.tolist())]
     assert max(sums) <= 100
     assert sum(sums) == len(packed.patches)

@@ -1,10 +1,16 @@
+import dataclasses
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data import loader
+from data.attempts import SourceConfig
+from data.crops import CenterCrop
+from data.loader import training_batches
 from data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
+from data.stream import Order
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -26,9 +32,9 @@ def test_patterns(write_shards, tmp_path, monkeypatch):
     ("shards", "message"),
     [
         ("/nowhere/x-*.tar", r"/nowhere/x-\*.tar: no file matches"),
-        ("https://host/a.tar", "https://host/a.tar: only local"),
-        ("s3://bucket/a-{0..3}.tar", "only local"),
-        ("pipe:cat a.tar", "only local"),
+        ("https://host/a-*.tar", r"https://host/a-\*.tar: a web server has no listing; name a brace range"),
+        ("nonsense://host/a.tar", "Protocol not known: nonsense"),
+        ("/nowhere/index.json", "/nowhere/index.json: not found"),
         (["a.tar", "a.tar"], "named more than once: a.tar"),
         ([], "no shards were named"),
         ("a-{0..3.tar", "a-{0..3.tar"),
@@ -116,7 +122,7 @@ def test_shards_that_change_while_they_are_read(write_shards):
 
 
 def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.shards.KEPT_FILES", 6)
+    monkeypatch.setattr("data.reader.KEPT_FILES", 6)
     shards = open_shards(write_shards([1] * 20))
     readers = [Reader(shards, 2) for _ in range(2)]
     for shard in range(20):
@@ -151,3 +157,44 @@ def test_real_shards():
     assert len(classes) == 492
     packed = Reader(open_shards(SHARED / "cifar10" / "cifar10-test-000000.tar.gz"))
     assert np.bincount([packed.label(0, sample) for sample in range(2500)]).tolist() == [250] * 10
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
+def test_no_image_is_decoded_or_read_to_reach_a_position(monkeypatch):
+    shards = SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar"
+    read, decoded = [], []
+    image, picture = Reader.image, loader.Picture
+    monkeypatch.setattr(Reader, "image", lambda *place: (read.append(place[1:]), image(*place))[1])
+    monkeypatch.setattr(loader, "Picture", lambda *a, **k: (decoded.append(1), picture(*a, **k))[1])
+    batches = training_batches(shards, CenterCrop(8), batch_size=32, seed=0, steps=10**7, first_step=10**6)
+    assert not read
+    batch = next(iter(batches))
+    assert len(read) == len(decoded) == batch.images == 32
+    assert sorted(read) == sorted((int(s), int(n)) for s, n in zip(*Order(
+        open_shards(shards).counts, 0)(np.arange(32 * 10**6, 32 * 10**6 + 32))[1:], strict=True))  # fmt: skip
+
+
+def test_a_window_of_few_bytes(write_shards):
+    paths = write_shards([400])
+    opened = open_shards(paths)
+    settings = {"batch_size": 32, "seed": 0, "steps": 12, "lanes": 4, "block": 1}
+    size = os.path.getsize(paths[0]) / 400
+    assert opened.mean_bytes == size
+    bounded = training_batches(opened, CenterCrop(4), window_gb=4 * 10 * size / 1e9 + 1e-12, **settings)
+    assert [order.window for order in bounded.stream.make.mixture.orders] == [10]
+    keys = [[batch.keys for batch in batches] for batches in (
+        bounded, training_batches(paths, CenterCrop(4), window=10, **settings),
+        training_batches(paths, CenterCrop(4), window=11, **settings))]  # fmt: skip
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_cache_that_is_too_small_is_said(write_shards, caplog):
+    paths = write_shards([40, 40], ".tar.gz")
+    settings = {"batch_size": 16, "seed": 0, "steps": 1}
+    training_batches(paths, CenterCrop(4), source=SourceConfig(cache_gb=0.001), **settings)
+    assert "in use at a time" not in caplog.text
+    total = sum(os.path.getsize(path) for path in paths)
+    small = open_shards(paths, source=SourceConfig(cache_gb=0.001))
+    small = dataclasses.replace(small, source=SourceConfig(cache_gb=0.9 * total / 1e9))
+    training_batches(small, CenterCrop(4), **settings)
+    assert "raise source.cache_gb or lower stream.window_gb" in caplog.text

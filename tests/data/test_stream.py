@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.stream import Mixture, Order, quotas, sample_rng, step_positions
+from data.stream import Mixture, Order, bounded_windows, quotas, sample_rng, step_positions
 
 UNEQUAL = {1: [1000], 2: [3, 500], 7: [1, 17, 300, 16, 64, 5, 2], 40: [1 + 13 * k % 57 for k in range(40)]}
 
@@ -169,3 +169,12 @@ def test_a_billion_samples_in_a_hundred_thousand_shards():
     assert len(set(zip(shards[:128].tolist(), samples[:128].tolist(), strict=True))) == 128
     assert shards.max() < 100_000
     assert samples.max() < 10_000
+
+
+def test_windows_are_bounded_in_bytes():
+    assert bounded_windows([110_000], 1024, None) == [1024]
+    assert bounded_windows([110_000], 1024, 8) == [1024]  # 64 x 1,024 x 110 kB = 7.2 GB
+    assert bounded_windows([220_000], 1024, 8) == [568]  # 64 x 568 x 220 kB = 8.0 GB
+    assert bounded_windows([110_000, 1_000], 1024, 2) == [142, 1024]  # a gigabyte each
+    assert bounded_windows([10**9], 1024, 1) == [1]
+    assert bounded_windows([5000], 100, 1e-4, lanes=4) == [5]

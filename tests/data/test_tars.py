@@ -1,18 +1,16 @@
-import gzip
 import io
 import logging
 import os
 import pickle
 import tarfile
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import webdataset
 
 from data import tars
-from data.tars import Shard, ShardError, cache_folder
+from data.sources import Shard
+from data.tars import ShardError, cache_folder
 
 
 def member(name, kind, target=""):
@@ -172,70 +170,6 @@ def test_a_missing_end_mark_is_a_warning(write_tar, png, caplog):
     with caplog.at_level(logging.WARNING):
         assert keys(Shard.at(str(path)).index()) == ["a"]
     assert "byte 1024 without an end mark" in caplog.text
-
-
-def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkeypatch):
-    path = write_tar("t.tar", [("a.png", png(0))])
-    shard = Shard.at(path)
-    shard.index()
-    (kept,) = (cache / "index-v1").iterdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(tars, "walk", lambda *_: pytest.fail("the index was in the cache"))
-        assert keys(shard.index()) == ["a"]
-        assert shard.summary()[0] == 1
-    kept.write_bytes(kept.read_bytes()[:-100])
-    assert keys(shard.index()) == ["a"]
-    write_tar("t.tar", [("b.png", png(0))])
-    os.utime(path, ns=(1, 1))  # of the same size, but of another time
-    assert keys(Shard.at(path).index()) == ["b"]
-    time.sleep(0.02)  # a tick of the file system's clock
-    write_tar("t.tar", [("c.png", png(0))])
-    os.utime(path, ns=(1, 1))  # now of the same time as well
-    assert keys(Shard.at(path).index()) == ["c"]
-
-
-def test_without_a_cache_all_still_works(write_tar, png, tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "file"))  # cannot become a folder, not even for root
-    assert keys(Shard.at(write_tar("t.tar", [("a.png", png(0))])).index()) == ["a"]
-    assert str(tmp_path / "file") in caplog.text
-    packed = Shard.at(write_tar("t.tar.gz", [("a.png", png(0))]))
-    with pytest.raises(ShardError, match="set TESSERA_CACHE"):
-        packed.tar()
-
-
-def test_gzip_is_decompressed_once(write_tar, png, monkeypatch):
-    members = [(f"{n}.png", png(n)) for n in range(50)]
-    shard = Shard.at(write_tar("t.tar.gz", members))
-    calls, unpack = [], tars._unpack
-    monkeypatch.setattr(tars, "_unpack", lambda *arguments: (calls.append(1), unpack(*arguments)))
-    threads = [threading.Thread(target=shard.tar) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(calls) == 1
-    index = shard.index()
-    assert [content(shard.tar(), place) for place in index.images] == [data for _, data in members]
-    assert index.summary[2] == os.path.getsize(shard.tar())
-
-
-def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, tmp_path, cache, monkeypatch):
-    path = Path(write_tar("t.tar.gz", [("a.png", png(0)), ("b.png", os.urandom(5000))]))
-    whole = path.read_bytes()
-    for raw in (whole[: len(whole) // 2], b"text" * 300, whole[:1000] + b"\0" * 50 + whole[1050:]):
-        path.write_bytes(raw)
-        with pytest.raises(ShardError, match=r"t.tar.gz: cannot be decompressed"):
-            Shard.at(str(path)).index()
-    path.write_bytes(gzip.compress(b"text" * 300))
-    with pytest.raises(ShardError, match=r"t.tar.gz: not a whole tar"):
-        Shard.at(str(path)).index()
-    monkeypatch.setattr(tars, "LARGEST_UNPACKED", 2**20)
-    path.write_bytes(gzip.compress(bytes(2**22)))
-    with pytest.raises(ShardError, match=r"t.tar.gz: needs more than the 1048576 bytes"):
-        Shard.at(str(path)).index()
-    assert not list(cache.rglob("*.part"))
-    assert not [file for file in cache.rglob("*.tar") if file.stat().st_size > 2**20]
 
 
 def test_cache_folder(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.loader import free_cores
+from data.workers import free_cores
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 # answers where the project is, records the rest, and saves a checkpoint if it is told to

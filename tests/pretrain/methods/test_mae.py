@@ -9,7 +9,8 @@ from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEFor
 
 import encoders
 from data.augment import finish
-from data.batch import Batch, collate
+from data.batch import Batch
+from data.collate import collate
 from encoders.images import Mask, PackedImages, pack
 from pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
 from pretrain.optim import OptimConfig
@@ -43,12 +44,9 @@ def make(variant: str = "vit_micro", encoder: dict | None = None, **settings) ->
 
 def batch_for(method: MAE, images: int = 3, seed: int = 0) -> Batch:
     """Noise pictures of many sizes through the method's own transform."""
-    transform, samples = method.transform(), []
-    for i in range(images):
-        rng = np.random.default_rng([seed, i])
-        picture = torch.from_numpy(rng.integers(0, 256, (3, *rng.integers(20, 90, 2)), dtype=np.uint8))
-        samples.append(transform(picture, rng))
-    return finish(collate(samples, transform.crops, [str(i) for i in range(images)], packing=transform.packing))
+    rngs = [np.random.default_rng([seed, i]) for i in range(images)]
+    pictures = [torch.from_numpy(r.integers(0, 256, (3, *r.integers(20, 90, 2)), dtype=np.uint8)) for r in rngs]
+    return finish(collate(method.transform(), pictures, rngs, [str(i) for i in range(images)]))
 
 
 def oracle_of(method: MAE, *, normalize: bool) -> ViTMAEForPreTraining:

@@ -1,0 +1,207 @@
+"""Cutting: boxes of images resized to crops, one by one on the CPU, or those of a whole batch at once on any device.
+
+Bicubic resizing with antialiasing is linear along each side: a crop is a product with a matrix of weights for its
+columns, rounded to grey levels as Pillow does, and one for its rows. On a device the boxes, which are of many sizes,
+are padded to the largest of a chunk of like ones. What decides shapes is on the CPU: no device is waited for.
+H x W pixels of an image or of a padded box; n crops of one image, N of a batch, M of a chunk; S x T pixels of a crop.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.batch import Batch, Cut, Uncut
+from data.decode import ImageError, decode_on
+from encoders.images import onto
+
+CHUNK = 2**24
+"""pixels that are resized at once, margins of boxes among them; each takes about 23 bytes"""
+LIKE = 64
+"""widths that differ by fewer pixels may share a chunk"""
+
+
+def cut(image: Tensor, cut: Cut, out: Tensor) -> None:
+    """The crops of one view of an image (3, H, W) uint8, into `out` (n, h, w, 3) uint8."""
+    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, 3); decoded images lie so already
+    for (top, left, height, width), flip, place in zip(cut.boxes.tolist(), cut.flips.tolist(), out, strict=True):
+        box = pixels[:, top : top + height, left : left + width]
+        if flip or cut.window:
+            crop = resize(box, torch.empty((1, *cut.size, 3), dtype=torch.uint8))
+            if cut.window:
+                first, second, rows, columns = cut.window
+                crop = crop[:, first : first + rows, second : second + columns]
+            place.copy_(crop.flip(2)[0] if flip else crop[0])
+        else:
+            resize(box, place[None])
+    if cut.degrees is not None:
+        out.copy_(rotate(out.permute(0, 3, 1, 2), cut.degrees).permute(0, 2, 3, 1))
+
+
+def resize(pixels: Tensor, out: Tensor) -> Tensor:
+    """Bicubic with antialiasing, as Pillow does it: (1, H, W, 3) uint8 into `out` (1, height, width, 3) uint8."""
+    # The operation behind torch's `interpolate`, which cannot write where it is told to; from this memory order to the
+    # same it takes its fastest kernel.
+    torch.ops.aten._upsample_bicubic2d_aa.out(
+        pixels.permute(0, 3, 1, 2), out.shape[1:3], False, None, None, out=out.permute(0, 3, 1, 2)
+    )
+    return out
+
+
+def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
+    """Turn each crop counter-clockwise about its centre, bicubic, edges reflected: (n, 3, S, S) uint8, (n,) -> same."""
+    angle = torch.from_numpy(np.radians(degrees)).float()  # (n,)
+    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    turn = onto(torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3), view.device)
+    grid = F.affine_grid(turn, list(view.shape), align_corners=False)  # (n, S, S, 2)
+    turned = F.grid_sample(view.float(), grid, mode="bicubic", padding_mode="reflection", align_corners=False)
+    return turned.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def exact(device: torch.device) -> AbstractContextManager:
+    """Products in float32 also under autocast, which would lose the last grey levels."""
+    return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
+
+
+@torch.no_grad()
+def cut_views(batch: Batch) -> Batch:
+    """The batch with its views, each (n * B, 3, S, T) uint8, in place of whole images.
+
+    Raises:
+        ImageError: a JPEG that the device cannot decode.
+    """
+    assert batch.uncut is not None
+    assert batch.memory is not None
+    pixels, starts = batch.memory, batch.uncut.starts
+    if batch.uncut.encoded.any():
+        pixels, starts = _decoded(batch.memory, batch.uncut, batch.keys)
+    views = [resample(pixels, starts, batch.uncut.sizes, cut) for cut in batch.uncut.cuts]
+    return replace(batch, views=views, uncut=None, memory=None)
+
+
+def resample(pixels: Tensor, starts: np.ndarray, sizes: np.ndarray, cut: Cut, chunk: int = CHUNK) -> Tensor:
+    """The crops of one view: (N, 3, S, T) uint8.
+
+    Args:
+        pixels: (bytes,) uint8: B images in the order row, column, channel.
+        starts: (B,) int64: where each begins.
+        sizes: (B, 2) int64: height and width of each.
+        cut: N = n * B crops, crop-major.
+        chunk: most pixels at once, but for those of one row of one crop.
+    """
+    rows, columns = cut.size
+    top, left, *sides = cut.boxes.T
+    image = np.arange(len(cut.boxes)) % len(starts)
+    first = starts[image] // 3 + top * sizes[image, 1] + left  # in pixels, of which nothing lies between two images
+    table = np.stack([first, sizes[image, 1], *sides, cut.flips, np.arange(len(image))])  # (6, N)
+    order = np.lexsort((sides[0], sides[1] // LIKE))
+    out = torch.empty((len(order), 3, rows, columns), dtype=torch.uint8, device=pixels.device)
+    table = onto(torch.from_numpy(table[:, order]), pixels.device)
+    for part, height, width in _chunks(sides[0][order], sides[1][order], cut.size, chunk):
+        crops = _resized(pixels.view(-1, 3), table[:, part], (height, width), cut.size, chunk)
+        out.index_copy_(0, table[-1, part], crops)
+    return out if cut.degrees is None else rotate(out, cut.degrees)
+
+
+def _chunks(
+    heights: np.ndarray, widths: np.ndarray, size: tuple[int, int], most: int
+) -> Iterator[tuple[slice, int, int]]:
+    """Neighbours of like width, and the height and width that hold each of them; heights ascend among like widths."""
+    for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // LIKE)) + 1):
+        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # for what comes in between, too
+        for some in np.split(like, range(0, len(like), max(most // int(room), 1))[1:]):
+            yield slice(some[0], some[-1] + 1), int(heights[some].max()), int(widths[some].max())
+
+
+def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tuple[int, int], most: int) -> Tensor:
+    """The crops of a chunk, (M, 3, S, T) uint8.
+
+    Args:
+        pixels: (P, 3) uint8.
+        table: (6, M): first pixel of each box, width of its image, its height, its width, whether it is flipped.
+        longest: H and W.
+        size: S and T.
+        most: see `resample`.
+    """
+    first, stride, height, width, flip = table[:5, :, None]  # each (M, 1)
+    with exact(pixels.device):
+        columns = weights(width, size[1], longest[1], flip.bool())  # (M, T, W)
+        rows = weights(height, size[0], longest[0])  # (M, S, H)
+        x = torch.arange(longest[1], device=pixels.device).minimum(width - 1)  # (M, W): padding repeats the last pixel
+        step = max(most // (len(x) * longest[1]), 1)
+        narrow = []
+        for y in torch.arange(longest[0], device=pixels.device).split(step):
+            starts = first + y.minimum(height - 1) * stride  # (M, H)
+            box = pixels[starts[:, :, None] + x[:, None]].transpose(2, 3)  # (M, H, 3, W)
+            product = box.flatten(1, 2).float() @ columns.mT  # (M, H * 3, T)
+            narrow.append(_levels(product).unflatten(1, (-1, 3)))
+        crops = _levels(rows @ torch.cat(narrow, dim=1).flatten(2))  # (M, S, 3 * T)
+    return crops.unflatten(2, (3, -1)).transpose(1, 2).to(torch.uint8)
+
+
+def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = None) -> Tensor:
+    """Of lines of `lengths` (M, 1) int64 pixels, each resized to `size` pixels: (M, size, longest) float32.
+
+    Pillow's, and the CPU's in `resize`: a cubic with a = -0.5 that reaches over two pixels of the longer of both lines,
+    in steps of a power of two so fine that the largest weight is just below 2**15 of them.
+
+    Args:
+        lengths: none is above `longest`.
+        mirrored: (M, 1) bool: lines that are reversed.
+    """
+    places = torch.arange(size, device=lengths.device).expand(len(lengths), -1)  # (M, size)
+    if mirrored is not None:
+        places = torch.where(mirrored, size - 1 - places, places)
+    centres, reach = (2 * places + 1) * lengths, 2 * lengths.clamp(min=size)  # in 2 * size parts of a pixel, whole
+    start = torch.div(centres - 2 * reach, 2 * size, rounding_mode="floor").clamp(min=0)
+    taps = torch.arange(4 * max(longest, size) // size + 3, device=lengths.device)  # (K,)
+    pixels = start[:, :, None] + taps  # (M, size, K)
+    distance = (centres[:, :, None] - (2 * pixels + 1) * size).abs().double() / reach[:, :, None]
+    near = (1.5 * distance - 2.5) * distance.square() + 1
+    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+    cubic = torch.where(distance < 1, near, far) * ((distance < 2) & (pixels < lengths[:, :, None]))
+    cubic = cubic / cubic.sum(2, keepdim=True)
+    steps = 2 ** ((torch.log2((2**15 - 0.5) / cubic.amax((1, 2), keepdim=True))).ceil() - 1).clamp(max=22)
+    cubic = ((cubic * steps).round_() / steps).float()
+    line = torch.zeros((*places.shape, longest + len(taps)), device=lengths.device)
+    return line.scatter_(2, pixels, cubic)[:, :, :longest]
+
+
+def _levels(values: Tensor) -> Tensor:
+    """Grey levels, still as floats; in place."""
+    return values.add_(0.5).floor_().clamp_(0, 255)
+
+
+def _decoded(memory: Tensor, uncut: Uncut, keys: list[str]) -> tuple[Tensor, np.ndarray]:
+    """Pixels of all images on the device, and where each begins."""
+    device = uncut.device or memory.device
+    sizes = 3 * uncut.sizes.prod(1)
+    lengths = np.where(uncut.encoded, uncut.encoded, sizes)
+    parts = [memory[start : start + length] for start, length in zip(uncut.starts, lengths, strict=True)]
+    jpegs = np.flatnonzero(uncut.encoded)
+    decoded = dict(zip(jpegs.tolist(), _on_device([parts[i] for i in jpegs], device, jpegs, keys), strict=True))
+    for image, pixels in decoded.items():
+        if tuple(pixels.shape[1:]) != tuple(uncut.sizes[image]):
+            raise ImageError(f"{keys[image]}: its header says another size than the device finds; {REMEDY}")
+        parts[image] = pixels.permute(1, 2, 0).flatten()
+    return torch.cat([onto(p, device) if p.device != device else p for p in parts]), np.cumsum(sizes) - sizes
+
+
+def _on_device(jpegs: list[Tensor], device: torch.device, images: np.ndarray, keys: list[str]) -> list[Tensor]:
+    """(3, H, W) each."""
+    try:
+        return decode_on(jpegs, device)
+    except ImageError:
+        for jpeg, image in zip(jpegs, images, strict=True):  # which of them it is
+            try:
+                decode_on([jpeg], device)
+            except ImageError as error:
+                raise ImageError(f"{keys[image]}: {error}; {REMEDY}") from error
+        raise
+
+
+REMEDY = "set decode to cpu, where workers replace what is corrupt, or take it out of the shard"

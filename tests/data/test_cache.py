@@ -1,0 +1,255 @@
+import contextlib
+import errno
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+
+from data import cache as caches
+from data.cache import Cache, CacheError
+
+fork = multiprocessing.get_context("fork")
+
+
+def name(number):
+    return hashlib.sha256(b"%d" % number).hexdigest()[:32]
+
+
+def content(number):
+    return random.Random(number).randbytes(1000 + number % 3000)
+
+
+def take(cache, number, size=None):
+    descriptor = cache.open(name(number), lambda sink: sink.write(content(number)), size)
+    with os.fdopen(descriptor, "rb") as file:
+        return os.pread(descriptor, os.fstat(file.fileno()).st_size, 0)
+
+
+def held(folder):
+    """Bytes of all files, parts included."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size * path.is_file()
+    return total
+
+
+def test_an_entry_is_made_once(tmp_path):
+    cache = Cache(tmp_path / "c", 10**6)
+
+    def fill(sink):
+        with (tmp_path / "made").open("a") as file:
+            file.write(".")
+        time.sleep(0.3)
+        sink.write(b"abc")
+
+    def use():
+        assert os.pread(cache.open(name(1), fill), 9, 0) == b"abc"
+        os._exit(7)
+
+    processes = [fork.Process(target=use) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    threads = [threading.Thread(target=lambda: os.close(cache.open(name(2), fill))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.exitcode for process in processes] == [7] * 6
+    assert (tmp_path / "made").read_text() == ".."
+    assert cache.find(name(3)) is None
+
+
+def test_what_was_not_used_for_longest_goes(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+    for number in range(6):
+        os.close(cache.open(name(number), lambda sink: sink.write(bytes(1500)), 1500))
+        os.utime(tmp_path / name(number)[:2] / name(number), ns=(number, number))
+    os.close(cache.find(name(0)))  # a use
+    os.close(cache.open(name(9), lambda sink: sink.write(bytes(4000))))
+    left = [number for number in (*range(6), 9) if cache.find(name(number)) is not None]
+    assert left == [0, 4, 5, 9]  # 8,500 bytes: below nine tenths
+
+
+def test_an_open_entry_survives_its_removal(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+    descriptor = cache.open(name(1), lambda sink: sink.write(content(1)))
+    for number in range(100, 110):
+        take(cache, number)
+    assert cache.find(name(1)) is None
+    assert os.pread(descriptor, 5000, 0) == content(1)
+    assert take(cache, 1) == content(1)  # made again
+
+
+def test_an_entry_of_another_size_is_made_again(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+    assert take(cache, 1, 1001) == content(1)
+    os.truncate(tmp_path / name(1)[:2] / name(1), 500)
+    assert take(cache, 1, 1001) == content(1)
+    with pytest.raises(CacheError, match="1002 bytes were written, not 1000"):
+        take(cache, 2, 1000)
+    assert cache.find(name(2)) is None
+
+
+def test_what_fails_leaves_nothing(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+
+    def fail(sink):
+        sink.write(bytes(3000))
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        cache.open(name(1), fail)
+    assert held(tmp_path) == 20  # the count alone
+    assert not list(tmp_path.rglob("*.part"))
+    assert int((tmp_path / "bytes").read_text()) == 0
+    with pytest.raises(CacheError, match=r"may hold 1e-05 GB.*raise source.cache_gb"):
+        cache.open(name(1), lambda sink: [sink.write(bytes(1000)) for _ in range(11)])
+    assert held(tmp_path) == 20
+    assert take(cache, 1) == content(1)
+
+
+def test_beginning_anew_forgets_what_was_written(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+
+    def twice(sink):
+        sink.write(bytes(3000))
+        sink.restart()
+        sink.write(b"abc")
+
+    descriptor = cache.open(name(1), twice)
+    assert os.pread(descriptor, 9999, 0) == b"abc"
+    assert int((tmp_path / "bytes").read_text()) == 3
+
+
+@pytest.mark.parametrize("counter", [None, b"", b"nonsense", b"\xff" * 20])
+def test_a_count_that_is_lost_is_made_again(tmp_path, counter):
+    cache = Cache(tmp_path, 10_000)
+    for number in range(3):
+        take(cache, number)
+    if counter is None:
+        (tmp_path / "bytes").unlink()
+    else:
+        (tmp_path / "bytes").write_bytes(counter)
+    take(cache, 3)
+    assert int((tmp_path / "bytes").read_text()) == sum(len(content(n)) for n in range(4))
+
+
+def test_the_folder_may_be_removed(tmp_path):
+    cache = Cache(tmp_path / "c", 10_000)
+    take(cache, 1)
+    shutil.rmtree(tmp_path / "c")
+    assert take(cache, 1) == content(1)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    cache = Cache(tmp_path, 10**6)
+    for number in range(50):
+        take(cache, number)
+    before, room = held(tmp_path), 10_000
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: usage._replace(free=caches.SPARED + room + before - held(tmp_path))
+    )
+    for number in range(100, 150):  # a disk that is smaller than the bound
+        assert take(cache, number) == content(number)
+    assert held(tmp_path) <= before + room
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    with pytest.raises(CacheError, match=r"No space left.*set TESSERA_CACHE to a local folder with space, or"):
+        take(cache, 999)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(CacheError, match="set TESSERA_CACHE"):
+        take(cache, 999)
+
+
+def test_a_dead_writer_is_replaced(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+
+    def stuck(sink):
+        sink.write(bytes(900))
+        (tmp_path / "stuck").touch()
+        time.sleep(60)
+
+    process = fork.Process(target=lambda: cache.open(name(1), stuck))
+    process.start()
+    while not (tmp_path / "stuck").exists():
+        time.sleep(0.01)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(take(cache, 1)))
+    waiting.start()
+    time.sleep(0.2)
+    assert not found
+    os.kill(process.pid, signal.SIGKILL)
+    waiting.join(5)
+    assert found == [content(1)]
+    process.join()
+
+
+def test_parts_of_dead_writers_are_removed(tmp_path):
+    cache = Cache(tmp_path, 10_000)
+    take(cache, 0)
+    left = tmp_path / name(0)[:2] / f"{name(5)}.part"
+    left.write_bytes(bytes(50_000))
+    (tmp_path / "bytes").write_text("60000")
+    take(cache, 1)
+    assert not left.exists()
+    assert int((tmp_path / "bytes").read_text()) == len(content(0)) + len(content(1))
+
+
+def test_entries_are_looked_at_seldom(tmp_path, monkeypatch):
+    cache, looks = Cache(tmp_path, 400_000), []
+    evict = Cache._evict
+    monkeypatch.setattr(Cache, "_evict", lambda self, target: (looks.append(target), evict(self, target))[1])
+    for number in range(500):  # a megabyte and a quarter
+        take(cache, number)
+    assert len(looks) <= 1 + (1.25 - 0.4) / (0.1 * 0.4) + 2  # one for each tenth of the bound
+    assert held(tmp_path) <= 400_020
+
+
+def work(folder, limit, seed):
+    cache, draw = Cache(folder, limit), random.Random(seed)
+    while True:
+        number = draw.randrange(200)
+        assert take(cache, number, len(content(number)) if draw.random() < 0.5 else None) == content(number)
+
+
+def test_the_bound_holds_among_writers_that_are_killed(tmp_path):
+    limit, worst, draw = 100_000, 0, random.Random(0)
+    processes = [fork.Process(target=work, args=(tmp_path / "c", limit, seed)) for seed in range(6)]
+    for process in processes:
+        process.start()
+    end, kills = time.monotonic() + 6, 0
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        if (tmp_path / "c" / "bytes").exists() and draw.random() < 0.5:
+            with open(tmp_path / "c" / "bytes") as counter:
+                fcntl.flock(counter, fcntl.LOCK_EX)  # whoever needs more room waits
+                worst = max(worst, held(tmp_path / "c"))
+        if draw.random() < 0.7:
+            place = draw.randrange(6)
+            assert processes[place].exitcode is None  # no assertion failed in it
+            os.kill(processes[place].pid, signal.SIGKILL)
+            processes[place].join()
+            processes[place] = fork.Process(target=work, args=(tmp_path / "c", limit, 100 + kills))
+            processes[place].start()
+            kills += 1
+    for process in processes:
+        process.kill()
+        process.join()
+    assert kills > 10
+    assert 50_000 < worst <= limit + 20
+    cache = Cache(tmp_path / "c", limit)
+    for number in range(200):
+        assert take(cache, number) == content(number)
+    assert held(tmp_path / "c") <= limit + 20
+    assert int((tmp_path / "c" / "bytes").read_text()) >= held(tmp_path / "c") - 20

@@ -1,0 +1,389 @@
+"""What a check finds in shards: the good, what a run would refuse, and what was made to harm."""
+
+import functools
+import gzip
+import http.server
+import io
+import json
+import logging
+import pickle
+import subprocess
+import sys
+import tarfile
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import make_shards
+from data.check_shards import main
+from data.index import read_folder, read_table, write_folder
+from data.shards import open_shards
+from data.tars import walk
+
+
+def check(*words, status=0):
+    assert main([str(word) for word in words]) == status
+
+
+@pytest.fixture
+def report(tmp_path):
+    """A function: the command's words -> its report."""
+
+    def run(*words, status=0):
+        check(*words, f"--output={tmp_path}/report.json", status=status)
+        return json.loads((tmp_path / "report.json").read_text())
+
+    return run
+
+
+def encoded(pixels, format, mode=None, **options):
+    file = io.BytesIO()
+    Image.fromarray(pixels, mode).save(file, format, **options)
+    return file.getvalue()
+
+
+def noise(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+# What is counted
+
+
+def test_moments_are_those_of_all_pixels(write_tar, report):
+    """PNG keeps pixels, so that numpy knows what they are."""
+    pictures = [noise(n, 5 + 7 * n, 40 - 3 * n, 3) // (n + 1) for n in range(9)]
+    paths = [
+        write_tar(f"{part}.tar", [(f"{n}.png", encoded(pictures[n], "PNG")) for n in range(part, 9, 2)])
+        for part in range(2)
+    ]
+    found = report(*paths, "--workers=2")
+    pixels = np.concatenate([picture.reshape(-1, 3) for picture in pictures]) / 255
+    assert np.allclose(found["pixels"]["mean"], pixels.mean(axis=0), rtol=1e-12, atol=0)
+    assert np.allclose(found["pixels"]["std"], pixels.std(axis=0), rtol=1e-12, atol=0)
+    sizes = sorted(((40 - 3 * n) * (5 + 7 * n), [40 - 3 * n, 5 + 7 * n]) for n in range(9))
+    assert (found["sizes"]["smallest"], found["sizes"]["largest"]) == (sizes[0][1], sizes[-1][1])
+    assert np.allclose(found["sizes"]["mean"], np.mean([size for _, size in sizes], axis=0))
+    longer = [1 << int(np.ceil(np.log2(max(size)))) for _, size in sizes]
+    assert found["sizes"]["longer_side"] == {str(side): longer.count(side) for side in sorted(set(longer))}
+
+
+def test_formats_and_channels(write_tar, report, capsys):
+    gray16 = (noise(0, 8, 8).astype(np.uint16) * 257).view(np.uint16)
+    palette = io.BytesIO()
+    Image.fromarray(noise(0, 8, 8, 3)).quantize(16).save(palette, "PNG")
+    clear = io.BytesIO()
+    Image.fromarray(noise(0, 8, 8, 3)).quantize(16).save(clear, "PNG", transparency=3)
+    images = {
+        "gray.jpg": encoded(noise(0, 8, 8), "JPEG"),
+        "rgb.jpg": encoded(noise(0, 8, 8, 3), "JPEG"),
+        "cmyk.jpg": encoded(noise(0, 8, 8, 4), "JPEG", "CMYK"),
+        "alpha.png": encoded(noise(0, 8, 8, 4), "PNG"),
+        "deep.png": encoded(gray16, "PNG"),
+        "palette.png": palette.getvalue(),
+        "clear.png": clear.getvalue(),
+        "rgb.webp": encoded(noise(0, 8, 8, 3), "WEBP"),
+        "alpha2.webp": encoded(noise(0, 8, 8, 4), "WEBP"),
+    }
+    members = [(name.replace("rgb.", f"rgb{n}."), content) for n, (name, content) in enumerate(images.items())]
+    found = report(write_tar("t.tar", members))
+    assert found["formats"] == {"PNG": 4, "JPEG": 3, "WEBP": 2}
+    assert found["channels"] == {
+        "RGB": 2,
+        "RGB with alpha": 2,
+        "gray": 1,
+        "CMYK": 1,
+        "16-bit gray": 1,
+        "palette": 1,
+        "palette with alpha": 1,
+    }
+    assert "4 PNG, 3 JPEG, 2 WEBP" in capsys.readouterr().out
+
+
+def test_labels(write_tar, png, report, capsys):
+    members = [(f"{n:02d}.png", png(n)) for n in range(10)]
+    members += [(f"{n:02d}.cls", str(label).encode()) for n, label in enumerate([5, 5, 5, 2, 2, 9])]
+    path = write_tar("t.tar", sorted(members))
+    found = report(path)
+    assert (found["labelled"], found["classes"], found["good"]) == (6, {"2": 2, "5": 3, "9": 1}, True)
+    assert "3 classes from 2 to 9; most 3 of 5, least 1 of 9; 4 images have none" in capsys.readouterr().out
+    Path(path).with_name("classes.json").write_text(json.dumps(list("abcdefghij")))
+    check(path)
+    assert "most 3 of 5 (f), least 1 of 9 (j)" in capsys.readouterr().out
+
+
+def test_labels_that_are_none(write_tar, png, report, capsys):
+    texts = [b"1", b"cat", b"", b"1.5", b"9" * 30, b"2"]
+    members = [m for n, text in enumerate(texts) for m in ((f"{n}.png", png(n)), (f"{n}.cls", text))]
+    found = report(write_tar("t.tar", members), status=1)
+    assert (found["bad_labels"], found["classes"]) == (4, {"1": 1, "2": 1})
+    assert "t.tar/1: b'cat' is no class number" in capsys.readouterr().out
+
+
+def test_corrupt_images_are_named_and_the_others_counted(write_tar, png, report, capsys):
+    bad = {3: b"", 5: b"no image", 7: encoded(noise(7, 4, 6, 3), "PNG")[:90], 11: bomb()}
+    path = write_tar("t.tar", [(f"{n:02d}.png", bad.get(n, png(n))) for n in range(30)])
+    found = report(path, status=1)
+    assert (found["images"], found["decoded"], found["corrupt"]) == (30, 30, 4)
+    assert [line.split(":")[0] for line in found["corrupt_images"]] == [f"t.tar/{n:02d}" for n in bad]
+    assert found["formats"] == {"PNG": 26}
+    good = np.concatenate([np.full(24, n % 256) for n in range(30) if n not in bad]) / 255
+    assert np.isclose(found["pixels"]["mean"][1], good.mean())
+    text = capsys.readouterr().out
+    assert "4 corrupt images, which a run leaves out" in text
+    assert "t.tar/03: the file is empty" in text
+
+
+def test_shards_that_a_run_refuses_beside_good_ones(write_tar, write_shards, png, report, capsys):
+    paths = write_shards([5, 6])
+    content = Path(write_tar("whole.tar", [(f"{n}.png", png(n)) for n in range(9)])).read_bytes()
+    folder = Path(paths[0]).parent
+    (folder / "whole.tar").unlink()
+    (folder / "cut.tar").write_bytes(content[:3000])
+    (folder / "broken.tar").write_bytes(content[:2048] + b"\xff" * 512 + content[2560:])
+    (folder / "gone.tar.gz").write_bytes(gzip.compress(content)[:-20])
+    (folder / "empty.tar").write_bytes(b"")
+    twice = write_tar("twice.tar", [("a.png", png(0)), ("a.png", png(1))])
+    bad = [str(folder / name) for name in ("cut.tar", "broken.tar", "gone.tar.gz", "empty.tar", "nowhere.tar")]
+    found = report(*paths, *bad, twice, "--workers=3", status=1)
+    assert (found["images"], found["decoded"], found["shards"]) == (11, 11, 8)
+    assert len(found["refused"]) == 6
+    for path, line in zip([*bad, twice], found["refused"], strict=True):
+        assert line.startswith(path)
+    with pytest.raises(Exception, match="6 of 8 shards cannot be used"):
+        open_shards([*paths, *bad, twice])
+    assert "6 reasons for a run to stop:" in capsys.readouterr().out
+
+
+def test_names_that_are_there_again_and_what_the_reader_warns_of(write_tar, png, report, capfd):
+    one = write_tar("one.tar", [("a.png", png(0)), ("b.png", png(1)), ("a.png", png(2)), ("c.gif", b"GIF89a")])
+    two = write_tar("two.tar", [("b.png", png(3)), ("d.png", png(4))])
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        found = report(one, two)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert (found["keys_again"], found["images"], found["good"]) == (2, 5, True)
+    assert any("1 images are not read, the first c.gif" in note for note in found["notes"])
+    captured = capfd.readouterr()
+    assert "c.gif" in captured.out
+    assert "c.gif" not in captured.err
+
+
+def test_a_quick_look(write_shards, report, capsys):
+    paths = write_shards([40, 30])
+    found = report(*paths, "--decode=false")
+    assert (found["images"], found["decoded"], found["pixels"]) == (70, 0, None)
+    assert len(found["classes"]) == 70
+    assert "a run takes what was looked at" in capsys.readouterr().out
+    found = report(*paths, "--sample=10")
+    assert found["decoded"] == 10
+    assert np.isclose(found["sizes"]["mean"], [6, 4]).all()
+
+
+def test_ways_to_name_shards(write_shards, capsys):
+    folder = Path(write_shards([2, 3])[0]).parent
+    check(f"{folder}/data-{{000000,000001}}.tar")
+    check(f"{folder}/*.tar", "--workers=1")
+    check("--workers=1", f"{folder}/data-000000.tar", f"{folder}/data-{{000001..000001}}.tar")
+    assert capsys.readouterr().out.count("shards        2,") == 3
+    check(f"{folder}/no-*.tar", status=2)
+    check(status=2)
+    check(f"{folder}/*.tar", "--decode=false", "--sample=3", status=2)
+    check(f"{folder}/*.tar", "--decod=false", status=2)
+    assert "did you mean '--decode'?" in capsys.readouterr().err
+
+
+# The index
+
+
+def test_shards_of_make_shards_are_good(tmp_path, png, report):
+    for n in range(20):
+        target = tmp_path / "photos" / str(n % 3) / f"{n}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(png(n))
+    assert make_shards.main([f"{tmp_path}/photos", f"{tmp_path}/out", "--shard_size_mb=0.02"]) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    found = report(f"{tmp_path}/out/*.tar")
+    assert (found["index_agrees"], found["images"], found["class_names"]) == (True, 20, {str(n): str(n) for n in "012"})
+    assert report(f"{tmp_path}/out/index.json")["images"] == 20
+    check(f"{tmp_path}/out/*.tar", "--write_index=true")
+    after = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert {**after, "index.json": b""} == {**before, "index.json": b""}
+    old, new = (read_folder(files["index.json"], "") for files in (before, after))
+    assert new == old.model_copy(update={"name": "out"})
+
+
+def test_write_index_for_shards_of_others(write_shards, report, capsys):
+    paths = write_shards([4, 5], ending=".tar") + write_shards([3], ending=".tar.gz")
+    folder = Path(paths[0]).parent
+    assert report(*paths)["index_agrees"] is None
+    found = report(*paths, "--write_index=true", "--sample=1")
+    assert (found["index_agrees"], found["good"]) == (True, True)
+    index = read_folder((folder / "index.json").read_bytes(), "")
+    assert [(entry.url, entry.nsamples, entry.labelled) for entry in index.shardlist] == [
+        ("data-000000.tar", 4, 4),
+        ("data-000000.tar.gz", 3, 3),
+        ("data-000001.tar", 5, 5),
+    ]
+    for path in paths[:2]:
+        table = read_table(Path(f"{path}.index").read_bytes(), "")
+        assert all(np.array_equal(a, b) for a, b in zip(table, walk(path, ""), strict=True))
+    assert open_shards(str(folder / "index.json")).counts.tolist() == [4, 3, 5]
+    (folder / "data-000000.tar.gz").unlink()
+    check(paths[1], "--write_index=true")  # one of them: the others stay, but for what is gone
+    assert [e.url for e in read_folder((folder / "index.json").read_bytes(), "").shardlist] == [
+        "data-000000.tar",
+        "data-000001.tar",
+    ]
+
+
+def test_no_index_for_shards_that_are_refused(write_shards, write_tar, report):
+    paths = write_shards([4])
+    bad = write_tar("x.tar", [("a.txt", b"")])
+    report(*paths, bad, "--write_index=true", status=1)
+    assert not Path(paths[0]).with_name("index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nsamples": 9}, "nsamples of data-000000.tar is 4, not 9"),
+        ({"filesize": 9}, "filesize of data-000000.tar is"),
+        ({"labelled": 0}, "labelled of data-000000.tar is 4, not 0"),
+        ({"sha256": "00"}, "sha256 of data-000000.tar is"),
+        ({"url": "other.tar"}, "does not name data-000000.tar"),
+    ],
+)
+def test_an_index_that_differs(write_shards, report, change, message):
+    paths = write_shards([4, 5])
+    folder = Path(paths[0]).parent
+    check(*paths, "--write_index=true")
+    index = read_folder((folder / "index.json").read_bytes(), "")
+    index.shardlist[0] = index.shardlist[0].model_copy(update=change)
+    write_folder(folder, index)
+    found = report(*paths, status=1)
+    assert found["index_agrees"] is False
+    assert message in found["refused"][0]
+    assert "--write_index true" in found["refused"][0]
+    check(*paths, "--write_index=true")
+    check(*paths)
+
+
+def test_an_index_or_a_table_that_is_none(write_shards, report):
+    paths = write_shards([4, 5])
+    folder = Path(paths[0]).parent
+    check(*paths, "--write_index=true")
+    (folder / "index.json").write_text("{}")
+    assert "not an index of shards" in report(*paths, status=1)["refused"][0]
+    (folder / "index.json").unlink()
+    Path(f"{paths[0]}.index").write_bytes(Path(f"{paths[1]}.index").read_bytes())
+    assert "not of this shard" in report(*paths, status=1)["refused"][0]
+    Path(f"{paths[0]}.index").write_bytes(pickle.dumps(Harm(folder / "ran")))
+    assert "not a table of samples" in report(*paths, status=1)["refused"][0]
+    assert not (folder / "ran").exists()
+
+
+def test_by_http(write_shards, report):
+    pytest.importorskip("aiohttp")
+    paths = write_shards([4, 5])
+    check(*paths, "--write_index=true")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=Path(paths[0]).parent)
+    handler.log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = report(f"{url}/data-{{000000..000001}}.tar", "--source.retries=0")
+        assert (found["images"], found["decoded"], found["index_agrees"]) == (9, 9, True)
+        gone = report(f"{url}/no.tar", "--source.retries=0", status=1)
+        assert "no.tar" in gone["refused"][0]
+        check(f"{url}/data-000000.tar", "--write_index=true", status=2)
+        server.shutdown()
+
+
+# What was made to harm
+
+
+class Harm:
+    """Unpickling it writes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def bomb():
+    """A PNG that says it has 60,000 x 60,000 pixels."""
+    png = bytearray(encoded(np.zeros((4, 4, 3), dtype=np.uint8), "PNG"))
+    png[16:24] = (60000).to_bytes(4, "big") * 2
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
+    return bytes(png)
+
+
+def special(name, kind, target=""):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+RUN = """
+import resource, sys
+from data.check_shards import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+resource.setrlimit(resource.RLIMIT_FSIZE, (150_000_000, 150_000_000))
+status = main(sys.argv[1:])
+after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print("grew by", max(after, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) - before, "kB")
+sys.exit(status)
+"""
+
+
+def test_nothing_in_a_tar_runs_or_leaves_it_or_takes_the_memory(tmp_path, write_tar, png):
+    outside = tmp_path / "outside"
+    members = [
+        ("../../escape.png", png(0)),
+        (f"{tmp_path}/absolute.png", png(1)),
+        (special("link.png", tarfile.SYMTYPE, "/etc/passwd"), b""),
+        (special("hard.png", tarfile.LNKTYPE, "../../x"), b""),
+        (special("device.png", tarfile.CHRTYPE), b""),
+        (special("pipe.png", tarfile.FIFOTYPE), b""),
+        ("code.pkl", pickle.dumps(Harm(outside))),
+        ("code.pyd", pickle.dumps(Harm(outside))),
+        ("code.pickle", pickle.dumps(Harm(outside))),
+        ("bomb.png", bomb()),
+        ("good.png", png(2)),
+    ]
+    hostile = write_tar("hostile.tar", members)
+    huge = bytearray(Path(write_tar("huge.tar", [("a.png", png(0))])).read_bytes())
+    huge[124:136] = b"\x80" + (2**60).to_bytes(11, "big")
+    huge[148:156] = b" " * 8
+    huge[148:156] = b"%06o\0 " % sum(huge[:512])
+    (tmp_path / "huge.tar").write_bytes(huge)
+    endless = tmp_path / "endless.tar.gz"
+    with gzip.open(endless, "wb", compresslevel=1) as file:
+        for _ in range(400):
+            file.write(bytes(2**20))
+    nested = write_tar("nested.tar", [("inner.tar", Path(hostile).read_bytes()), ("inner.tar.gz", b"")])
+    command = [sys.executable, "-c", RUN, hostile, str(tmp_path / "huge.tar"), str(endless), nested]
+    command += [f"--output={tmp_path}/report.json", "--source.cache_gb=0.1", "--source.retries=0"]
+    before = {path for path in tmp_path.rglob("*") if "cache" not in path.parts}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert result.returncode == 1, result.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert (found["images"], found["corrupt"]) == (4, 1)
+    assert found["corrupt_images"][0].startswith("hostile.tar/bomb: ")
+    refused = {Path(line.split(":")[0]).name: line for line in found["refused"]}
+    assert sorted(refused) == ["endless.tar.gz", "huge.tar", "nested.tar"]
+    assert "Traceback" not in result.stderr
+    assert int(result.stdout.split("grew by")[1].split()[0]) < 150_000
+    after = {path for path in tmp_path.rglob("*") if "cache" not in path.parts}
+    assert {path.name for path in after - before} == {"report.json"}
+    assert not (tmp_path.parent / "escape.png").exists()
+    used = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert used < 110_000_000

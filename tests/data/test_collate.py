@@ -1,0 +1,261 @@
+"""Batches put together image by image: where each crop lies, in whose memory, and from how much of a JPEG."""
+
+from dataclasses import fields
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.augment import finish
+from data.batch import Batch, Cut, Drawn, Photometric
+from data.collate import CropWriter, ImageWriter, PackWriter, collate, crop_bytes, writer
+from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from data.decode import ImageError, Picture
+from data.masking import MaskedCrop
+from encoders.images import PackedImages
+
+SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).permute(2, 0, 1)
+
+
+def smooth(height: int, width: int) -> Image.Image:
+    """Slow waves of colour."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [128 + 100 * np.sin(6 * x / width + c) * np.cos(5 * y / height - c) for c in range(3)]
+    return Image.fromarray(np.stack(waves, axis=2).round().astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    """In all that reaches a method."""
+    one, other = finish(one), finish(other)
+    views = [torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True) if isinstance(a, torch.Tensor)]
+    return (one.keys, one.skipped) == (other.keys, other.skipped) and all(views)
+
+
+def test_collate_is_crop_major():
+    images = [noise(90, 120, b) for b in range(4)]
+    together = writer(SMALL, 4)
+    assert isinstance(together, CropWriter)
+    for b, image in enumerate(images):
+        together.add(image, SMALL.draw((90, 120), rng(b)))
+    batch = together.batch(["0", "1", "2", "3"], [3, 1, 2, 0], skipped=["x: y"])
+    assert (batch.keys, batch.labels.tolist(), batch.skipped) == (["0", "1", "2", "3"], [3, 1, 2, 0], ["x: y"])
+    assert batch.masks is None
+    assert [tuple(view.shape) for view in batch.views] == [(8, 3, 32, 32), (12, 3, 16, 16)]
+    for b, image in enumerate(images):
+        alone = collate(SMALL, [image], [rng(b)])
+        for view, single, n in zip(batch.views, alone.views, SMALL.crops, strict=True):
+            for c in range(n):
+                assert torch.equal(view[c * 4 + b], single[c])
+        for p, single, n in zip(batch.photometric, alone.photometric, SMALL.crops, strict=True):
+            for f in fields(Photometric):
+                assert torch.equal(getattr(p, f.name)[b::4], getattr(single, f.name)), f.name
+                assert len(getattr(single, f.name)) == n
+    plain = collate(RandomCrop(RandomCropConfig(size=8)), images[:3], [rng(b) for b in range(3)])
+    assert plain.views[0].shape == (3, 3, 8, 8)
+    assert plain.photometric == [None]
+    assert plain.keys == ["", "", ""]
+
+
+def test_an_image_that_is_missing_leaves_no_gap():
+    images = [noise(50, 60, b) for b in range(3)]
+    together = writer(SMALL, 5)
+    for b, image in enumerate(images):
+        together.add(image, SMALL.draw((50, 60), rng(b)))
+    assert equal(together.batch(list("abc")), collate(SMALL, images, [rng(b) for b in range(3)], list("abc")))
+
+
+def test_a_damaged_image_takes_no_place():
+    good, bad = encoded(smooth(60, 80)), encoded(smooth(60, 80))[:-400]
+    for together in (CropWriter(SMALL, 2), ImageWriter(SMALL.crops)):
+        for number, file in enumerate((good, bad, good)):
+            picture = Picture(file)
+            if file is bad:
+                with pytest.raises(ImageError):
+                    together.put(picture, SMALL.draw(picture.size, rng(number)))
+            else:
+                together.put(picture, SMALL.draw(picture.size, rng(number)))
+        batch = together.batch(["a", "b"])
+        pixels = Picture(good).pixels()
+        assert batch.images == 2
+        if batch.uncut is None:
+            assert equal(batch, collate(SMALL, [pixels, pixels], [rng(0), rng(2)], ["a", "b"]))
+        else:
+            assert batch.memory.numel() == 2 * 60 * 80 * 3
+            assert torch.equal(batch.memory.view(2, 60, 80, 3)[1], pixels.permute(1, 2, 0))
+
+
+def test_crops_are_cut_in_the_memory_that_is_given():
+    images, rngs = [noise(90, 120, b) for b in range(2)], [rng(b) for b in range(2)]
+    memory = torch.zeros(crop_bytes(SMALL, 2) + 5, dtype=torch.uint8)
+    for room, inside in ((memory, True), (memory[:-6], False), (None, False)):
+        together = CropWriter(SMALL, 2, room)
+        for b, image in enumerate(images):
+            together.add(image, SMALL.draw((90, 120), rng(b)))
+        batch = together.batch(["", ""])
+        assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
+        assert equal(batch, collate(SMALL, images, rngs := [rng(b) for b in range(2)]))
+        first, last = batch.views[0], batch.views[-1]
+        start, end = batch.memory.data_ptr(), batch.memory.data_ptr() + batch.memory.numel()
+        assert first.data_ptr() == start
+        assert start < last.data_ptr() < end
+    assert memory[-5:].sum() == 0
+    assert len(rngs) == 2
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        SMALL,
+        MaskedCrop(RandomCrop(RandomCropConfig(size=32)), 8, "block", 0.5),
+        NativeCrop(RandomCropConfig(size=32), 8, 16, 64),
+    ],
+    ids=["crops", "masked", "packed"],
+)
+def test_a_batch_moves_with_all_its_views(transform):
+    images = [noise(40 + 9 * b, 90 - 7 * b, b) for b in range(3)]
+    batch = collate(transform, images, [rng(b) for b in range(3)], list("abc"))
+    memory = torch.full((batch.memory.numel() + 7,), 9, dtype=torch.uint8)[7:]
+    memory.copy_(batch.memory)
+    moved = batch.over(memory)
+    batch.memory.fill_(0)
+    fresh = collate(transform, images, [rng(b) for b in range(3)], list("abc"))
+    for view, expected in zip(moved.views, fresh.views, strict=True):
+        if isinstance(view, PackedImages):
+            view, expected = view.patches, expected.patches
+        assert torch.equal(view, expected)
+        assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    there = fresh.to("meta")
+    assert there.memory.device.type == "meta"
+    assert [len(view) for view in there.views] == [len(view) for view in fresh.views]
+
+
+def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None) -> Drawn:
+    return Drawn([Cut(np.array(boxes), (height, width), np.zeros(len(boxes), bool), window=window)], [None])
+
+
+@pytest.mark.parametrize(
+    ("size", "drawn", "shrink"),
+    [
+        ((800, 800), cut(100, 100, (0, 0, 800, 800)), 8),
+        ((800, 800), cut(100, 100, (0, 0, 800, 799)), 4),
+        ((800, 800), cut(100, 100, (0, 0, 800, 800), (5, 5, 200, 300)), 2),
+        ((800, 800), cut(100, 100, (0, 0, 800, 800), (5, 5, 199, 300)), 1),
+        ((800, 800), cut(100, 100, (0, 0, 20, 30)), 1),
+        ((8000, 8000), cut(100, 100, (0, 0, 8000, 8000)), 8),
+        ((150, 150), cut(100, 100, (0, 0, 150, 150)), 1),
+        ((800, 800), cut(100, 50, (0, 0, 400, 400)), 4),
+        ((800, 800), cut(100, 100, (0, 0, 800, 800), window=(0, 0, 50, 50)), 1),
+        ((800, 800), Drawn([*cut(10, 10, (0, 0, 80, 80)).cuts, *cut(50, 50, (0, 0, 100, 200)).cuts], [None, None]), 2),
+    ],
+)
+def test_a_jpeg_is_decoded_as_small_as_its_crops_allow(size, drawn, shrink):
+    assert drawn.shrink(size) == shrink
+
+
+def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
+    source = rng()
+    for shrink in (2, 4, 8):
+        sides = shrink * 20 + source.integers(0, 50, (500, 2))
+        corners = source.integers(0, 100, (500, 2))
+        cuts = Cut(np.concatenate([corners, sides], axis=1), (20, 20), np.zeros(500, bool))
+        small = cuts.shrunk(shrink).boxes
+        assert (small[:, 2:] >= 20).all()
+        assert np.abs(small * shrink - cuts.boxes).max() <= shrink
+        ends = small[:, :2] + small[:, 2:]
+        assert (ends <= -(-(corners + sides) // shrink)).all()  # within an image that ended there
+
+
+def both_ways(file: bytes, drawn: Drawn, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """The crops from a smaller decoding and from all pixels, and the fractions that were decoded."""
+    seen: list[int] = []
+    whole = Picture.pixels
+
+    def pixels(self, shrink=1):
+        seen.append(shrink)
+        return whole(self, shrink)
+
+    class Fixed:
+        crops, packing = (len(drawn.cuts[0].boxes),), None
+        sizes = ((drawn.cuts[0].window or drawn.cuts[0].size)[-2],)
+
+    monkeypatch.setattr(Picture, "pixels", pixels)
+    views = []
+    for full in (False, True):
+        together = CropWriter(Fixed(), 1)
+        if full:
+            together.add(Picture(file).pixels(), drawn)
+        else:
+            together.put(Picture(file), drawn)
+        views.append(together.batch([""]).views[0])
+    return views[0], views[1], seen[:1]
+
+
+@pytest.mark.parametrize(("height", "width"), [(960, 1280), (955, 1277), (1283, 961), (964, 1284)])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("crop", [32, 64, 128])
+def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orientation, crop, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = encoded(smooth(height, width), quality=95, exif=exif)
+    size = Picture(file).size
+    assert size == ((width, height) if orientation == 6 else (height, width))
+    source = RandomCrop(RandomCropConfig(size=crop, scale=(0.3, 1.0), flip=0.5))
+    for seed in range(4):
+        drawn = source.draw(size, rng(seed))
+        small, whole, shrinks = both_ways(file, drawn, monkeypatch)
+        turned = [s for s in (8, 4, 2, 1) if orientation == 1 or height % s == width % s == 0]
+        assert shrinks == [next(s for s in turned if (drawn.cuts[0].boxes[0, 2:] >= s * crop).all())]
+        difference = (small.int() - whole.int()).abs()
+        assert difference.float().mean() < 1
+        assert difference.max() <= 8
+
+
+def test_other_formats_and_the_crop_of_evaluation_are_decoded_whole(monkeypatch):
+    drawn = RandomCrop(RandomCropConfig(size=32, scale=(1, 1))).draw((400, 400), rng())
+    assert both_ways(encoded(smooth(400, 400), "PNG"), drawn, monkeypatch)[2] == [1]
+    small, whole, shrinks = both_ways(encoded(smooth(400, 400)), CenterCrop(32).draw((400, 400)), monkeypatch)
+    assert shrinks == [1]
+    assert torch.equal(small, whole)
+
+
+def test_whole_images_outgrow_their_memory_and_are_all_there():
+    sizes = [(30, 40), (300, 200), (7, 5), (100, 100)]
+    files = [encoded(Image.fromarray(noise(*size, b).permute(1, 2, 0).numpy()), "PNG") for b, size in enumerate(sizes)]
+    for room, inside in ((3 * (1200 + 60_000 + 35 + 10_000), True), (4000, False)):
+        memory = torch.zeros(room, dtype=torch.uint8)
+        together = ImageWriter(SMALL.crops, memory)
+        for b, file in enumerate(files):
+            picture = Picture(file)
+            together.put(picture, SMALL.draw(picture.size, rng(b)))
+        batch = together.batch(list("abcd"))
+        assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
+        assert batch.images == 4
+        assert batch.views == []
+        for b, (size, start) in enumerate(zip(sizes, batch.uncut.starts, strict=True)):
+            pixels = batch.memory[start : start + 3 * size[0] * size[1]].view(*size, 3)
+            assert torch.equal(pixels.permute(2, 0, 1), noise(*size, b))
+
+
+def test_packed_crops_go_where_there_is_room():
+    transform = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
+    memory = torch.zeros(crop_bytes(transform, 2), dtype=torch.uint8)
+    together = PackWriter(transform, 2, memory)
+    for b in range(2):
+        together.add(noise(50, 70, b), transform.draw((50, 70), rng(b)))
+    assert together.batch(["", ""]).memory.data_ptr() == memory.data_ptr()

@@ -1,0 +1,198 @@
+"""The index of a folder and the table of a shard: what goes in comes out, and what a stranger wrote is looked at."""
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.index import FolderIndex, ShardEntry, read_folder, read_table, write_folder, write_table
+from data.tars import Index, ShardError, walk
+
+
+@pytest.fixture
+def table(write_shards):
+    """Path of a shard and where its five samples lie."""
+    (path,) = write_shards([5])
+    return path, walk(path, path)
+
+
+def equal(one, two):
+    return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(one, two, strict=True))
+
+
+def archive(arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def test_a_table_comes_back(table):
+    path, index = table
+    write_table(path, index)
+    content = Path(f"{path}.index").read_bytes()
+    assert equal(read_table(content, "t"), index)
+    write_table(path, index)
+    assert Path(f"{path}.index").read_bytes() == content
+    assert not [p for p in Path(path).parent.iterdir() if p.name.startswith(".")]
+
+
+def test_an_index_comes_back(tmp_path):
+    entries = [ShardEntry(url=f"s-{n}.tar", nsamples=n + 1, filesize=10240, sha256="ab") for n in range(3)]
+    index = FolderIndex(name="x", shardlist=entries, image_sizes={"256": 6})
+    write_folder(tmp_path, index)
+    content = (tmp_path / "index.json").read_bytes()
+    assert read_folder(content, "x") == index
+    plain = json.loads(content)
+    assert (plain["__kind__"], plain["wids_version"]) == ("wids-shard-index-v1", 1)
+    assert "labelled" not in plain["shardlist"][0]
+
+
+def test_an_index_of_webdataset():
+    """As `widsindex create` writes it: with entries that we do not read."""
+    text = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "base": "/data",
+        "shardlist": [{"url": "a.tar", "md5sum": "0", "nsamples": 3, "filesize": 4096}],
+    }
+    index = read_folder(json.dumps(text).encode(), "x")
+    assert (index.shardlist[0].url, index.shardlist[0].nsamples, index.shardlist[0].labelled) == ("a.tar", 3, None)
+
+
+@pytest.mark.parametrize(
+    "url", ["../a.tar", "/a.tar", "", ".", "..", "x/a.tar", "a\\b.tar", "a\0.tar", "https://x/a.tar", 7, None]
+)
+def test_an_index_names_only_what_lies_beside_it(url):
+    text = json.dumps({"shardlist": [{"url": url, "nsamples": 1, "filesize": 1}]}).encode()
+    with pytest.raises(ShardError, match=r"f/index.json: not an index of shards \(shardlist.0.url.*--write_index true"):
+        read_folder(text, "f/index.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"shardlist": []}',
+        b'{"shardlist": [{"url": "a.tar", "nsamples": 0, "filesize": 1}]}',
+        b'{"shardlist": [{"url": "a.tar", "nsamples": 1, "filesize": -1}]}',
+        b'{"shardlist": [{"url": "a.tar", "nsamples": 1, "filesize": 1}], "wids_version": 2}',
+        b'{"shardlist": [{"url": "a.tar", "nsamples": 1, "filesize": 1}], "__kind__": "other"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_index(text):
+    with pytest.raises(ShardError, match="not an index of shards"):
+        read_folder(text, "x")
+
+
+CHANGES = {
+    "offset outside": lambda a: a["images"].__setitem__((0, 0), 2**40),
+    "offset that overflows": lambda a: a["images"].__setitem__((0, 0), 2**63 - 1),
+    "offset below 0": lambda a: a["images"].__setitem__((0, 0), -5),
+    "size outside": lambda a: a["images"].__setitem__((1, 1), 2**62),
+    "size below 0": lambda a: a["images"].__setitem__((1, 1), -1),
+    "label outside": lambda a: a["labels"].__setitem__((2, 1), 2**40),
+    "more samples": lambda a: a["summary"].__setitem__(0, 6),
+    "fewer labels": lambda a: a["summary"].__setitem__(1, 4),
+    "names that go back": lambda a: a["ends"].__setitem__(1, 0),
+    "names that are longer": lambda a: a["ends"].__setitem__(4, 99),
+    "other type": lambda a: a.__setitem__("images", a["images"].astype(float)),
+    "other shape": lambda a: a.__setitem__("labels", a["labels"][:, :1]),
+    "missing": lambda a: a.pop("keys"),
+    "no samples": lambda a: a.update({k: v[:0] for k, v in a.items() if k != "summary"}, summary=np.zeros(3, int)),
+    "a number": lambda a: a.__setitem__("ends", np.int64(3)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_table_that_lies(table, change):
+    arrays = {name: array.copy() for name, array in table[1]._asdict().items()}
+    assert equal(read_table(archive(arrays), "x"), table[1])
+    CHANGES[change](arrays)
+    with pytest.raises(ShardError, match=r"s.tar.index: not a table of samples .*--write_index true"):
+        read_table(archive(arrays), "s.tar.index")
+
+
+def test_nothing_is_unpickled(table, tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    arrays = dict(table[1]._asdict())
+    for harm in (archive({**arrays, "keys": np.array([Harm()], dtype=object)}), pickle.dumps(Harm())):
+        with pytest.raises(ShardError):
+            read_table(harm, "x")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_table_that_unpacks_to_too_much(table, monkeypatch):
+    monkeypatch.setattr("data.index.LARGEST_TABLE", 10_000)
+    assert equal(read_table(archive(table[1]._asdict()), "x"), table[1])
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("keys.npy", bytes(20_000))
+    with pytest.raises(ShardError, match="too large"):
+        read_table(file.getvalue(), "x")
+
+
+def test_an_array_that_claims_to_be_large(table):
+    """A header of 2^40 entries over a few bytes must not ask for their memory."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**40,)})
+    file = io.BytesIO(archive(table[1]._asdict()))
+    with zipfile.ZipFile(file) as packed:
+        members = {name: packed.read(name) for name in packed.namelist()}
+    members["keys.npy"] = header.getvalue() + b"few"
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    with pytest.raises(ShardError, match="not a table"):
+        read_table(file.getvalue(), "x")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_tables_end_in_a_named_error_or_in_a_sound_table(table, data):
+    content = bytearray(archive(table[1]._asdict()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(content)))
+    for damaged in (bytes(content), bytes(content[:cut])):
+        try:
+            found = read_table(damaged, "x")
+        except ShardError:
+            continue
+        size = found.summary[2]
+        assert isinstance(found, Index)
+        assert (found.images[:, 0] >= 0).all()
+        assert (found.images.sum(axis=1) <= size).all()
+        assert found.key(len(found.ends) - 1) is not None
+
+
+def test_half_a_table_is_never_met(table, tmp_path, monkeypatch):
+    path, index = table
+    write_table(path, index)
+    before = Path(f"{path}.index").read_bytes()
+    (tmp_path / "opened").hardlink_to(f"{path}.index")
+    write_table(path, index._replace(keys=index.keys[::-1]))
+    assert (tmp_path / "opened").read_bytes() == before  # who has it open goes on with the old one
+    (tmp_path / "opened").unlink()
+    write_table(path, index)
+    monkeypatch.setattr("os.fsync", lambda _: struct.unpack("q", b""))
+    with pytest.raises(struct.error):
+        write_table(path, index)
+    assert Path(f"{path}.index").read_bytes() == before
+    assert [p.name for p in Path(path).parent.iterdir() if p.suffix != ".tar" and p.is_file()] == [
+        Path(path).name + ".index"
+    ]

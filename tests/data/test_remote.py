@@ -1,0 +1,169 @@
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from data import attempts, remote
+from data.attempts import SourceConfig
+from data.shards import Reader, ShardError, expand, open_shards
+
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def memory(write_shards):
+    """A folder of memory:// with shards of 3 and 4 samples."""
+    store = fsspec.filesystem("memory")
+    for path in write_shards([3, 4]):
+        store.pipe(f"/m/{os.path.basename(path)}", Path(path).read_bytes())
+    yield store
+    store.rm("/m", recursive=True)
+
+
+def test_whatever_fsspec_opens(memory, png):
+    assert expand("memory://m/*.tar") == ["memory:///m/data-000000.tar", "memory:///m/data-000001.tar"]
+    opened = open_shards("memory://m/data-00000{0,1}.tar")
+    assert opened.counts.tolist() == [3, 4]
+    reader = Reader(opened)
+    assert [reader.image(1, n) for n in range(4)] == [png(n) for n in range(3, 7)]
+
+
+def test_a_process_that_is_forked_reads_too(memory, png):
+    opened = open_shards("memory://m/*.tar")
+    assert Reader(opened).image(0, 0) == png(0)
+
+    def read():
+        assert remote.read_range(opened.shards[1].path, 0, 4, 0, opened.source) == b"s000"
+        os._exit(7)
+
+    process = fork.Process(target=read)
+    with remote._making:  # another thread of the parent may hold it at this very time
+        process.start()
+    process.join(20)
+    assert process.exitcode == 7
+
+
+@pytest.mark.parametrize(("scheme", "extra"), [("gs", "gs"), ("s3", "s3"), ("https", "http")])
+def test_a_package_that_is_missing_is_named(monkeypatch, scheme, extra):
+    for name in ("gcsfs", "s3fs", "aiohttp", "fsspec.implementations.http"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(remote, "_systems", {})
+    with pytest.raises(
+        ShardError, match=rf"a package for {scheme}:// is missing; pip install 'tessera-ssl\[{extra}\]'"
+    ):
+        open_shards(f"{scheme}://x/a.tar")
+
+
+class Google(type(fsspec.filesystem("memory"))):
+    """In place of gcsfs."""
+
+    protocol = ("gs", "gcs")
+    store, pseudo_dirs = {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.removeprefix("gs://").strip("/")
+
+    def unstrip_protocol(self, name):
+        return "gs:/" + name
+
+
+def test_gs(write_shards, monkeypatch, png):
+    monkeypatch.setitem(fsspec.registry.target, "gs", Google) if hasattr(fsspec.registry, "target") else None
+    fsspec.register_implementation("gs", Google, clobber=True)
+    store = fsspec.filesystem("gs")
+    for path in write_shards([3, 4]):
+        store.pipe(f"gs://bucket/x/{os.path.basename(path)}", Path(path).read_bytes())
+    opened = open_shards("gs://bucket/x/*.tar")
+    assert [shard.path for shard in opened.shards] == [f"gs://bucket/x/data-00000{n}.tar" for n in (0, 1)]
+    assert Reader(opened).image(1, 3) == png(6)
+
+
+class StatusError(Exception):
+    def __init__(self, status):
+        self.status = status
+
+
+@pytest.mark.parametrize(("error", "calls"), [
+    (StatusError(500), 4), (StatusError(503), 4), (StatusError(408), 4), (StatusError(429), 4),
+    (ConnectionResetError(), 4), (TimeoutError(), 4), (StatusError(404), 1),
+    (StatusError(403), 1), (PermissionError(), 1), (FileNotFoundError(), 1),
+])  # fmt: skip
+def test_what_is_tried_again(error, calls, monkeypatch):
+    pauses, made = [], []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    def fail():
+        made.append(1)
+        raise error
+
+    with pytest.raises(ShardError, match=r"^name: "):
+        attempts.patiently("name", SourceConfig(retries=3), fail)
+    assert len(made) == calls
+    assert len(pauses) == calls - 1
+    for attempt, pause in enumerate(pauses):
+        assert 0.25 * 2**attempt <= pause <= 0.75 * 2**attempt
+    assert pauses != [0.5 * 2**attempt for attempt in range(len(pauses))] or not pauses  # not all clients at once
+
+
+def test_pauses_are_bounded(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(ShardError, match="21 times"):
+        attempts.patiently("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
+    assert max(pauses) <= 45
+
+
+def test_what_never_ends_is_left_alone():
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer for 0.2 s"):
+        attempts.within(0.2, lambda: time.sleep(3))
+    assert time.monotonic() - start < 2
+
+
+POSITION = """
+import json, re, sys, time
+before = time.monotonic()
+import fsspec, torch
+from data.crops import CenterCrop
+from data.loader import training_batches
+from data import decode
+
+shards, samples = 100_000, 10_000
+listed = [{"url": f"data-{n:06d}.tar", "nsamples": samples, "filesize": samples * 110_000} for n in range(shards)]
+index = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": listed}
+fsspec.filesystem("memory").pipe("/big/index.json", json.dumps(index).encode())
+del listed, index
+start = time.monotonic()
+named = sys.argv[1]
+batches = training_batches(
+    named, CenterCrop(8), batch_size=1024, seed=0, steps=2_000_000, first_step=10**9 // 1024, window_gb=8
+)
+training = batches.stream.make
+positions = training.positions(10**9 // 1024, micro=0)
+sources, chosen, places = training.mixture(positions)
+seconds = time.monotonic() - start
+assert len(chosen) == 1024 and len(set(zip(chosen.tolist(), places.tolist()))) == 1024
+print(json.dumps({
+    "seconds": seconds, "with_imports": time.monotonic() - before, "images": batches.total,
+    "peak": int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024,
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["memory://big/index.json", "memory://big/data-{000000..099999}.tar"])
+def test_a_billion_samples_of_a_hundred_thousand_shards(named, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", POSITION, named], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["images"] == 10**9
+    assert found["seconds"] < 10
+    assert found["peak"] < 2**30

@@ -1,0 +1,223 @@
+import gzip
+import io
+import json
+import os
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import remote, sources
+from data.attempts import SourceConfig
+from data.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from data.shards import Reader, ShardError, open_shards
+from data.sources import Shard
+from data.tars import walk
+
+
+def keys(index):
+    return [index.key(sample) for sample in range(index.summary[0])]
+
+
+def read(descriptor):
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
+
+
+def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkeypatch):
+    path = write_tar("t.tar", [("a.png", png(0))])
+    shard = Shard.at(path)
+    shard.index()
+    (kept,) = (cache / "index-v1").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "walk", lambda *_: pytest.fail("the index was in the cache"))
+        assert keys(shard.index()) == ["a"]
+        assert shard.summary()[0] == 1
+    kept.write_bytes(kept.read_bytes()[:-100])
+    assert keys(shard.index()) == ["a"]
+    write_tar("t.tar", [("b.png", png(0))])
+    os.utime(path, ns=(1, 1))  # of the same size, but of another time
+    assert keys(Shard.at(path).index()) == ["b"]
+    time.sleep(0.02)  # a tick of the file system's clock
+    write_tar("t.tar", [("c.png", png(0))])
+    os.utime(path, ns=(1, 1))  # now of the same time as well
+    assert keys(Shard.at(path).index()) == ["c"]
+
+
+def test_without_a_cache_all_still_works(write_tar, png, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "file"))  # cannot become a folder, not even for root
+    assert keys(Shard.at(write_tar("t.tar", [("a.png", png(0))])).index()) == ["a"]
+    assert str(tmp_path / "file") in caplog.text
+    packed = Shard.at(write_tar("t.tar.gz", [("a.png", png(0))]))
+    with pytest.raises(ShardError, match="set TESSERA_CACHE"):
+        packed.index()
+
+
+def test_gzip_is_decompressed_once(write_tar, png, monkeypatch):
+    members = [(f"{n}.png", png(n)) for n in range(50)]
+    shard = Shard.at(write_tar("t.tar.gz", members))
+    calls, fetch = [], remote.fetch
+    monkeypatch.setattr(remote, "fetch", lambda *a, **k: (calls.append(1), fetch(*a, **k)))
+    threads = [threading.Thread(target=lambda: os.close(shard.open())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    content = gzip.decompress(Path(shard.path).read_bytes())
+    assert read(shard.open()) == content
+    assert shard.index().summary[2] == len(content)
+
+
+def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
+    path = Path(write_tar("t.tar.gz", [("a.png", png(0)), ("b.png", os.urandom(5000))]))
+    whole = path.read_bytes()
+    for raw in (whole[: len(whole) // 2], b"text" * 300, whole[:1000] + b"\0" * 50 + whole[1050:]):
+        path.write_bytes(raw)
+        with pytest.raises(ShardError, match=r"t.tar.gz: cannot be decompressed"):
+            Shard.at(str(path)).index()
+    path.write_bytes(gzip.compress(b"text" * 300))
+    with pytest.raises(ShardError, match=r"t.tar.gz: not a whole tar"):
+        Shard.at(str(path)).index()
+    path.write_bytes(gzip.compress(bytes(2**22)))
+    with pytest.raises(ShardError, match=r"pieces-v1 may hold 0.001 GB.*raise source.cache_gb"):
+        Shard.at(str(path), SourceConfig(cache_gb=0.001)).index()
+    assert not list(cache.rglob("*.part"))
+    assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 2**20
+
+
+def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatch, caplog):
+    path = write_tar("t.tar", [(f"{n}.png", png(n)) for n in range(3)])
+    write_table(path, walk(path, path)._replace(keys=np.frombuffer(b"xyz", dtype=np.uint8)))
+    assert keys(Shard.at(path).index()) == ["x", "y", "z"]
+    with pytest.raises(ShardError, match=r"t.tar: x is not at byte 512, where the index says"):
+        Reader(open_shards(path)).image(0, 0)
+    os.utime(path, ns=(2**62, 2**62))
+    assert keys(Shard.at(path).index()) == ["0", "1", "2"]
+    assert f"{path}.index is older than its shard" in caplog.text
+    other = write_tar("other.tar", [("a.png", png(0)), ("b.png", bytes(20000))])
+    os.utime(other, ns=(1, 1))
+    write_table(other, walk(path, path))
+    with pytest.raises(ShardError, match=r"other.tar.index: is of a shard of 10240 bytes, and .*other.tar has 30720"):
+        Shard.at(other).index()
+
+
+def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog):
+    paths = write_shards([3, 5])
+    listed = [
+        ShardEntry(url=os.path.basename(path), nsamples=n, filesize=os.path.getsize(path), labelled=n)
+        for path, n in zip(paths, [3, 5], strict=True)
+    ]
+    write_folder(tmp_path, FolderIndex(shardlist=listed))
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "walk", lambda *_: pytest.fail("the folder's index knows it"))
+        for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar"):
+            opened = open_shards(named)
+            assert opened.counts.tolist() == opened.labelled.tolist() == [3, 5]
+    assert Reader(opened).label(1, 4) == 7
+    os.utime(paths[0], ns=(2**62, 2**62))  # written again after the index
+    write_folder(tmp_path, FolderIndex(shardlist=[listed[0].model_copy(update={"nsamples": 4}), listed[1]]))
+    assert open_shards(paths).counts.tolist() == [3, 5]
+    assert caplog.text.count("index.json is not used where it is older than a shard") == 1
+    os.utime(paths[0], ns=(1, 1))
+    lying = open_shards(paths)
+    with pytest.raises(ShardError, match=r"data-000000.tar: has 3 samples, and 4 in index.json"):
+        Reader(lying).image(0, 0)
+
+
+def test_an_index_of_something_else(write_shards, tmp_path, caplog):
+    paths = write_shards([3])
+    (tmp_path / FOLDER_INDEX).write_text("<html>")
+    assert open_shards(paths).images == 3
+    assert "not used: " in caplog.text
+    with pytest.raises(ShardError, match=r"index.json: not an index of shards"):
+        open_shards(tmp_path / FOLDER_INDEX)
+
+
+def test_a_shard_that_is_not_what_its_table_says(write_tar, png):
+    """All sizes and times are right, and a member is where the table says, but another one."""
+    path = write_tar("t.tar", [("a.png", png(1)), ("b.png", png(2))])
+    raw = bytearray(Path(path).read_bytes())
+    table = walk(path, path)
+    write_table(path, table)
+    first, second = (slice(int(o) - 512, int(o)) for o in table.images[:, 0])
+    raw[first], raw[second] = raw[second], raw[first]
+    Path(path).write_bytes(raw)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ShardError, match=r"t.tar: a is not at byte 512"):
+        Reader(open_shards(path)).image(0, 0)
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_name_is_found_before_its_member(write_tar, format):
+    names = [f"{'long/' * 18}{'k' * length}" for length in (1, 5, 9, 40, 90)] + ["é", "e" * 95, "./x/y", "e" * 80]
+    path = write_tar("t.tar", [(f"{name}.jpeg", name.encode()) for name in names], format=format)
+    reader = Reader(open_shards(path))
+    assert [reader.image(0, sample).decode() for sample in range(len(names))] == names
+
+
+def test_a_command_is_a_shard(write_shards, png, tmp_path, caplog):
+    paths = write_shards([4, 6])
+    pattern = f"pipe:cat {paths[0][:-5]}{{0..1}}.tar | cat; echo . >> {tmp_path}/runs"
+    opened = open_shards(pattern)
+    assert opened.counts.tolist() == [4, 6]
+    assert opened.sizes.tolist() == [os.path.getsize(path) for path in paths]
+    reader = Reader(opened)
+    assert [reader.image(1, n) for n in range(6)] == [png(n) for n in range(4, 10)]
+    assert (tmp_path / "runs").read_text().count(".") == 2  # each once
+    bad = f"pipe:cat {paths[0]} | false; exit 3"
+    with pytest.raises(ShardError, match=r"exit 3: the command ended with status 3, 1 times"):
+        open_shards(bad, source=SourceConfig(retries=0))
+    with pytest.raises(ShardError, match=r"ended with status 1, 1 times"):  # the first of a pipeline
+        open_shards(f"pipe:(cat {paths[0]}; exit 1) | cat", source=SourceConfig(retries=0))
+    start = time.monotonic()
+    with pytest.raises(ShardError, match=r"no answer for 0.5 s"):
+        open_shards(f"pipe:head -c 700 {paths[0]}; sleep 100", source=SourceConfig(retries=0, timeout=0.5))
+    assert time.monotonic() - start < 5
+
+
+def test_commands_come_from_the_user_alone(write_shards, tmp_path, monkeypatch):
+    paths = write_shards([2])
+    trap = tmp_path / "trap"
+    listed = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": []}
+    for url in (f"pipe:touch {trap}", f"x.tar; touch {trap}", "http://127.0.0.1:1/a.tar", "../a.tar"):
+        listed["shardlist"] = [{"url": url, "nsamples": 1, "filesize": 1}]
+        (tmp_path / FOLDER_INDEX).write_text(json.dumps(listed))
+        with pytest.raises(ShardError):
+            open_shards(tmp_path / FOLDER_INDEX, source=SourceConfig(retries=0))
+    os.remove(tmp_path / FOLDER_INDEX)
+    monkeypatch.chdir(tmp_path)
+    os.rename(paths[0], "pipe:touch trap; cat x.tar")
+    assert [shard.path for shard in open_shards("*.tar").shards] == ["./pipe:touch trap; cat x.tar"]
+    listed["shardlist"] = [{"url": "pipe:touch trap; cat x.tar", "nsamples": 2, "filesize": 10240}]
+    (tmp_path / FOLDER_INDEX).write_text(json.dumps(listed))
+    assert open_shards(FOLDER_INDEX).images == 2
+    assert not trap.exists()
+    with pytest.raises(ShardError):
+        open_shards("pipe:touch trap", source=SourceConfig(retries=0))
+    assert trap.exists()  # so the trap was a real one
+
+
+def test_unpacked_shards_stay_below_the_bound(write_tar, cache):
+    paths = [write_tar(f"{n}.tar.gz", [("a.jpg", bytes(300_000)), ("b.jpg", b"%d" % n)]) for n in range(8)]
+    opened = open_shards(paths, source=SourceConfig(cache_gb=0.001))
+    reader = Reader(opened)
+    for _ in range(2):
+        assert [reader.image(shard, 1) for shard in range(8)] == [b"%d" % n for n in range(8)]
+        assert sum(file.stat().st_size for file in (cache / "pieces-v1").rglob("*")) < 1_100_000
+
+
+def test_tar_without_names(tmp_path):
+    """A shard in a folder is named by its last part, also where the folder has a question mark."""
+    folder = tmp_path / "a?b"
+    folder.mkdir()
+    with tarfile.open(folder / "t.tar", "w") as archive:
+        info = tarfile.TarInfo("k.jpg")
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"0"))
+    reader = Reader(open_shards(folder / "t.tar"))
+    assert reader.name(0, 0) == "t.tar/k"

@@ -1,0 +1,346 @@
+"""Shards behind a real web server, with the faults of real ones."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import attempts, reader, remote
+from data.attempts import SourceConfig
+from data.crops import CenterCrop
+from data.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from data.loader import evaluation_batches, training_batches
+from data.shards import Reader, ShardError, expand, open_shards
+from data.tars import walk
+from tests.data.servers import Server
+
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Short pauses, and no memory of servers that had the same port."""
+    monkeypatch.setattr(attempts, "BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "_ranges", {})
+
+
+@pytest.fixture
+def server(tmp_path):
+    with Server(tmp_path) as running:
+        yield running
+
+
+def add_index(paths, counts, tables=True):
+    listed = []
+    for path, count in zip(map(Path, paths), counts, strict=True):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        listed.append(
+            ShardEntry(url=path.name, nsamples=count, filesize=path.stat().st_size, labelled=count, sha256=digest)
+        )
+        if tables:
+            write_table(path, walk(str(path), str(path)))
+    write_folder(Path(paths[0]).parent, FolderIndex(shardlist=listed))
+
+
+def run(shards, **settings):
+    settings = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings
+    return list(training_batches(shards, CenterCrop(4), **settings))
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a.keys == b.keys and a.skipped == b.skipped and torch.equal(a.views[0], b.views[0])
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
+@pytest.mark.parametrize("index", [True, False])
+def test_batches_are_those_of_local_shards(write_shards, tmp_path, index, ending, ranges):
+    counts = [10, 23, 1]
+    paths = write_shards(counts, ending)
+    expected, graded = run(paths), list(evaluation_batches(paths, CenterCrop(4), batch_size=8))
+    if index:
+        add_index(paths, counts, tables=ending == ".tar")
+    with Server(tmp_path, ranges) as server:
+        named = f"{server.url}/data-{{000000..000002}}{ending}"
+        assert same(run(named), expected)
+        assert same(run(named, workers=2), expected)
+        found = list(evaluation_batches(named, CenterCrop(4), batch_size=8, workers=2))
+        assert same(found, graded)
+        assert [batch.labels.tolist() for batch in found] == [batch.labels.tolist() for batch in graded]
+        shards = {asked for path, asked in server.gets(ending) if path.endswith(ending) and asked != "bytes=0-0"}
+        if ending == ".tar" and ranges and index:
+            assert None not in shards
+        else:
+            assert shards == {None}  # whole, also to look for the headers
+        assert max(server.gets("data-").values()) <= 3  # the probe, once a start; and each part of a shard once
+
+
+def test_an_index_saves_a_request_a_shard(write_shards, server):
+    counts = [2] * 30
+    add_index(write_shards(counts), counts)
+    opened = open_shards(f"{server.url}/index.json")
+    assert [shard.name for shard in opened.shards] == [f"data-{n:06d}.tar" for n in range(30)]
+    assert opened.counts.tolist() == opened.labelled.tolist() == counts
+    assert [path for _, path, _ in server.requests] == ["/index.json", "/data-000029.tar"]  # are there ranges?
+    assert expand(f"{server.url}/index.json") == [f"{server.url}/data-{n:06d}.tar" for n in range(30)]
+    Reader(opened).image(7, 0)
+    assert set(server.gets("data-000007")) == {("/data-000007.tar.index", None), ("/data-000007.tar", "bytes=0-3585")}
+
+
+def test_each_block_is_fetched_once_by_a_node(write_shards, server):
+    source = SourceConfig(cache_gb=5.5e-4)  # holds all, but does not know it
+    counts = [64, 64, 40]
+    paths = write_shards(counts)
+    assert 5.5e5 / 2 < sum(map(os.path.getsize, paths)) < 4e5
+    add_index(paths, counts)
+    shards = f"{server.url}/data-{{000000..000002}}.tar"
+
+    def process(rank):
+        for batch in training_batches(
+            *(shards, CenterCrop(4)), batch_size=24, seed=0, steps=14, block=8, source=source,
+            rank=rank, world_size=2, workers=2,
+        ):  # fmt: skip
+            assert batch.images == 12
+        os._exit(7)
+
+    processes = [fork.Process(target=process, args=(rank,)) for rank in range(2)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join()
+    assert [one.exitcode for one in processes] == [7, 7]
+    blocks = {key: count for key, count in server.gets(".tar").items() if key[1] not in (None, "bytes=0-0")}
+    assert set(blocks.values()) == {1}  # two epochs, two processes of two workers
+    assert len(blocks) == 8 + 8 + 5
+    assert set(server.gets(".index").values()) == {1}
+
+
+def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeypatch):
+    path = write_tar("t.tar", [(f"{n}.{end}", bytes([n]) * 1000) for n in range(16) for end in ("jpg", "cls")])
+    write_table(path, walk(path, path))
+
+    def asked(**settings):
+        monkeypatch.setenv("TESSERA_CACHE", f"{server.folder}/cache{len(server.requests)}")
+        start = len(server.requests)
+        one = Reader(open_shards(f"{server.url}/t.tar"), **settings)
+        for sample in range(16):
+            assert one.image(0, sample) == bytes([sample]) * 1000
+        parts = [part[6:].split("-") for _, path, part in server.requests[start:] if path == "/t.tar" and part]
+        return [int(last) + 1 - int(first) for first, last in parts if last != "0"]
+
+    sample = 2 * (512 + 1024)
+    joined = 8 * sample - 24
+    assert asked(block=4) == [16 * sample - 24]  # all of it is small
+    monkeypatch.setattr(reader, "USUAL_PART", 1)
+    assert asked(block=8) == [joined, joined]
+    monkeypatch.setattr(reader, "LARGEST_PART", 3 * sample)
+    assert asked(block=8) == [2 * sample - 24] * 8
+    monkeypatch.setattr(reader, "LARGEST_PART", 1600)
+    assert asked(block=8) == [1512] * 16
+
+
+def test_faults_that_pass_are_tried_again(write_shards, server, caplog):
+    paths = write_shards([20])
+    add_index(paths, [20])
+    expected = run(paths)
+    server.faults = {
+        FOLDER_INDEX: [503, "cut", "reset", 429],
+        ".tar.index": ["reset", 500, "cut"],
+        "data-000000.tar": [500, "reset", "cut", 502, 408],
+    }
+    assert same(run(f"{server.url}/data-000000.tar"), expected)
+    assert not any(server.faults.values())  # all of them came
+    assert caplog.text.count("trying again in") == 12
+    os.remove(paths[0] + ".index")
+    os.remove(Path(paths[0]).parent / FOLDER_INDEX)
+    server.faults = {"data-000000.tar": [500, "cut", "reset", "cut"]}
+    assert same(run(f"{server.url}/data-000000.tar?fresh"), expected)  # fetched whole
+    assert not any(server.faults.values())
+
+
+@pytest.mark.parametrize(("fault", "attempts", "message"), [
+    (404, 1, "not found"),
+    (403, 1, "status 403"),
+    (500, 3, "status 500 .*, 3 times"),
+    ("reset", 3, ", 3 times"),
+    ("cut", 3, ", 3 times"),
+    ("silent", 3, "(no answer for 0.3 s|Timeout).*, 3 times"),
+])  # fmt: skip
+@pytest.mark.parametrize("workers", [0, 2])
+def test_faults_that_stay_name_the_shard(write_shards, server, fault, attempts, message, workers):
+    add_index(write_shards([20, 20]), [20, 20])
+    source = SourceConfig(retries=2, timeout=0.3)
+    batches = training_batches(
+        f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=8, seed=1, steps=100, workers=workers, source=source
+    )
+    server.faults = {"data-000001.tar": fault}
+    start = time.monotonic()
+    with pytest.raises(ShardError, match=rf"data-000001.tar[^ ]*: .*{message}"):
+        list(batches)
+    assert time.monotonic() - start < 15
+    asked = [path for _, path, _ in server.requests if path.startswith("/data-000001")]
+    # its table and the shard itself, by each worker; and once to see whether there are ranges
+    assert attempts <= len(asked) <= 1 + attempts * 2 * max(workers, 1)
+
+
+def test_whole_shards_are_checked(write_shards, server):
+    paths = write_shards([5], ".tar.gz")
+    add_index(paths, [5], tables=False)
+    opened = open_shards(f"{server.url}/{FOLDER_INDEX}", source=SourceConfig(retries=1))
+    raw = bytearray(Path(paths[0]).read_bytes())
+    raw[4] ^= 1  # the time in gzip's header: only the checksum sees it
+    Path(paths[0]).write_bytes(raw)
+    with pytest.raises(ShardError, match=r"data-000000.tar.gz: its SHA-256 is not the one in index.json.*, 2 times"):
+        Reader(opened).image(0, 0)
+    Path(paths[0]).write_bytes(raw + b"\0" * 100)
+    with pytest.raises(ShardError, match=r"has more than the \d+ bytes that were expected"):
+        Reader(opened).image(0, 0)
+
+
+def test_a_shard_that_is_not_what_its_index_says(write_shards, write_tar, server, png):
+    paths = write_shards([6, 6])
+    add_index(paths, [6, 6])
+    os.replace(paths[1], paths[0])  # of the same size, with other samples
+    opened = open_shards(f"{server.url}/data-000000.tar")
+    with pytest.raises(ShardError, match=r"data-000000.tar: s00000 is not at byte 512, where the index says"):
+        Reader(opened).image(0, 0)
+    write_tar("data-000000.tar", [(f"{n}.png", png(n)) for n in range(30)])
+    with pytest.raises(ShardError, match=r"data-000000.tar: has \d+ bytes where 20480 were expected"):
+        Reader(opened, block=1).image(0, 0)
+
+
+def test_a_damaged_copy_in_the_cache_is_fetched_again(write_shards, server, cache, png):
+    add_index(write_shards([6]), [6])
+    opened = open_shards(f"{server.url}/data-000000.tar")
+    assert Reader(opened).image(0, 3) == png(3)
+    for path in (cache / "pieces-v1").rglob("??*"):
+        if path.is_file() and b"PNG" in path.read_bytes():
+            path.write_bytes(bytes(path.stat().st_size))
+    assert Reader(opened).image(0, 3) == png(3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lost_shards_are_skipped_and_counted(write_shards, server, workers, caplog):
+    counts = [300, 4, 300]
+    add_index(write_shards(counts), counts)
+    source = SourceConfig(unreadable="skip", retries=1, timeout=5)
+    settings = {"batch_size": 16, "seed": 1, "steps": 16, "lanes": 4, "source": source}
+    batches = training_batches(f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), workers=workers, **settings)
+    (server.folder / "data-000000.tar").unlink()
+    (server.folder / "data-000002.tar").unlink()
+    with caplog.at_level(logging.WARNING):
+        made = list(batches)
+    assert [batch.images for batch in made] == [16] * 16  # 99 of 100 are gone, and more than 100 in a row
+    assert {key.split("/")[0] for batch in made for key in batch.keys} == {"data-000001.tar"}
+    lost = [name for batch in made for name in batch.skipped]
+    assert len(lost) > 500
+    assert all("data-000000.tar: not found" in name or "data-000002.tar: not found" in name for name in lost)
+    assert 1 <= sum(server.gets("data-000000.tar").values()) <= 4 * (1 + workers)  # not for each sample
+    graded = list(evaluation_batches(f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=64, source=source))
+    assert sum(batch.images for batch in graded) == 4
+    assert sum(len(batch.skipped) for batch in graded) >= 60  # a batch of nothing else does not appear
+
+
+def test_shards_that_are_missing_at_the_start(write_shards, server, caplog):
+    paths = write_shards([3, 4, 5])
+    os.remove(paths[1])
+    named = f"{server.url}/data-{{000000..000002}}.tar"
+    with pytest.raises(ShardError, match=r"1 of 3 shards cannot be used:\n.*data-000001.tar: not found"):
+        open_shards(named)
+    opened = open_shards(named, source=SourceConfig(unreadable="skip"))
+    assert opened.counts.tolist() == [3, 5]
+    assert opened.unreadable == [f"{server.url}/data-000001.tar"]
+    assert "left out: 1 of 3 shards cannot be used" in caplog.text
+    with pytest.raises(ShardError, match="1 of 1 shards cannot be used"):
+        open_shards(f"{server.url}/data-000001.tar", source=SourceConfig(unreadable="skip"))
+
+
+@pytest.mark.parametrize("unreadable", ["stop", "skip"])
+def test_a_server_that_goes_ends_the_run(write_shards, tmp_path, unreadable):
+    counts = [4] * 40
+    add_index(write_shards(counts), counts)
+    source = SourceConfig(unreadable=unreadable, retries=1, timeout=5)
+    with Server(tmp_path) as server:
+        batches = training_batches(
+            f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=8, seed=1, steps=100, workers=2, source=source
+        )
+    start = time.monotonic()
+    with pytest.raises(ShardError, match="10 shards in a row" if unreadable == "skip" else r"data-0000\d\d.tar"):
+        list(batches)
+    assert time.monotonic() - start < 20
+
+
+def test_forked_workers_have_their_own_connections(write_shards, server):
+    counts = [20, 20]
+    paths = write_shards(counts)
+    add_index(paths, counts)
+    opened = open_shards(f"{server.url}/data-{{000000..000001}}.tar")
+    going = training_batches(opened, CenterCrop(4), batch_size=4, seed=1, steps=10, workers=2)
+    mine, stop = Reader(opened), threading.Event()
+
+    def busy():
+        while not stop.is_set():
+            opened.shards[0].cache.remove(opened.shards[0].entry("0-1"))
+            remote.read_range(opened.shards[0].path, 0, 512, 0, opened.source)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        mine.image(0, 0)  # this process has used the file system before
+        assert same(list(going), list(training_batches(paths, CenterCrop(4), batch_size=4, seed=1, steps=10)))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_names_of_signed_urls(write_shards, server):
+    write_shards([2])
+    opened = open_shards(f"{server.url}/data-000000.tar?signature=a/b.c&x=*"[:-2])
+    assert Reader(opened).name(0, 1) == "data-000000.tar/s00001"
+
+
+def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
+    (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
+    with pytest.raises(ShardError, match=r"pieces-v1 may hold 0.001 GB.*raise source.cache_gb"):
+        open_shards(f"{server.url}/large.tar", source=SourceConfig(cache_gb=0.001))
+    monkeypatch.setattr("data.shards.LARGEST_FOLDER_INDEX", 1000)
+    (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)
+    with pytest.raises(ShardError, match=r"index.json: more than 1000 bytes"):
+        open_shards(f"{server.url}/{FOLDER_INDEX}")
+
+
+@pytest.mark.slow
+def test_a_run_from_a_web_server(write_shards, server, tmp_path):
+    counts = [16] * 4
+    add_index(write_shards(counts), counts)
+    output = tmp_path / "out"
+    command = [
+        *(
+            sys.executable,
+            "pretrain/run.py",
+            "--method",
+            "dino",
+            "--encoder",
+            "vit_micro",
+            "--encoder.image_size",
+            "32",
+        ),
+        *("--data", f"{server.url}/data-{{000000..000003}}.tar", "--steps", "3", "--batch_size", "16"),
+        *("--dino.global_size", "32", "--dino.local_size", "16", "--dino.prototypes", "64", "--source.retries", "1"),
+        *("--output", str(output), "--workers", "2"),
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (output / "encoder.safetensors").exists()
+    assert "source:\n  unreadable: stop\n  retries: 1" in (output / "config.yaml").read_text()

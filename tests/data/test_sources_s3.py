@@ -1,0 +1,103 @@
+"""Shards in an S3-compatible store: moto's server, reached by AWS_ENDPOINT_URL, as a user reaches any other store."""
+
+import os
+
+import pytest
+import torch
+
+from data import attempts
+from data.attempts import SourceConfig
+from data.crops import CenterCrop
+from data.index import FolderIndex, ShardEntry, write_folder, write_table
+from data.loader import training_batches
+from data.shards import Reader, ShardError, expand, open_shards
+from data.tars import walk
+
+s3fs = pytest.importorskip("s3fs")
+moto_server = pytest.importorskip("moto.server")
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(endpoint, monkeypatch):
+    """The store and an empty bucket."""
+    values = {"ENDPOINT_URL": endpoint, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(attempts, "BACKOFF", 0.01)
+    store = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+    if store.exists("shards"):
+        store.rm("shards", recursive=True)
+    store.mkdir("shards")
+    return store
+
+
+def run(shards, **settings):
+    settings = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings
+    return list(training_batches(shards, CenterCrop(4), **settings))
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index):
+    counts = [10, 23, 1]
+    paths = write_shards(counts)
+    expected = run(paths)
+    if index:
+        listed = [
+            ShardEntry(url=os.path.basename(path), nsamples=count, filesize=os.path.getsize(path))
+            for path, count in zip(paths, counts, strict=True)
+        ]
+        write_folder(tmp_path, FolderIndex(shardlist=listed))
+        for path in paths:
+            write_table(path, walk(path, path))
+        bucket.put(str(tmp_path / "index.json"), "shards/a/index.json")
+        bucket.put([f"{path}.index" for path in paths], "shards/a/")
+    bucket.put(paths, "shards/a/")
+    names = [f"s3://shards/a/data-00000{n}.tar" for n in range(3)]
+    assert expand("s3://shards/a/*.tar") == expand("s3://shards/a/data-{000000..000002}.tar") == names
+    for workers in (0, 2):
+        for named in ["s3://shards/a/*.tar", "s3://shards/a/index.json"][: 1 + index]:
+            found = run(named, workers=workers)
+            assert [batch.keys for batch in found] == [batch.keys for batch in expected]
+            assert all(torch.equal(a.views[0], b.views[0]) for a, b in zip(found, expected, strict=True))
+    opened = open_shards("s3://shards/a/*.tar")
+    assert opened.labelled.tolist() == ([-1] * 3 if index else counts)
+    assert opened.all_labelled()
+    assert Reader(opened).label(1, 3) == 13
+
+
+def test_what_is_not_there(write_shards, bucket):
+    with pytest.raises(ShardError, match=r"s3://shards/a.tar: not found"):
+        open_shards("s3://shards/a.tar")
+    with pytest.raises(ShardError, match=r"s3://nowhere/a.tar: not found"):
+        open_shards("s3://nowhere/a.tar")
+    with pytest.raises(ShardError, match=r"s3://shards/\*.tar: no file matches"):
+        open_shards("s3://shards/*.tar")
+    with pytest.raises(ShardError, match=r"s3://shards/index.json: not found"):
+        open_shards("s3://shards/index.json")
+
+
+def test_a_store_that_is_gone(monkeypatch, free_port):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setattr(attempts, "BACKOFF", 0.01)
+    with pytest.raises(ShardError, match=r"s3://shards/index.json: .*, 3 times"):
+        open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=3))
+
+
+def test_without_credentials(bucket, monkeypatch):
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", "/nowhere")
+    with pytest.raises(ShardError, match=r"s3://shards/index.json: .*[Cc]redentials"):
+        open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=4))
