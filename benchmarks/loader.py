@@ -117,7 +117,7 @@ def main(settings: LoaderBenchmark) -> None:
     found: dict[str, list[Measured]] = {row.name: [] for row in rows}
     console = Console(stderr=True)
     for number in range(settings.rounds):
-        some = [files[(number * BATCH + i) % len(files)] for i in range(BATCH)]
+        some = [files[(number + i * len(files) // BATCH) % len(files)] for i in range(BATCH)]  # from everywhere
         for row in rows:
             console.print(f"round {number + 1} of {settings.rounds}: {row.name}")
             found[row.name].append(row.measure(some, settings.seconds / settings.rounds))

@@ -108,7 +108,7 @@ class Picture:
         """The most, up to `shrink`, by which it can be shrunk while it is decoded; 1 for all but JPEGs."""
         if self._pixels is not None:
             return 1
-        # libjpeg fills up the last blocks: of a picture that is turned, where its sides do not divide, perhaps the first
+        # libjpeg fills up the last blocks: once a picture is turned they may be the first, if its sides do not divide
         while not self.plain and any(side % shrink for side in self.size):
             shrink //= 2
         return shrink
