@@ -37,10 +37,10 @@ from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, Rando
 from data.decode import Picture, decode
 from data.loader import LoaderConfig, training_batches
 from data.masking import MaskedCrop
-from data.reader import Reader
 from data.resample import cut_views
 from data.settings import Settings, parse
 from data.shards import ShardError, expand, open_shards
+from data.shards.reader import Reader
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 BATCH = 32

@@ -21,9 +21,9 @@ from data.batch import Batch
 from data.buffers import Parcel, Pool
 from data.collate import WHOLE, ImageWriter, Transform, Writer, crop_bytes, needs_workers, writer
 from data.decode import MAX_PIXELS, ImageError, Picture
-from data.reader import Reader, UnreadableError, warn_of_small_cache
 from data.settings import Section
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
+from data.shards.reader import Reader, UnreadableError, warn_of_small_cache
 from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, sample_rng, step_positions
 from data.workers import start_worker
 

@@ -31,14 +31,14 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 from rich.filesize import decimal
 
-from data.index import FolderIndex, ShardEntry, write_folder
-from data.listing import REASONS, Links, Listing, ListingError, list_file, list_folder, renumber
-from data.pack import DIGEST, Format, Recipe, WriteError, shared_keys, write_shard
-from data.parallel import Advance, WorkerError, spread
+from data.making.listing import REASONS, Links, Listing, ListingError, list_file, list_folder, renumber
+from data.making.pack import DIGEST, Format, Recipe, WriteError, shared_keys, write_shard
+from data.making.parallel import Advance, WorkerError, spread
+from data.making.shard_folder import PART, Folder, FolderError, write_whole
+from data.making.split import encoded_ratio, find_duplicates, same, shuffled, split
 from data.settings import Settings, SettingsError, flags, validate
-from data.shard_folder import PART, Folder, FolderError, write_whole
-from data.split import encoded_ratio, find_duplicates, same, shuffled, split
-from data.tars import IMAGES
+from data.shards.index import FolderIndex, ShardEntry, write_folder
+from data.shards.tars import IMAGES
 
 PROGRAM = "python -m data.make_shards"
 SPARED = 2**28  # bytes of disk to leave free

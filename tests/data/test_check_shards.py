@@ -20,9 +20,9 @@ from PIL import Image
 
 from data import make_shards
 from data.check_shards import main
-from data.index import read_folder, read_table, write_folder
 from data.shards import open_shards
-from data.tars import walk
+from data.shards.index import read_folder, read_table, write_folder
+from data.shards.tars import walk
 
 
 def check(*words, status=0):

@@ -17,13 +17,14 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data import make_shards, pack, parallel
-from data.index import read_folder, read_table
-from data.listing import list_folder
+from data import make_shards
 from data.make_shards import main
+from data.making import pack, parallel
+from data.making.listing import list_folder
+from data.making.split import find_duplicates, same, split
 from data.shards import Reader, open_shards
-from data.split import find_duplicates, same, split
-from data.tars import walk
+from data.shards.index import read_folder, read_table
+from data.shards.tars import walk
 
 
 def picture(seed, size=(24, 16), format="JPEG", mode="RGB", **options):
@@ -566,7 +567,7 @@ def test_duplicates(photos, tmp_path, capsys):
 
 
 def test_duplicates_are_looked_for_in_parts(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.split.CHUNK", 3)
+    monkeypatch.setattr("data.making.split.CHUNK", 3)
     files = {f"{n:02d}.jpg": bytes([n % 5]) * 10 for n in range(20)}
     folder = photos({**files, "20.jpg": b"x" * 10, "21.jpg": b"y" * 10})
     listing = list_folder(folder, labels="none", links="inside", besides=tmp_path / "out")
@@ -673,7 +674,7 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
 
 
 def test_two_calls_at_once(animals, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("data.shard_folder.PATIENCE", 1)
+    monkeypatch.setattr("data.making.shard_folder.PATIENCE", 1)
     folder = make_shards.Folder(tmp_path / "out", "shard")
     with folder.locked():
         make(animals, tmp_path / "out", SMALL, status=1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.shards import ShardError, ShardList
-from data.sources import Shard
+from data.shards.shard import Shard
 from pretrain import job
 
 

@@ -5,13 +5,12 @@ import os
 import pytest
 import torch
 
-from data import attempts
-from data.attempts import SourceConfig
 from data.crops import CenterCrop
-from data.index import FolderIndex, ShardEntry, write_folder, write_table
 from data.loader import training_batches
-from data.shards import Reader, ShardError, expand, open_shards
-from data.tars import walk
+from data.shards import Reader, ShardError, attempts, expand, open_shards
+from data.shards.attempts import SourceConfig
+from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
+from data.shards.tars import walk
 
 s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")

@@ -18,11 +18,11 @@ import numpy as np
 from PIL import Image
 
 from data.decode import FORMATS, ImageError, decode
-from data.index import write_table
-from data.listing import NO_LABEL, REASONS, Links, Listing, inside
-from data.parallel import Advance
-from data.shard_folder import PART, Record
-from data.tars import LABEL, walk
+from data.making.listing import NO_LABEL, REASONS, Links, Listing, inside
+from data.making.parallel import Advance
+from data.making.shard_folder import PART, Record
+from data.shards.index import write_table
+from data.shards.tars import LABEL, walk
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from data.cache import CacheError
-from data.index import REMAKE
-from data.sources import ShardList
-from data.tars import REMEDY, Index, ShardError, is_member
+from data.shards.cache import CacheError
+from data.shards.index import REMAKE
+from data.shards.shard import ShardList
+from data.shards.tars import REMEDY, Index, ShardError, is_member
 
 KEPT_SAMPLES = 2_000_000  # whose places a reader remembers, about 60 bytes each
 KEPT_FILES = 128

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.listing import NO_LABEL, Listing
-from data.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
-from data.parallel import Advance, spread
+from data.making.listing import NO_LABEL, Listing
+from data.making.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
+from data.making.parallel import Advance, spread
 
 PROBED = 64  # images that say how large encoded images become
 CHUNK = 256  # images of a task that reads for duplicates

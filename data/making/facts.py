@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.attempts import DEFAULT, SourceConfig
 from data.decode import FORMATS, ImageError, decode
-from data.index import LARGEST_TABLE, REMEDY, TABLE, read_table, write_table
-from data.parallel import Advance
-from data.sources import Shard
-from data.tars import Index, ShardError, walk
+from data.making.parallel import Advance
+from data.shards.attempts import DEFAULT, SourceConfig
+from data.shards.index import LARGEST_TABLE, REMEDY, TABLE, read_table, write_table
+from data.shards.shard import Shard
+from data.shards.tars import Index, ShardError, walk
 
 MOST_NAMED = 100  # bad images of a shard that are named; all are counted
 KEY_BYTES = 8

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from data import loader
-from data.attempts import SourceConfig
 from data.crops import CenterCrop
 from data.loader import training_batches
 from data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
+from data.shards.attempts import SourceConfig
 from data.stream import Order
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 
 
 def test_patterns(write_shards, tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_shards_that_change_while_they_are_read(write_shards):
 
 
 def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.reader.KEPT_FILES", 6)
+    monkeypatch.setattr("data.shards.reader.KEPT_FILES", 6)
     shards = open_shards(write_shards([1] * 20))
     readers = [Reader(shards, 2) for _ in range(2)]
     for shard in range(20):

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from data.tars import IMAGES, LARGEST_MEMBER
+from data.shards.tars import IMAGES, LARGEST_MEMBER
 
 Links = Literal["inside", "all"]
 

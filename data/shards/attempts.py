@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from pydantic import Field
 
 from data.settings import Section
-from data.tars import ShardError
+from data.shards.tars import ShardError
 
 BACKOFF = 0.5  # seconds before the second attempt; twice that before the third
 LONGEST_PAUSE = 30.0  # seconds

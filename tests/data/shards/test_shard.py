@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import remote, sources
-from data.attempts import SourceConfig
-from data.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from data.shards import Reader, ShardError, open_shards
-from data.sources import Shard
-from data.tars import walk
+from data.shards import Reader, ShardError, open_shards, remote
+from data.shards import shard as sources
+from data.shards.attempts import SourceConfig
+from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from data.shards.shard import Shard
+from data.shards.tars import walk
 
 
 def keys(index):

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import attempts, reader, remote
-from data.attempts import SourceConfig
 from data.crops import CenterCrop
-from data.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
 from data.loader import evaluation_batches, training_batches
-from data.shards import Reader, ShardError, expand, open_shards
-from data.tars import walk
-from tests.data.servers import Server
+from data.shards import Reader, ShardError, attempts, expand, open_shards, reader, remote
+from data.shards.attempts import SourceConfig
+from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from data.shards.tars import walk
+from tests.data.shards.servers import Server
 
 fork = multiprocessing.get_context("fork")
 
@@ -340,7 +339,7 @@ def test_a_run_from_a_web_server(write_shards, server, tmp_path):
         *("--dino.global_size", "32", "--dino.local_size", "16", "--dino.prototypes", "64", "--source.retries", "1"),
         *("--output", str(output), "--workers", "2"),
     ]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (output / "encoder.safetensors").exists()
     assert "source:\n  unreadable: stop\n  retries: 1" in (output / "config.yaml").read_text()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from data import tars
-from data.sources import Shard
-from data.tars import ShardError, cache_folder
+from data.shards import tars
+from data.shards.shard import Shard
+from data.shards.tars import ShardError, cache_folder
 
 
 def member(name, kind, target=""):

@@ -9,9 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from data import attempts, remote
-from data.attempts import SourceConfig
-from data.shards import Reader, ShardError, expand, open_shards
+from data.shards import Reader, ShardError, attempts, expand, open_shards, remote
+from data.shards.attempts import SourceConfig
 
 fork = multiprocessing.get_context("fork")
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.index import FolderIndex, ShardEntry, read_folder, read_table, write_folder, write_table
-from data.tars import Index, ShardError, walk
+from data.shards.index import FolderIndex, ShardEntry, read_folder, read_table, write_folder, write_table
+from data.shards.tars import Index, ShardError, walk
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_nothing_is_unpickled(table, tmp_path):
 
 
 def test_a_table_that_unpacks_to_too_much(table, monkeypatch):
-    monkeypatch.setattr("data.index.LARGEST_TABLE", 10_000)
+    monkeypatch.setattr("data.shards.index.LARGEST_TABLE", 10_000)
     assert equal(read_table(archive(table[1]._asdict()), "x"), table[1])
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
