@@ -166,7 +166,7 @@ def images(folder: Path) -> Callable[..., None]:
         path.write_bytes(tar(files))
         keys = [f"images.tar/sample{number}" for number in range(len(samples))]
         delivered, skipped = [], []
-        loader = evaluation_batches(str(path), CenterCrop(8), batch_size=4, labels=False)
+        loader = evaluation_batches(str(path), CenterCrop(8), batch_size=4, labels=False, max_pixels=MOST_PIXELS)
         assert loader.total == len(samples)
         for batch in loader:
             delivered += batch.keys

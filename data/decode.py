@@ -142,7 +142,9 @@ def as_tensor(encoded: bytes) -> Tensor:
 
 
 def _check(size: tuple[int, int], max_pixels: int) -> None:
-    """Refuse a size (width, height) above the limit."""
+    """Refuse a size (width, height) above the limit, or without a pixel."""
+    if min(size) < 1:
+        raise ImageError(f"its header says {size[0]} x {size[1]} pixels")
     if size[0] * size[1] > max_pixels:
         raise ImageError(f"{size[0]} x {size[1]} pixels are more than the limit of {max_pixels}")
 

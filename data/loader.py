@@ -7,59 +7,28 @@ place in the run alone, whatever the number of processes, of worker processes, o
 import functools
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.assemble import MOST_NAMED, Evaluation, Training
+from data.assemble import LoaderConfig as LoaderConfig
 from data.batch import Batch
 from data.buffers import Parcel, Pool
-from data.collate import WHOLE, ImageWriter, Transform, Writer, crop_bytes, needs_workers, writer
-from data.decode import MAX_PIXELS, ImageError, Picture
-from data.settings import Section
-from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
-from data.shards.reader import Reader, UnreadableError, warn_of_small_cache
-from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, sample_rng, step_positions
+from data.collate import Transform
+from data.decode import MAX_PIXELS
+from data.shards import DEFAULT, ShardError, Shards, SourceConfig, WeightedShards, open_shards, open_sources
+from data.shards.reader import Reader, warn_of_small_cache
+from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, step_positions
 from data.workers import start_worker
 
-MOST_SKIPPED = 100  # corrupt images in a row
-MOST_NAMED = 10  # corrupt images that get a line of their own in the log
 AHEAD = 2  # batches that a worker has made before one is asked for
 
 log = logging.getLogger(__name__)
-
-
-class LoaderConfig(Section):
-    """Who decodes images and cuts the crops."""
-
-    crops: Literal["auto", "workers", "device"] = "auto"
-    """who cuts the crops; auto: the device where it is a GPU and crops are of one size, else the loader's workers"""
-    decode: Literal["cpu", "device"] = "cpu"
-    """who decodes JPEGs; device: a GPU, which then cuts the crops too"""
-    max_pixels: int = Field(default=MAX_PIXELS, ge=1)
-    """larger images count as corrupt"""
-
-    def resolved(self, transform: Transform) -> "LoaderConfig":
-        """With `auto` replaced by what it means here.
-
-        Raises:
-            ValueError: settings that cannot be on this machine or for this transform.
-        """
-        cuda = torch.cuda.is_available()
-        apart = (cuda or self.crops == "device") and needs_workers(transform)
-        if self.decode == "device" and not cuda:
-            raise ValueError("decode device needs CUDA, which is not here: leave decode at cpu")
-        if self.decode == "device" and self.crops == "workers":
-            raise ValueError("decode device leaves no pixels to the workers: set crops to device too")
-        if apart and "device" in (self.crops, self.decode):
-            raise ValueError("crops of many sizes are cut by the workers: leave crops at auto and decode at cpu")
-        crops = ("device" if cuda and not apart else "workers") if self.crops == "auto" else self.crops
-        return self.model_copy(update={"crops": crops})
 
 
 def training_batches(
@@ -129,7 +98,7 @@ def training_batches(
     )
     passes = range(first_step * accumulation, steps * accumulation)
     config, images = config.resolved(transform), batch_size // world_size // accumulation
-    training = _Training(transform, config, images, sources, mixture, seed, accumulation, positions)
+    training = Training(transform, config, images, sources, mixture, seed, accumulation, positions)
     return Batches(_Stream(passes, training), sum(source.images for source in sources), workers)
 
 
@@ -175,7 +144,7 @@ def evaluation_batches(
             Reader(opened).label(int(shard), int(unlabelled[0]))
     part = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
     batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
-    evaluation = _Evaluation(transform, min(batch_size, opened.images), opened, labels, max_pixels)
+    evaluation = Evaluation(transform, min(batch_size, opened.images), opened, labels, max_pixels)
     return Batches(_Stream(batches, evaluation), opened.images, workers)
 
 
@@ -251,7 +220,7 @@ class _Failure:
 class _Stream(IterableDataset):
     """One batch for each entry of `work`, in their order; workers take turns, and leave pixels in the `pool`."""
 
-    def __init__(self, work: Sequence[Any], make: "_Training | _Evaluation", pool: Pool | None = None):
+    def __init__(self, work: Sequence[Any], make: Training | Evaluation, pool: Pool | None = None):
         self.work, self.make, self._pool = work, make, pool
 
     def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
@@ -263,114 +232,6 @@ class _Stream(IterableDataset):
                 yield Parcel.packed(batch, slot) if slot else batch
         except ShardError as error:
             yield _Failure(str(error))
-
-
-@dataclass
-class _Training:
-    """Makes the batch of one forward pass, given its number in the run and memory for it."""
-
-    transform: Transform
-    config: LoaderConfig
-    images: int
-    sources: list[ShardList]
-    mixture: Mixture
-    seed: int
-    accumulation: int
-    positions: Callable[..., np.ndarray]
-    """of a step and of `micro`, one of its passes"""
-
-    @property
-    def size(self) -> int:
-        """Bytes that are enough for nearly every batch."""
-        return WHOLE * self.images if self.config.crops == "device" else crop_bytes(self.transform, self.images)
-
-    @functools.cached_property
-    def _readers(self) -> list[Reader]:
-        """In the process that reads."""
-        orders = self.mixture.orders
-        return [Reader(opened, len(orders), order.block) for opened, order in zip(self.sources, orders, strict=True)]
-
-    def __call__(self, number: int, memory: Tensor | None = None) -> Batch:
-        step, micro = divmod(number, self.accumulation)
-        positions = self.positions(step, micro=micro)  # (B,)
-        batch, keys, skipped = self._writer(memory), [], []
-        sources, shards, samples = self.mixture(positions)
-        for source, reader in enumerate(self._readers):
-            reader.prepare(shards[sources == source], samples[sources == source])
-        for position, source, shard, sample in zip(positions, sources, shards, samples, strict=True):
-            key, corrupt = self._put(batch, int(position), int(source), int(shard), int(sample))
-            keys.append(key)
-            skipped += corrupt
-        return batch.batch(keys, skipped=skipped)
-
-    def _writer(self, memory: Tensor | None) -> Writer:
-        if self.config.crops == "device":
-            return ImageWriter(self.transform.crops, memory, encoded=self.config.decode == "device")
-        return writer(self.transform, self.images, memory)
-
-    def _put(self, batch: Writer, position: int, source: int, shard: int, sample: int) -> tuple[str, list[str]]:
-        """The sample at a position, or the next good one of its lane: its key, and those before it that are not."""
-        reader, skipped, corrupt, key = self._readers[source], [], 0, ""
-        while corrupt < MOST_SKIPPED:
-            try:
-                key = reader.name(shard, sample)
-                picture = Picture(reader.image(shard, sample), max_pixels=self.config.max_pixels)
-                batch.put(picture, self.transform.draw(picture.size, sample_rng(self.seed, position)))
-                return key, skipped
-            except ImageError as error:
-                skipped.append(f"{key}: {error}")
-                corrupt += 1
-            except UnreadableError as error:
-                skipped.append(f"sample {sample} of {error}")
-            _, shards, samples = self.mixture(np.array([position]), later=len(skipped))
-            shard, sample = int(shards[0]), int(samples[0])
-        first = "\n  ".join(skipped[-corrupt:][:MOST_NAMED])
-        raise ShardError(f"{MOST_SKIPPED} corrupt images in a row; make these shards again. The first:\n  {first}")
-
-
-@dataclass
-class _Evaluation:
-    """Makes a batch of neighbouring samples, given their places in the whole list."""
-
-    transform: Transform
-    images: int
-    shards: ShardList
-    labels: bool
-    max_pixels: int
-
-    @property
-    def size(self) -> int:
-        """Bytes that are enough for every batch."""
-        return crop_bytes(self.transform, self.images)
-
-    @functools.cached_property
-    def _reader(self) -> Reader:
-        return Reader(self.shards)  # in the process that reads
-
-    def __call__(self, places: range, memory: Tensor | None = None) -> Batch:
-        ends = np.cumsum(self.shards.counts)
-        shards = np.searchsorted(ends, places, side="right")  # (B,)
-        samples = places - (ends - self.shards.counts)[shards]  # (B,)
-        self._reader.prepare(shards, samples)
-        batch, keys, skipped, labels = writer(self.transform, len(places), memory), [], [], []
-        key = ""
-        for place, shard, sample in zip(places, map(int, shards), map(int, samples), strict=True):
-            try:
-                key = self._reader.name(shard, sample)
-                label = self._reader.label(shard, sample) if self.labels else 0
-                picture = Picture(self._reader.image(shard, sample), max_pixels=self.max_pixels)
-                batch.put(picture, self.transform.draw(picture.size, sample_rng(0, place)))
-            except ImageError as error:
-                skipped.append(f"{key}: {error}")
-                continue
-            except UnreadableError as error:
-                skipped.append(f"sample {sample} of {error}")
-                continue
-            keys.append(key)
-            labels.append(label)
-        if not keys:  # a batch that only says what was skipped
-            return Batch([], self.transform.crops, skipped=skipped)
-        return batch.batch(keys, labels if self.labels else None, skipped)
 
 
 def _same(batch: Any) -> Any:

@@ -1,5 +1,6 @@
 """A loader's worker processes: how many, and how they meet the signals that reach all processes of a job."""
 
+import gc
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ def start_worker(_number: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # else each collection would go through, and copy, all that the training process has imported
 
 
 def _end_with_parent() -> None:

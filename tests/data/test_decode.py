@@ -282,3 +282,11 @@ def test_imagenet_jpegs_have_pillows_pixels():
         files = [file.read() for file in opened if file]
     assert len(files) > 100
     assert all(equal(encoded) for encoded in files[::3])
+
+
+def test_a_header_of_no_pixels_is_refused():
+    encoded = bytearray(saved(COLORS.convert("RGB"), "JPEG"))
+    frame = encoded.index(b"\xff\xc0")
+    encoded[frame + 5 : frame + 7] = b"\0\0"  # its height, which may come later in a JPEG; libjpeg does not read those
+    with pytest.raises(ImageError, match="35 x 0 pixels"):
+        data.decode.Picture(bytes(encoded))
