@@ -23,7 +23,7 @@ from data.making.parallel import Advance, WorkerError, spread
 from data.settings import Settings, SettingsError, flags, validate
 from data.shards import LARGEST_FOLDER_INDEX, expand, remote
 from data.shards.attempts import DEFAULT, SourceConfig
-from data.shards.index import FOLDER_INDEX, REMEDY, FolderIndex, ShardEntry, read_folder, write_folder
+from data.shards.index import FOLDER_INDEX, REMAKE, REMEDY, FolderIndex, ShardEntry, read_folder, write_folder
 from data.shards.tars import ShardError
 
 PROGRAM = "python -m data.check_shards"
@@ -149,7 +149,10 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
         for name, value in entry.model_dump().items():
             said = getattr(known, name)
             if None not in (said, value) and said != value:
-                refused.append(f"{folder}/{FOLDER_INDEX}: {name} of {entry.url} is {value}, not {said}; {REMEDY}")
+                refused.append(
+                    f"{folder}/{FOLDER_INDEX}: {name} of {entry.url} is {value}, not {said}: copy "
+                    f"or make the shard again; if the index is wrong, {REMAKE}"
+                )
     local = not remote.is_remote(folder)
     for missing in sorted(url for url in there if local and not os.path.exists(f"{folder}/{url}")):
         refused.append(f"{folder}/{FOLDER_INDEX}: names {missing}, which is not there; {REMEDY}")

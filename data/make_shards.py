@@ -57,7 +57,7 @@ class MakeShards(Settings):
     images: CliPositionalArg[Path]
     """folder of images, or of class folders; or a list (.txt), or a manifest (.csv, .parquet)"""
     shards: CliPositionalArg[Path]
-    """folder for the shards, empty or of this command"""
+    """folder for the shards, without shards of other images or settings"""
     name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """shards are NAME-000000.tar and so on"""
     shard_size_mb: float = Field(default=256, gt=0)

@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         return watchdog.EXIT_CODE
     except KeyboardInterrupt:
         print(
-            "\nrun.py: interrupted; --resume with this run's --output continues from its last checkpoint",
+            "\nrun.py: interrupted; --resume with its --output continues from the last checkpoint, if there is one "
+            "(SIGTERM lets a run save before it ends)",
             file=sys.stderr,
         )
         return 130

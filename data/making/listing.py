@@ -261,7 +261,7 @@ def list_file(
     _refuse_twice(listing, path)
     if labels == "none" or not rows.texts:
         listing.labels = np.full(len(listing), NO_LABEL)
-        listing.note = "none" if labels == "none" else f"none in {path.name}"
+        listing.note = "none" if labels == "none" else f"none in {path.name}{_named(path, label_column)}"
         return listing
     numbers = {text: _class_number(text) for text in rows.texts}
     if all(number is not None for number in numbers.values()):
@@ -274,6 +274,11 @@ def list_file(
         _number(listing, rows, sorted(rows.texts))
         listing.note = f"names in {path.name}"
     return listing
+
+
+def _named(path: Path, label_column: str | None) -> str:
+    """How labels of a manifest are named, where a column is not called so."""
+    return "" if label_column or path.suffix == ".txt" else "; --label_column COLUMN takes them from another column"
 
 
 def _refuse_twice(listing: Listing, path: Path) -> None:

@@ -22,7 +22,7 @@ from data.shards import remote
 from data.shards.attempts import DEFAULT
 from data.shards.attempts import SourceConfig as SourceConfig
 from data.shards.cache import CacheError
-from data.shards.index import FOLDER_INDEX, read_folder
+from data.shards.index import FOLDER_INDEX, REMAKE, read_folder
 from data.shards.reader import Reader as Reader
 from data.shards.shard import Shard, ShardList, say_once
 from data.shards.tars import ShardError
@@ -272,10 +272,13 @@ def _open(path: str, indices: _Indices) -> _Opened:
     listed = indices.entries.get(path)
     if listed is not None and listed.size == shard.size and listed.written >= shard.modified:
         return _Opened(dataclasses.replace(shard, sha256=listed.sha256), listed.samples, listed.labelled, shard.size)
-    if listed is not None:
-        say_once(
-            f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used where it is older than a shard, or gives another size"
+    if listed is not None and listed.size != shard.size:
+        raise ShardError(
+            f"{path}: has {shard.size} bytes, and {listed.size} by {FOLDER_INDEX}: was it cut short? Copy or make it "
+            f"again; if the index is wrong, {REMAKE}"
         )
+    if listed is not None:
+        say_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used where it is older than a shard")
     samples, labelled, size = map(int, shard.summary())
     return _Opened(shard, samples, labelled, shard.size or size)
 

@@ -53,8 +53,13 @@ class Shard:
         """
         if path.startswith(remote.PIPE):
             return cls(path, 0, "", source=source)
-        if not remote.without_query(path).endswith((".tar", ".tar.gz")) or os.path.isdir(path):
-            raise ShardError(f"{path}: not named .tar or .tar.gz; those of a folder are FOLDER/*.tar")
+        if os.path.isdir(path):
+            raise ShardError(
+                f"{path}: is a folder; shards in it are '{path}/*.tar', and `python -m data.make_shards {path} SHARDS` "
+                "makes shards of images"
+            )
+        if not remote.without_query(path).endswith((".tar", ".tar.gz")):
+            raise ShardError(f"{path}: not named .tar or .tar.gz")
         if remote.is_remote(path):
             return cls(path, *remote.describe(path, source), source=source)
         try:

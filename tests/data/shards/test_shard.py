@@ -129,6 +129,22 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
         Reader(lying).image(0, 0)
 
 
+def test_a_shard_that_was_cut_short_is_not_what_the_index_lists(write_shards, tmp_path):
+    paths = write_shards([3, 5])
+    sizes = [os.path.getsize(path) for path in paths]
+    listed = [
+        ShardEntry(url=os.path.basename(path), nsamples=n, filesize=size)
+        for path, n, size in zip(paths, [3, 5], sizes, strict=True)
+    ]
+    write_folder(tmp_path, FolderIndex(shardlist=listed))
+    os.truncate(paths[1], 3 * 1024)  # three whole samples: only a missing end mark would tell
+    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, and {sizes[1]} by index.json"):
+        open_shards(tmp_path / FOLDER_INDEX)
+    left = open_shards(paths, source=SourceConfig(unreadable="skip"))
+    assert [shard.path for shard in left.shards] == paths[:1]
+    assert left.unreadable == paths[1:]
+
+
 def test_an_index_of_something_else(write_shards, tmp_path, caplog):
     paths = write_shards([3])
     (tmp_path / FOLDER_INDEX).write_text("<html>")

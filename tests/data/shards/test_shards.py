@@ -58,7 +58,8 @@ def test_all_bad_shards_are_named(write_shards, tmp_path):
     assert message.startswith("28 of 33 shards cannot be used:")
     assert message.endswith("and 8 more")
     assert "gone.tar: No such file" in message
-    assert "folder.tar: not named .tar" in message
+    assert "folder.tar: is a folder" in message
+    assert "data.make_shards" in message
     assert "notes.txt: not named .tar" in message
     assert [path for path in paths if path in message] == paths[:17]
 
