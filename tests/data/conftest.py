@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.made import CLASSES, picture
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
@@ -63,3 +65,25 @@ def write_shards(write_tar, png):
         return paths
 
     return write
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A function: {relative path: bytes} -> a folder with these files."""
+
+    def write(files, name="photos"):
+        for path, content in files.items():
+            target = tmp_path / name / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def animals(photos):
+    """60 images in three class folders, about 1.2 kB each."""
+    return photos(
+        {f"{animal}/{animal}_{n:02d}.jpg": picture(100 * k + n) for k, animal in enumerate(CLASSES) for n in range(20)}
+    )

@@ -1,0 +1,98 @@
+"""Images that are encoded again, and the names of samples."""
+
+import io
+import json
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.shards.index import read_folder
+from tests.data.made import make, picture, samples, shards
+
+
+def decoded(image):
+    return np.asarray(Image.open(io.BytesIO(image)))
+
+
+def test_resize_makes_large_images_smaller_and_leaves_small_ones(photos, tmp_path):
+    smooth = Image.radial_gradient("L").resize((90, 60)).convert("RGB")
+    file = io.BytesIO()
+    smooth.save(file, "PNG")
+    folder = photos({"large.png": file.getvalue(), "tall.jpg": picture(1, (20, 80)), "small.jpg": picture(2, (30, 20))})
+    make(folder, tmp_path / "out", "--resize=20")
+    found = {key: image for key, image, _ in samples(tmp_path / "out")}
+    assert found["small"] == (folder / "small.jpg").read_bytes()
+    assert found["tall"] == (folder / "tall.jpg").read_bytes()
+    expected = np.asarray(smooth.resize((30, 20), Image.Resampling.BICUBIC))
+    assert np.array_equal(decoded(found["large"]), expected)
+    record = json.loads(next((tmp_path / "out" / ".make_shards").glob("shard-*.json")).read_text())
+    assert record["sides"] == {"32": 2, "128": 1}
+
+
+@pytest.mark.parametrize("format", ["jpeg", "png", "webp"])
+def test_formats(photos, tmp_path, format):
+    files = {}
+    for kind in ("jpeg", "png", "webp"):
+        file = io.BytesIO()
+        Image.radial_gradient("L").resize((48, 32)).convert("RGB").save(file, kind)
+        files[f"{kind}.{kind}"] = file.getvalue()
+    folder = photos(files)
+    make(folder, tmp_path / "out", f"--format={format}", *([] if format == "png" else ["--quality=100"]))
+    for key, image, _ in samples(tmp_path / "out"):
+        assert Image.open(io.BytesIO(image)).format == format.upper()
+        source = (folder / f"{key}.{key}").read_bytes()
+        if key == format:
+            assert image == source
+        else:
+            difference = np.abs(decoded(image).astype(int) - decoded(source))
+            assert difference.mean() < (0.01 if format == "png" else 2)
+
+
+def test_encoded_images_stand_upright_on_white(photos, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = picture(0, (24, 16), "PNG", exif=exif)
+    clear = io.BytesIO()
+    Image.new("RGBA", (16, 16), (9, 9, 9, 0)).save(clear, "PNG")
+    folder = photos({"turned.png": turned, "clear.png": clear.getvalue()})
+    make(folder, tmp_path / "out", "--format=webp", "--quality=95")
+    found = {key: decoded(image) for key, image, _ in samples(tmp_path / "out")}
+    assert found["turned"].shape == (24, 16, 3)
+    assert (found["clear"] > 250).all()
+
+
+def test_quality_and_the_size_of_shards_of_encoded_images(photos, tmp_path):
+    folder = photos({f"{n}.png": picture(n, (128, 128), "PNG") for n in range(40)})  # about 49 kB
+    sizes = {}
+    for quality in (30, 95):
+        out = tmp_path / str(quality)
+        make(folder, out, "--format=jpeg", f"--quality={quality}", "--shard_size_mb=0.1")
+        sizes[quality] = [path.stat().st_size for path in shards(out)]
+        assert max(sizes[quality]) < 130_000
+        assert min(sizes[quality]) > 50_000
+        index = read_folder((out / "index.json").read_bytes(), "")
+        assert index.image_sizes == {"128": 40}
+    assert len(sizes[30]) < len(sizes[95])
+
+
+def test_keys_are_unique_and_without_dots(photos, tmp_path):
+    names = ["a.jpg", "a.png", "a.b.jpg", "a_b.jpg", "x.y/c.jpg", "é ü.jpg", "back\\slash.jpg", f"{'k' * 200}.jpg"]
+    folder = photos({name: picture(n) for n, name in enumerate(names)})
+    (folder / os.fsdecode(b"\xff.jpg")).write_bytes(picture(50))
+    make(folder, tmp_path / "out", "--labels=none")
+    keys = [key for key, *_ in samples(tmp_path / "out")]
+    assert len(set(keys)) == len(names) + 1
+    assert not any("." in key or "\\" in key for key in keys)
+    assert {"x_y/c", "é ü", "back_slash", "k" * 200, "_"} <= set(keys)
+    assert sum(key.startswith("a-") for key in keys) == 2
+    assert sum(key.startswith("a_b-") for key in keys) == 2
+
+
+def test_an_image_larger_than_a_shard(photos, tmp_path):
+    folder = photos({"a.jpg": picture(0), "b.png": picture(1, (200, 200), "PNG"), "c.jpg": picture(2)})
+    make(folder, tmp_path / "out", "--shard_size_mb=0.02", "--shuffle=false")
+    paths = shards(tmp_path / "out")
+    assert [path.name for path in paths] == [f"shard-{n:06d}.tar" for n in range(len(paths))]
+    assert len(samples(tmp_path / "out")) == 3
