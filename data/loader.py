@@ -21,7 +21,7 @@ from data.batch import Batch
 from data.buffers import Parcel, Pool
 from data.collate import Transform
 from data.decode import MAX_PIXELS
-from data.shards import DEFAULT, ShardError, Shards, SourceConfig, WeightedShards, open_shards, open_sources
+from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from data.shards.reader import Reader, warn_of_small_cache
 from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, step_positions
 from data.workers import start_worker
@@ -139,13 +139,21 @@ def evaluation_batches(
         raise ValueError(f"a batch has at least one image, not {batch_size}")
     opened = open_shards(shards, progress=rank == 0, source=source)
     if labels:
-        for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
-            unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
-            Reader(opened).label(int(shard), int(unlabelled[0]))
+        require_labels(opened)
     part = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
     batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
     evaluation = Evaluation(transform, min(batch_size, opened.images), opened, labels, max_pixels)
     return Batches(_Stream(batches, evaluation), opened.images, workers)
+
+
+def require_labels(opened: ShardList) -> None:
+    """
+    Raises:
+        ShardError: names a sample without a label, as far as headers or index.json tell.
+    """
+    for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
+        unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
+        Reader(opened).label(int(shard), int(unlabelled[0]))
 
 
 class Batches:

@@ -18,9 +18,9 @@ from torch import Tensor
 import encoders
 from data.augment import finish
 from data.crops import CenterCrop
-from data.loader import Transform, evaluation_batches
+from data.loader import Transform, evaluation_batches, require_labels
 from data.settings import Settings
-from data.shards import DEFAULT, ShardError, Shards, SourceConfig, expand
+from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, expand, open_shards
 from data.workers import free_cores
 from encoders.base import Encoder, Features
 from encoders.images import Images
@@ -216,6 +216,17 @@ def _take(encoder: Encoder, images: Tensor, take: Callable[[Encoder, Tensor], Te
         except (ValueError, NotImplementedError) as error:
             size = " x ".join(str(side) for side in images.shape[2:])
             raise EvaluationError(f"{type(encoder).__name__} on images of {size} pixels: {error}") from error
+
+
+def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:
+    """Shards all of whose samples have labels, which is found out before the first image is encoded.
+
+    Raises:
+        ShardError: names a shard that cannot be used, or a sample without a label.
+    """
+    opened = open_shards(shards, source=source, progress=accelerator.is_main_process)
+    require_labels(opened)
+    return opened
 
 
 def check_disjoint(train: Shards, val: Shards) -> None:

@@ -33,6 +33,7 @@ from evaluation.features import (
     extract,
     input_size,
     load_encoder,
+    open_labelled,
     resize_size,
 )
 from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
@@ -214,11 +215,13 @@ def run(settings: KNNSettings) -> None:
     """The command."""
     accelerate = accelerator()
     check_disjoint(settings.train, settings.val)
+    bank_shards = open_labelled(settings.train, settings.source, accelerate)
+    val_shards = open_labelled(settings.val, settings.source, accelerate)
     encoder, file = load_encoder(settings.checkpoint, settings.image_size)
     encoder.to(accelerate.device)
     options = settings.extraction_options()
-    train, train_labels = extract(encoder, settings.train, accelerator=accelerate, **options)
-    val, val_labels = extract(encoder, settings.val, accelerator=accelerate, **options)
+    train, train_labels = extract(encoder, bank_shards, accelerator=accelerate, **options)
+    val, val_labels = extract(encoder, val_shards, accelerator=accelerate, **options)
     if settings.checkpoint == PIXELS:
         train, val = centre(train, val, accelerate)
     bank, scored = (torch.cat(all_gather(labels, accelerate)) for labels in (train_labels, val_labels))

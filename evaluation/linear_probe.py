@@ -42,6 +42,7 @@ from evaluation.features import (
     extract,
     input_size,
     load_encoder,
+    open_labelled,
     resize_size,
 )
 from evaluation.heads import Heads, Part, normaliser, score, train_heads
@@ -221,14 +222,16 @@ def run(settings: ProbeSettings) -> None:
     """The command."""
     accelerate = accelerator()
     check_disjoint(settings.train, settings.val)
+    train_shards = open_labelled(settings.train, settings.source, accelerate)
+    val_shards = open_labelled(settings.val, settings.source, accelerate)
     encoder, file = load_encoder(settings.checkpoint, settings.image_size)
     encoder.to(accelerate.device)
     size = input_size(encoder, settings.image_size)
     options: dict[str, Any] = settings.extraction_options()
     options |= {"image_size": size, "take": Take(max(settings.blocks), settings.average_pool != "no")}
     keys: list[str] = []
-    train, train_labels = extract(encoder, settings.train, accelerator=accelerate, keys=keys, **options)
-    val, val_labels = extract(encoder, settings.val, accelerator=accelerate, **options)
+    train, train_labels = extract(encoder, train_shards, accelerator=accelerate, keys=keys, **options)
+    val, val_labels = extract(encoder, val_shards, accelerator=accelerate, **options)
     check_labels(*(torch.cat(all_gather(labels, accelerate)) for labels in (train_labels, val_labels)))
     broken = (~train.isfinite()).any() | (~val.isfinite()).any()
     if all_sum(broken.to(torch.int64), accelerate):
@@ -238,7 +241,7 @@ def run(settings: ProbeSettings) -> None:
     def part_of(epoch: int) -> Part:
         crop = EpochCrop(size, settings.seed, epoch)
         features, labels = extract(
-            encoder, settings.train, accelerator=accelerate, transform=crop, progress=False, **options
+            encoder, train_shards, accelerator=accelerate, transform=crop, progress=False, **options
         )
         return Part(normalise(features), labels)
 

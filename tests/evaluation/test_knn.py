@@ -145,7 +145,7 @@ def test_two_processes_give_the_same(result, shards, tmp_path):
     assert {key: found[key] for key in same} == {key: expected[key] for key in same}
 
 
-def test_mistakes_end_with_a_message(shards, tmp_path, capsys):
+def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
     def fails(**changed):
         given = {"checkpoint": "pixels", "image_size": 16, "train": str(shards / "train-0.tar")}
         given |= {"val": str(shards / "val-0.tar"), "workers": 0, "k": [3], "output": str(tmp_path / "x.json")}
@@ -154,7 +154,9 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys):
         assert stopped.value.code == 2
         return capsys.readouterr().err
 
-    assert "label" in fails(val=str(shards / "bare-0.tar"))
+    with monkeypatch.context() as patch:
+        patch.setattr("evaluation.knn.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at"))
+        assert "label" in fails(val=str(shards / "bare-0.tar"))
     assert "step-9" in fails(checkpoint=str(tmp_path / "step-9"))
     assert "--image_size" in fails(image_size=None)
     assert "every k" in fails(k=[200])
