@@ -1,9 +1,13 @@
 """What processes must agree on before a run."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from data.shards import ShardError, ShardList
+from data.demo import demo_shards
+from data.shards import ShardError, ShardList, expand
 from data.shards.shard import Shard
 from pretrain import job
 
@@ -25,6 +29,40 @@ def test_processes_that_see_other_shards(monkeypatch):
         ShardError, match=r"process 1 sees 3 images and process 0 sees 6.*one of the two: http://h/b.tar;"
     ):
         job.agree([both], [1024])
+
+
+# Each process has a disk of its own.
+SCRIPT = """
+import os, sys
+from pretrain import run
+sys.argv = [word.replace("DISK", "disk" + os.environ["RANK"]) for word in sys.argv]
+sys.exit(run.main())
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_whose_disks_differ_stop(launch, tmp_path: Path) -> None:
+    for rank, count in ((0, 4), (1, 3)):
+        (tmp_path / f"disk{rank}").mkdir()
+        for shard in expand(demo_shards()[0])[:count]:
+            shutil.copy2(shard, tmp_path / f"disk{rank}")
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    words = [
+        "--data",
+        f"{tmp_path}/DISK/*.tar",
+        "--batch_size",
+        "16",
+        "--steps",
+        "2",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    run = launch(words, processes=2, script=script)
+    log = run.wait(120)
+    assert run.process.returncode != 0
+    assert "process 1 sees 1078 images and process 0 sees 1437: all must see the same shards" in log
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_fingerprint_is_of_the_order():
