@@ -34,10 +34,10 @@ from rich.filesize import decimal
 from data.making.listing import REASONS, Links, Listing, ListingError, list_file, list_folder, renumber
 from data.making.pack import DIGEST, Format, Recipe, WriteError, shared_keys, write_shard
 from data.making.parallel import Advance, WorkerError, spread
-from data.making.shard_folder import PART, Folder, FolderError, write_whole
+from data.making.shard_folder import PART, Folder, FolderError
 from data.making.split import encoded_ratio, find_duplicates, same, shuffled, split
 from data.settings import Settings, SettingsError, flags, validate
-from data.shards.index import FolderIndex, ShardEntry, write_folder
+from data.shards.index import FolderIndex, ShardEntry, write_folder, write_whole
 from data.shards.tars import IMAGES
 
 PROGRAM = "python -m data.make_shards"

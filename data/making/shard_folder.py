@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from data.shards.index import write_whole
 
 PART = ".part"
 WORK = ".make_shards"
@@ -46,15 +47,6 @@ class Record:
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(vars(self)).encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file; a reader meets the old one or the new one."""
-    part = path.with_name(f".{path.name}{PART}")
-    with part.open("wb") as file:
-        file.write(content)
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 class Folder:

@@ -80,14 +80,14 @@ def read_folder(content: bytes, path: str) -> FolderIndex:
 
 def write_folder(folder: str | Path, index: FolderIndex) -> None:
     """Writes `index.json`; a reader meets the old one or the new one."""
-    _replace(Path(folder) / FOLDER_INDEX, index.model_dump_json(by_alias=True, exclude_none=True, indent=1).encode())
+    write_whole(Path(folder) / FOLDER_INDEX, index.model_dump_json(by_alias=True, exclude_none=True, indent=1).encode())
 
 
 def write_table(shard: str | Path, table: Index) -> None:
     """Writes where the samples of a shard lie, beside it."""
     content = io.BytesIO()
     np.savez(content, **table._asdict())
-    _replace(Path(f"{shard}{TABLE}"), content.getvalue())
+    write_whole(Path(f"{shard}{TABLE}"), content.getvalue())
 
 
 def read_table(content: bytes, path: str) -> Index:
@@ -132,7 +132,8 @@ def _check(table: Index) -> None:
         raise ValueError("its names overlap")
 
 
-def _replace(target: Path, content: bytes) -> None:
+def write_whole(target: Path, content: bytes) -> None:
+    """Writes a file; a reader meets the old one or the new one, and a kill leaves `.NAME.*.part` at most."""
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         with part.open("wb") as file:
