@@ -35,10 +35,10 @@ from data.collate import ImageWriter, collate
 from data.decode import Picture
 from data.loader import training_batches
 from data.resample import cut_views
-from data.settings import Settings, parse
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
-from pretrain.optim import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+from pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+from runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]

@@ -28,10 +28,10 @@ from loader import device, processor
 from pydantic import Field
 
 from data.augment import finish
-from data.settings import Settings, parse
-from evaluation.processes import accelerator as make_accelerator
 from pretrain import engines
-from pretrain.optim import apply_schedules, clip_gradients
+from pretrain.optim.adamw import apply_schedules, clip_gradients
+from runtime.processes import accelerator as make_accelerator
+from runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")

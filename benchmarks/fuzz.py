@@ -31,10 +31,10 @@ from rich.progress import track
 from data.crops import CenterCrop
 from data.decode import ImageError, decode
 from data.loader import evaluation_batches
-from data.settings import Settings, parse
 from data.shards import Reader, ShardError, open_shards
 from data.shards.index import FolderIndex, ShardEntry, read_folder, read_table
-from data.shards.tars import walk
+from data.shards.tar import walk
+from runtime.settings import Settings, parse
 
 MOST_PIXELS = 2**20
 CHUNK = 1000  # cases between two steps of the progress bar

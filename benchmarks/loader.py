@@ -38,9 +38,9 @@ from data.decode import Picture, decode
 from data.loader import LoaderConfig, training_batches
 from data.masking import MaskedCrop
 from data.resample import cut_views
-from data.settings import Settings, parse
 from data.shards import ShardError, expand, open_shards
 from data.shards.reader import Reader
+from runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 BATCH = 32

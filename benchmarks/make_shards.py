@@ -25,7 +25,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from data.settings import Settings, parse
+from runtime.settings import Settings, parse
 
 HEADINGS = ("files", "kind", "to the first shard", "whole", "files a second", "memory", "imports")
 FOLDERS = 1000

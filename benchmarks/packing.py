@@ -16,9 +16,9 @@ from torch import Tensor
 
 from data.crops import NativeCrop, RandomCropConfig
 from data.loader import training_batches
-from data.settings import Settings, parse
 from data.shards import ShardError
 from encoders.images import PackedImages, best_fit, first_fit
+from runtime.settings import Settings, parse
 
 PATCH, SIZE = 16, 224
 LARGEST = (SIZE // PATCH) ** 2

@@ -27,11 +27,11 @@ from torch import Tensor
 
 import encoders
 from data.masking import random_mask
-from data.settings import Settings, parse
 from encoders.base import Encoder
 from encoders.images import Mask
 from pretrain.methods import METHODS
-from pretrain.optim import parameter_groups
+from pretrain.optim.adamw import parameter_groups
+from runtime.settings import Settings, parse
 
 DROPPING = ("vit_base", "navit_base")
 RATIOS = (0.5, 0.75, 0.9)

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from data.settings import Settings, parse
-from data.stream import Order
+from data.sampler import Order
+from runtime.settings import Settings, parse
 
 BUFFER = 5_000
 COLUMNS = ("median distance", "nearest 1 %", "same batch", "shards in a batch", "open places", "s")

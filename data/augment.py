@@ -17,8 +17,8 @@ from torch import Tensor
 
 from data.batch import Batch, Photometric
 from data.resample import cut_views, exact
-from data.settings import Section
 from encoders.images import Images, PackedImages
+from runtime.settings import Section
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

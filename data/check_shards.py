@@ -18,13 +18,13 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 from rich.filesize import decimal
 
-from data.making.facts import MOST_NAMED, Facts, Look, check_shard, class_names
-from data.making.parallel import Advance, WorkerError, spread
-from data.settings import Settings, SettingsError, flags, validate
 from data.shards import LARGEST_FOLDER_INDEX, expand, remote
-from data.shards.attempts import DEFAULT, SourceConfig
 from data.shards.index import FOLDER_INDEX, REMAKE, REMEDY, FolderIndex, ShardEntry, read_folder, write_folder
-from data.shards.tars import ShardError
+from data.shards.retry import DEFAULT, SourceConfig
+from data.shards.tar import ShardError
+from data.tools.facts import MOST_NAMED, Facts, Look, check_shard, class_names
+from data.tools.parallel import Advance, WorkerError, spread
+from runtime.settings import Settings, SettingsError, flags, validate
 
 PROGRAM = "python -m data.check_shards"
 MOST_SHOWN = 10

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 
 from data.augment import ColorConfig, Share, ascending, draw
 from data.batch import Cut, Drawn, Packing
-from data.settings import Section
+from runtime.settings import Section
 
 TRIES = 10
 """boxes tried before the central one is taken"""

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from data.assemble import MOST_NAMED, Evaluation, Training
-from data.assemble import LoaderConfig as LoaderConfig
 from data.batch import Batch
-from data.buffers import Parcel, Pool
 from data.collate import Transform
+from data.dataset import MOST_NAMED, Evaluation, Training
+from data.dataset import LoaderConfig as LoaderConfig
 from data.decode import MAX_PIXELS
+from data.sampler import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, step_positions
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from data.shards.reader import Reader, warn_of_small_cache
-from data.stream import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, step_positions
+from data.shared_memory import Parcel, Pool
 from data.workers import start_worker
 
 AHEAD = 2  # batches that a worker has made before one is asked for

@@ -31,14 +31,14 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 from rich.filesize import decimal
 
-from data.making.listing import REASONS, Links, Listing, ListingError, list_file, list_folder, renumber
-from data.making.pack import DIGEST, Format, Recipe, WriteError, shared_keys, write_shard
-from data.making.parallel import Advance, WorkerError, spread
-from data.making.shard_folder import PART, Folder, FolderError
-from data.making.split import encoded_ratio, find_duplicates, same, shuffled, split
-from data.settings import Settings, SettingsError, flags, validate
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_whole
-from data.shards.tars import IMAGES
+from data.shards.tar import IMAGES
+from data.tools.listing import REASONS, Links, Listing, ListingError, list_file, list_folder, renumber
+from data.tools.pack import DIGEST, Format, Recipe, WriteError, shared_keys, write_shard
+from data.tools.parallel import Advance, WorkerError, spread
+from data.tools.shard_folder import PART, Folder, FolderError
+from data.tools.split import encoded_ratio, find_duplicates, same, shuffled, split
+from runtime.settings import Settings, SettingsError, flags, validate
 
 PROGRAM = "python -m data.make_shards"
 SPARED = 2**28  # bytes of disk to leave free

@@ -1,11 +1,37 @@
 """The interface of all encoders."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from encoders.images import Images, Mask, PackedImages
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixel values from 0 to 1 become the input of an encoder: `(pixels - mean) / std`, channel by channel."""
+
+    mean: tuple[float, ...]
+    """One value per channel."""
+    std: tuple[float, ...]
+    """One positive value per channel."""
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise ValueError(f"mean has {len(self.mean)} values and std has {len(self.std)}: give one per channel")
+        if not all(0 < value < float("inf") for value in self.std):
+            raise ValueError(f"std must be positive, not {list(self.std)}")
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return len(self.mean)
+
+
+IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+"""Channel means and standard deviations of ImageNet, in RGB order."""
 
 
 class Features(NamedTuple):
@@ -35,6 +61,8 @@ class Encoder(nn.Module):
     """the repeated parts, compiled one by one"""
     settings: dict[str, Any]
     """variant and constructor arguments, of an encoder made by `encoders.build`: what builds it again"""
+    preprocessing: Preprocessing = IMAGENET
+    """normalisation of the images that the encoder was trained with"""
     can_drop: bool = False
     """whether hidden tokens can be left out of the computation (`drop=True`)"""
     takes_packed: bool = False

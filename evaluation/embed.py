@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.settings import parse
 from data.shards import open_shards
 from evaluation.features import FeatureSettings, extract, load_encoder
-from evaluation.processes import EvaluationError, accelerator, messages
 from evaluation.results import part_of
+from runtime.processes import EvaluationError, accelerator, messages
+from runtime.settings import parse
 
 
 class EmbedSettings(FeatureSettings):

@@ -19,12 +19,12 @@ import encoders
 from data.augment import finish
 from data.crops import CenterCrop
 from data.loader import Transform, evaluation_batches, require_labels
-from data.settings import Settings
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, expand, open_shards
 from data.workers import free_cores
 from encoders.base import Encoder, Features
 from encoders.images import Images
-from evaluation.processes import EvaluationError, all_gather
+from runtime.processes import EvaluationError, all_gather
+from runtime.settings import Settings
 
 WEIGHTS = "encoder.safetensors"
 PIXELS = "pixels"

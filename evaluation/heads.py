@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from rich.progress import track
 from torch import Tensor
 
-from evaluation.processes import all_sum
 from evaluation.results import places
+from runtime.processes import all_sum
 
 MOMENTUM = 0.9
 EPSILON = 1e-6  # of the batch norm of MAE's probe

@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.settings import parse
 from evaluation.features import (
     PIXELS,
     FeatureSettings,
@@ -36,8 +35,9 @@ from evaluation.features import (
     open_labelled,
     resize_size,
 )
-from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
 from evaluation.results import NEVER, places, report, result_path
+from runtime.processes import EvaluationError, accelerator, all_gather, all_sum, messages
+from runtime.settings import parse
 
 HEADLINE = 20
 LOW = 2**32 - 1

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from data.batch import Drawn
 from data.crops import RandomCrop, RandomCropConfig
-from data.settings import parse
 from encoders.base import Encoder
 from evaluation.features import (
     FeatureSettings,
@@ -46,8 +45,9 @@ from evaluation.features import (
     resize_size,
 )
 from evaluation.heads import Heads, Part, normaliser, score, train_heads
-from evaluation.processes import EvaluationError, accelerator, all_gather, all_sum, messages
 from evaluation.results import report, result_path
+from runtime.processes import EvaluationError, accelerator, all_gather, all_sum, messages
+from runtime.settings import parse
 
 RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]  # DINOv2's
 

@@ -12,11 +12,11 @@ from pydantic import Field, create_model
 
 import encoders
 from data.loader import LoaderConfig
-from data.settings import Section, Settings, SettingsError, flags, merge, read_yaml, suggestion, validate
 from data.shards import SourceConfig
-from pretrain.health import HealthConfig
 from pretrain.methods import METHODS
-from pretrain.optim import OptimConfig
+from pretrain.monitoring.collapse import HealthConfig
+from pretrain.optim.adamw import OptimConfig
+from runtime.settings import Section, Settings, SettingsError, flags, merge, read_yaml, suggestion, validate
 
 PRESETS = Path(__file__).parent.parent / "configs"
 

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import encoders
-from pretrain.agreement import CheckpointError, together
-from pretrain.checkpoint import trainer, verify, whole
+from pretrain.checkpoints.resume import trainer, verify, whole
+from pretrain.engines.local_state import read
+from pretrain.engines.local_state import whole as whole_piece
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
-from pretrain.pieces import read
-from pretrain.pieces import whole as whole_piece
+from runtime.agreement import CheckpointError, together
 
 PARTS = ("encoder", "student", "teacher", "method")
 

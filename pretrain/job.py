@@ -15,25 +15,26 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 import encoders
 from data.demo import demo_shards
 from data.loader import Batches, training_batches
-from data.settings import SettingsError
+from data.sampler import bounded_windows
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, open_sources
-from data.stream import bounded_windows
 from data.workers import free_cores
 from evaluation.features import resolve_checkpoint
-from evaluation.processes import accelerator as make_accelerator
-from pretrain import checkpoint, engines
-from pretrain.agreement import gather
-from pretrain.checkpoint import Position
+from pretrain import engines
+from pretrain.checkpoints import resume
+from pretrain.checkpoints.resume import Position
+from pretrain.checkpoints.save import Saver
 from pretrain.config import RunConfig, resolve, to_yaml
 from pretrain.engines import Engine
 from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from pretrain.monitoring.metrics import Recorder
+from pretrain.monitoring.online_knn import Scorer
 from pretrain.preflight import rehearse, report
-from pretrain.record import Recorder
-from pretrain.saver import Saver
-from pretrain.scoring import Scorer
-from pretrain.watchdog import watched
+from runtime.agreement import gather
+from runtime.processes import accelerator as make_accelerator
+from runtime.settings import SettingsError
+from runtime.watchdog import watched
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     settings = config.model_dump(mode="json") | {"shards": shards_seen}
     position = Position()
     if newest:
-        checkpoint.check_fits(newest, settings)
-        position = checkpoint.position(newest)
+        resume.check_fits(newest, settings)
+        position = resume.position(newest)
     torch.manual_seed(config.seed)  # the same weights on every process
     method = build_method(config, fresh=newest is None)
     config = with_cutter(config, method)
@@ -77,7 +78,7 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     engine = engine_class(accelerator, method, cast(tuple[float, float], config.optim.betas))
     torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
     if newest:
-        checkpoint.restore(newest, accelerator, engine)
+        resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
     judge = scorer(config, method, shards, accelerator)
     recorder = None
@@ -279,7 +280,7 @@ def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     name = f"{config.method}-{config.encoder_settings['variant']}-{time.strftime('%Y%m%d-%H%M%S')}"
     (name,) = broadcast_object_list([config.output or str(Path("runs") / name)])
     output = Path(name)
-    (found,) = broadcast_object_list([checkpoint.whole(output / "checkpoints")])  # without a shared disk: rank 0's
+    (found,) = broadcast_object_list([resume.whole(output / "checkpoints")])  # without a shared disk: rank 0's
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")

@@ -17,22 +17,24 @@ from torch import Tensor
 from data.augment import finish
 from data.batch import Batch
 from encoders.base import Encoder
-from evaluation.processes import all_sum
-from pretrain import pictures, preempt
-from pretrain.checkpoint import Position
+from pretrain.checkpoints.resume import Position
+from pretrain.checkpoints.save import Saver
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
-from pretrain.health import CollapseAlarm
 from pretrain.methods.base import Method
-from pretrain.optim import apply_schedules, clip_gradients
-from pretrain.record import Progress, Recorder
-from pretrain.saver import Saver
-from pretrain.scoring import Scorer
+from pretrain.monitoring import pictures
+from pretrain.monitoring.collapse import CollapseAlarm
+from pretrain.monitoring.metrics import Progress, Recorder
+from pretrain.monitoring.online_knn import Scorer
+from pretrain.optim.adamw import apply_schedules, clip_gradients
+from runtime import preemption
+from runtime.errors import UserError
+from runtime.processes import all_sum
 
 log = logging.getLogger(__name__)
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError, RuntimeError):
     """Too many steps in a row gave no finite loss or gradient."""
 
 
@@ -89,7 +91,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     norm = norm.to(accelerator.device)  # gradients may have been moved to the host
     mean = torch.stack(losses).mean()
     finite = (mean.isfinite() & norm.isfinite()).to(mean.dtype)
-    asked = torch.full_like(mean, preempt.asked())
+    asked = torch.full_like(mean, preemption.asked())
     # all processes must agree, and this is the one place in a step that waits for the device
     total, agreed, norm_value, stop = accelerator.reduce(torch.stack([mean, finite, norm, asked]), "mean").tolist()  # pyright: ignore
     moved, scaler = agreed == 1.0, accelerator.scaler
@@ -172,7 +174,7 @@ def _leave(run: Run) -> NoReturn:
     if run.recorder:
         run.recorder.close()
     run.accelerator.wait_for_everyone()  # the launcher ends whoever is still busy when the first one leaves
-    raise preempt.Preempted(preempt.message(run.position.step))
+    raise preemption.Preempted(preemption.message(run.position.step))
 
 
 class Window:

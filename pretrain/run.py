@@ -5,10 +5,10 @@ import logging
 import os
 import sys
 
-from pretrain import preempt
+from runtime import preemption
 
 if __name__ == "__main__":
-    preempt.listen()  # the imports below take seconds
+    preemption.listen()  # the imports below take seconds
 
 # Read once, when torch is loaded: threads that wait by spinning take the cores from the loader and from each other
 # (two cores, a second job beside: spinning fell to 38 images/s at times, waiting never below 275).
@@ -16,15 +16,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from rich.logging import RichHandler
 
-from data.settings import SettingsError
 from data.shards import ShardError
-from evaluation.processes import EvaluationError
-from pretrain import saver, watchdog
-from pretrain.checkpoint import CheckpointError
+from pretrain.checkpoints import save
+from pretrain.checkpoints.resume import CheckpointError
 from pretrain.config import load
-from pretrain.health import CollapseError
 from pretrain.job import pretrain
 from pretrain.loop import NonFiniteError
+from pretrain.monitoring.collapse import CollapseError
+from runtime import watchdog
+from runtime.processes import EvaluationError
+from runtime.settings import SettingsError
 
 FOR_THE_USER = (SettingsError, ShardError, CheckpointError, CollapseError, NonFiniteError, EvaluationError)
 
@@ -37,16 +38,16 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     rank = int(os.environ.get("RANK", "0"))
     try:
-        with preempt.listening():
+        with preemption.listening():
             pretrain(load(sys.argv[1:] if argv is None else argv))
     except FOR_THE_USER as error:
         if rank == 0 or isinstance(error, ShardError):  # of a shard perhaps only this process knows
             print(f"\nrun.py: {f'process {rank}: ' * (rank > 0)}{error}", file=sys.stderr)
         return 2
-    except preempt.Preempted as stop:
+    except preemption.Preempted as stop:
         if rank == 0:
             print(f"\nrun.py: {stop}", file=sys.stderr)
-        return preempt.EXIT_CODE
+        return preemption.EXIT_CODE
     except watchdog.LostError as error:
         print(f"\nrun.py: process {rank}: {error}", file=sys.stderr)
         return watchdog.EXIT_CODE
@@ -67,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    preempt.ignore()
-    if code == watchdog.EXIT_CODE or saver.abandoned():
+    preemption.ignore()
+    if code == watchdog.EXIT_CODE or save.abandoned():
         sys.stdout.flush()
         os._exit(code)  # the process group's own end would wait for the process that is gone
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The folders import only from their left: encoders <- data <- evaluation <- pretrain."""
+"""The folders import only from their left: runtime <- encoders <- data <- evaluation <- pretrain."""
 
 import ast
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ORDER = ["encoders", "data", "evaluation", "pretrain"]
+ORDER = ["runtime", "encoders", "data", "evaluation", "pretrain"]
 OUTSIDE_OF_ENCODERS = {"torch", "einops", "safetensors"}
 
 
@@ -33,7 +33,7 @@ def test_imports_point_left(folder: str) -> None:
 
 
 def test_encoders_need_little() -> None:
-    allowed = OUTSIDE_OF_ENCODERS | {"encoders"} | sys.stdlib_module_names
+    allowed = OUTSIDE_OF_ENCODERS | {"encoders", "runtime"} | sys.stdlib_module_names
     for path in (ROOT / "encoders").rglob("*.py"):
         assert imported(path) <= allowed, path
 

@@ -19,14 +19,14 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID
 from webdataset.shardlists import expand_urls
 
 from data.shards import remote
-from data.shards.attempts import DEFAULT
-from data.shards.attempts import SourceConfig as SourceConfig
 from data.shards.cache import CacheError
 from data.shards.index import FOLDER_INDEX, REMAKE, read_folder
 from data.shards.reader import Reader as Reader
+from data.shards.retry import DEFAULT
+from data.shards.retry import SourceConfig as SourceConfig
 from data.shards.shard import Shard, ShardList, say_once
-from data.shards.tars import ShardError
-from data.shards.tars import cache_folder as cache_folder
+from data.shards.tar import ShardError
+from data.shards.tar import cache_folder as cache_folder
 
 LARGEST_FOLDER_INDEX = 2**28  # bytes; a hundred thousand shards take about 20 MB
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.shards.tars import ShardError
+from data.shards.tar import ShardError
 
 SPARED = 2**28  # bytes of disk that are left free
 AHEAD = 2**26  # bytes; at most so many are counted before they come, where the size is not known

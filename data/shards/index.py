@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from data.shards.tars import LARGEST_MEMBER, Index, ShardError
+from data.shards.tar import LARGEST_MEMBER, Index, ShardError
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"

@@ -17,7 +17,7 @@ import numpy as np
 from data.shards.cache import CacheError
 from data.shards.index import REMAKE
 from data.shards.shard import ShardList
-from data.shards.tars import REMEDY, Index, ShardError, is_member
+from data.shards.tar import REMEDY, Index, ShardError, is_member
 
 KEPT_SAMPLES = 2_000_000  # whose places a reader remembers, about 60 bytes each
 KEPT_FILES = 128

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import fsspec.config
 from fsspec.core import url_to_fs
 
-from data.shards.attempts import NoRangesError, SourceConfig, missing, patiently, within
-from data.shards.tars import REMEDY, ShardError
+from data.shards.retry import NoRangesError, SourceConfig, missing, patiently, within
+from data.shards.tar import REMEDY, ShardError
 
 PIPE = "pipe:"
 CHUNK = 2**20  # bytes

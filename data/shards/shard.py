@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import remote
-from data.shards.attempts import DEFAULT, NoRangesError, SourceConfig
 from data.shards.cache import Cache, Sink
 from data.shards.index import LARGEST_TABLE, REMAKE, TABLE, read_table
-from data.shards.tars import REMEDY, Index, ShardError, cache_folder, walk
+from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
+from data.shards.tar import REMEDY, Index, ShardError, cache_folder, walk
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ import os
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from data.settings import SettingsError
 from pretrain.engines import fsdp2, zero
 from pretrain.engines.ddp import DDP
 from pretrain.engines.fsdp2 import FSDP2
 from pretrain.engines.zero import ZeRO
+from runtime.settings import SettingsError
 
 Engine = DDP | FSDP2 | ZeRO
 

@@ -5,10 +5,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batch import Batch
-from pretrain.engines.moments import fill_moments, optimizer_steps, pieces, set_optimizer_steps
+from pretrain.engines.adamw_state import fill_moments, optimizer_steps, pieces, set_optimizer_steps
+from pretrain.engines.local_state import Piece, whole
 from pretrain.methods.base import Method
-from pretrain.optim import parameter_groups
-from pretrain.pieces import Piece, whole
+from pretrain.optim.adamw import parameter_groups
 
 
 class DDP:

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from data.batch import Batch
-from data.settings import SettingsError
-from pretrain.collectives import local
-from pretrain.engines.moments import fill_moments, optimizer_steps, pieces, set_optimizer_steps
-from pretrain.engines.replica import Skeleton
+from pretrain.engines.adamw_state import fill_moments, optimizer_steps, pieces, set_optimizer_steps
+from pretrain.engines.local_state import Piece, whole
+from pretrain.engines.meta_copy import Skeleton
 from pretrain.methods.base import Method
-from pretrain.optim import parameter_groups
-from pretrain.pieces import Piece, whole
+from pretrain.optim.adamw import parameter_groups
+from runtime.collectives import local
+from runtime.settings import SettingsError
 
 
 class FSDP2:

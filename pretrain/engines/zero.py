@@ -7,12 +7,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.settings import SettingsError
-from pretrain.engines.moments import MOMENTS, fill_moments, optimizer_steps, set_optimizer_steps
-from pretrain.engines.replica import Skeleton
+from pretrain.engines.adamw_state import MOMENTS, fill_moments, optimizer_steps, set_optimizer_steps
+from pretrain.engines.local_state import Piece, whole
+from pretrain.engines.meta_copy import Skeleton
 from pretrain.methods.base import Method
-from pretrain.optim import parameter_groups
-from pretrain.pieces import Piece, whole
+from pretrain.optim.adamw import parameter_groups
+from runtime.settings import SettingsError
 
 
 class ZeRO:

@@ -17,12 +17,12 @@ from data.batch import Batch
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.images import Images, pack
-from pretrain import ema
-from pretrain.collectives import all_reduce_max, all_reduce_sum, world_size
-from pretrain.health import effective_rank
 from pretrain.methods.base import Method, fill, freeze
-from pretrain.optim import OptimConfig
-from pretrain.schedules import cosine, linear
+from pretrain.monitoring.collapse import effective_rank
+from pretrain.optim import ema
+from pretrain.optim.adamw import OptimConfig
+from pretrain.optim.schedules import cosine, linear
+from runtime.collectives import all_reduce_max, all_reduce_sum, world_size
 
 
 class DINOConfig(MultiCropConfig):

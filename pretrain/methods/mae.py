@@ -20,9 +20,9 @@ from encoders.images import Images, Layout, Mask, PackedImages, onto, patchify, 
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.vit import Block, ViT
-from pretrain.health import effective_rank
 from pretrain.methods.base import Method, fill, freeze
-from pretrain.optim import OptimConfig
+from pretrain.monitoring.collapse import effective_rank
+from pretrain.optim.adamw import OptimConfig
 
 LONGEST_SIDE = 512
 """tokens of a side up to which the decoder has positions"""

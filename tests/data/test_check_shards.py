@@ -22,7 +22,7 @@ from data import make_shards
 from data.check_shards import main
 from data.shards import open_shards
 from data.shards.index import read_folder, read_table, write_folder
-from data.shards.tars import walk
+from data.shards.tar import walk
 
 
 def check(*words, status=0):

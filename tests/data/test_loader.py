@@ -16,8 +16,8 @@ import torch
 from data.batch import Batch, Cut, Drawn, Photometric
 from data.crops import CenterCrop
 from data.loader import LoaderConfig, evaluation_batches, training_batches
+from data.sampler import Order, sample_rng, step_positions
 from data.shards import ShardError
-from data.stream import Order, sample_rng, step_positions
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

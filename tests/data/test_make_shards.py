@@ -15,10 +15,10 @@ import pytest
 
 from data import make_shards
 from data.make_shards import main
-from data.making import pack
 from data.shards import Reader, open_shards
 from data.shards.index import read_folder, read_table
-from data.shards.tars import walk
+from data.shards.tar import walk
+from data.tools import pack
 from tests.data.made import CLASSES, SMALL, content, make, picture, samples, shards
 
 
@@ -198,7 +198,7 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
 
 
 def test_two_calls_at_once(animals, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("data.making.shard_folder.PATIENCE", 1)
+    monkeypatch.setattr("data.tools.shard_folder.PATIENCE", 1)
     folder = make_shards.Folder(tmp_path / "out", "shard")
     with folder.locked():
         make(animals, tmp_path / "out", SMALL, status=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.stream import Order
+from data.sampler import Order
 
 BATCH = 1024
 

@@ -8,7 +8,7 @@ import pytest
 import encoders
 from evaluation.embed import EmbedSettings, run
 from evaluation.features import extract
-from evaluation.processes import EvaluationError, accelerator
+from runtime.processes import EvaluationError, accelerator
 
 ROOT = Path(__file__).parents[2]
 

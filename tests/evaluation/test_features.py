@@ -17,7 +17,7 @@ from evaluation.features import (
     resize_size,
     resolve_checkpoint,
 )
-from evaluation.processes import EvaluationError, accelerator
+from runtime.processes import EvaluationError, accelerator
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 

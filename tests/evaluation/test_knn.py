@@ -11,7 +11,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import encoders
 from evaluation.knn import KNNSettings, knn_accuracy, run
-from evaluation.processes import EvaluationError, messages
+from runtime.processes import EvaluationError, messages
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"

@@ -15,7 +15,7 @@ import encoders
 from data.collate import collate
 from evaluation.heads import Part
 from evaluation.linear_probe import EpochCrop, ProbeSettings, Take, held_out, inputs, probe, run
-from evaluation.processes import EvaluationError, accelerator, messages
+from runtime.processes import EvaluationError, accelerator, messages
 
 ROOT = Path(__file__).parents[2]
 

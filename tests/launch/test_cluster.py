@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.launch.conftest import ROOT, Cluster
-from tests.pretrain.conftest import records
+from tests.launched import records
 
 pytestmark = pytest.mark.slow
 STEPS, EVERY = 200, 100

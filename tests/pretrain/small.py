@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator, PartialState
 
 import encoders
-from data.settings import Section
+from pretrain.checkpoints.save import Saver
 from pretrain.config import CheckpointConfig
 from pretrain.engines.ddp import DDP
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.methods.mae import MAE
-from pretrain.optim import OptimConfig
-from pretrain.saver import Saver
+from pretrain.optim.adamw import OptimConfig
+from runtime.settings import Section
 
 STEPS = 10
 SECTIONS: dict[str, Section] = {

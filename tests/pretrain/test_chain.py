@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from pretrain.methods import METHODS
-from tests.pretrain.conftest import records
+from tests.launched import records
 from tests.pretrain.test_pairs import arguments
 
 STEPS = 10

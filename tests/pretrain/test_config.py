@@ -4,8 +4,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from data.settings import SettingsError, names
 from pretrain.config import PRESETS, load, resolve, settings_model, to_yaml
+from runtime.settings import SettingsError, names
 
 SHARDS = ["--data", "somewhere.tar"]
 

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import encoders
-from pretrain import export, manifest
-from pretrain.checkpoint import Position
+from pretrain import export
+from pretrain.checkpoints import manifest
+from pretrain.checkpoints.resume import Position
 from pretrain.methods import METHODS
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 import encoders
 from data.batch import Batch
-from pretrain import checkpoint, ema, manifest, preempt, saver
+from pretrain.checkpoints import manifest, resume, save
 from pretrain.config import RunConfig, load, resolve
-from pretrain.health import CollapseError, effective_rank
 from pretrain.job import processes
 from pretrain.loop import NonFiniteError, Run, train, training_step
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
-from pretrain.record import Recorder
+from pretrain.monitoring.collapse import CollapseError, effective_rank
+from pretrain.monitoring.metrics import Recorder
+from pretrain.optim import ema
+from runtime import preemption
 
 MOMENTUM = 0.9
 
@@ -94,7 +96,7 @@ def settings(*arguments: str) -> RunConfig:
 def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
     accelerator, engine_class = processes(config)
     engine = engine_class(accelerator, method, cast(tuple[float, float], config.optim.betas))
-    to = saver.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
+    to = save.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
     return Run(config, output, accelerator, method, engine, None, None, to)
 
 
@@ -294,7 +296,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     config = settings("--checkpoint_every", "2", "--checkpoint.background", "true", "--checkpoint.keep", "9")
     run = make(Faulty(config), config, tmp_path)
-    original, ahead = saver.write, []
+    original, ahead = save.write, []
 
     def slow(pieces: Any, folder: Path, group: Any) -> None:
         step, end = run.position.step, time.monotonic() + 2
@@ -303,22 +305,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         original(pieces, folder, group)
         ahead.append((int(folder.name[6:-5]), run.position.step > step))
 
-    monkeypatch.setattr(saver, "write", slow)
+    monkeypatch.setattr(save, "write", slow)
 
     def batches() -> Iterator[Batch]:
         for step in range(8):
             if stopped and step == 4:  # the checkpoint of step 4 is being written
-                monkeypatch.setattr(preempt, "asked", lambda: True)
+                monkeypatch.setattr(preemption, "asked", lambda: True)
             yield raw(step, 0, 8)
 
     if stopped:
-        with pytest.raises(preempt.Preempted):
+        with pytest.raises(preemption.Preempted):
             train(run, batches())
         assert ahead == [(2, True), (4, True), (5, False)]
     else:
         train(run, batches())
         assert ahead == [(2, True), (4, True), (6, True), (8, False)]  # and the end waited
-    found = checkpoint.whole(tmp_path / "checkpoints")
+    found = resume.whole(tmp_path / "checkpoints")
     assert [int(p.name[5:]) for p in found] == [step for step, _ in ahead]
     for path in found:
         assert manifest.faults(path) == manifest.altered(path) == []
@@ -370,7 +372,7 @@ def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_por
     recorded = lines(tmp_path / "metrics.jsonl")
     assert [line["corrupt_images"] for line in recorded] == [2, 4, 6]  # those of both
     assert [line["skipped_steps"] for line in recorded] == [0, 1, 1]
-    assert checkpoint.whole(tmp_path / "checkpoints")[-1].name == "step-00000003"
+    assert resume.whole(tmp_path / "checkpoints")[-1].name == "step-00000003"
     features = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)) * torch.tensor([9.0, 3, 1, 1, 0.1]) + 2
     values = torch.linalg.svdvals((features - features.mean(0)).double())
     share = values / values.sum()

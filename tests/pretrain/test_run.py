@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import encoders
-from tests.pretrain.conftest import TINY, records
+from tests.launched import TINY, records
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ import torch
 
 from data.crops import CenterCrop
 from data.loader import evaluation_batches, training_batches
-from data.shards import Reader, ShardError, attempts, expand, open_shards, reader, remote
-from data.shards.attempts import SourceConfig
+from data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from data.shards.tars import walk
+from data.shards.retry import SourceConfig
+from data.shards.tar import walk
 from tests.data.shards.servers import Server
 
 fork = multiprocessing.get_context("fork")
@@ -27,7 +27,7 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Short pauses, and no memory of servers that had the same port."""
-    monkeypatch.setattr(attempts, "BACKOFF", 0.01)
+    monkeypatch.setattr(retry, "BACKOFF", 0.01)
     monkeypatch.setattr(remote, "_ranges", {})
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.shards.index import FolderIndex, ShardEntry, read_folder, read_table, write_folder, write_table
-from data.shards.tars import Index, ShardError, walk
+from data.shards.tar import Index, ShardError, walk
 
 
 @pytest.fixture

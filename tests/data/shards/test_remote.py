@@ -9,8 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from data.shards import Reader, ShardError, attempts, expand, open_shards, remote
-from data.shards.attempts import SourceConfig
+from data.shards import Reader, ShardError, expand, open_shards, remote, retry
+from data.shards.retry import SourceConfig
 
 fork = multiprocessing.get_context("fork")
 
@@ -103,7 +103,7 @@ def test_what_is_tried_again(error, calls, monkeypatch):
         raise error
 
     with pytest.raises(ShardError, match=r"^name: "):
-        attempts.patiently("name", SourceConfig(retries=3), fail)
+        retry.patiently("name", SourceConfig(retries=3), fail)
     assert len(made) == calls
     assert len(pauses) == calls - 1
     for attempt, pause in enumerate(pauses):
@@ -115,14 +115,14 @@ def test_pauses_are_bounded(monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(ShardError, match="21 times"):
-        attempts.patiently("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
+        retry.patiently("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
     assert max(pauses) <= 45
 
 
 def test_what_never_ends_is_left_alone():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no answer for 0.2 s"):
-        attempts.within(0.2, lambda: time.sleep(3))
+        retry.within(0.2, lambda: time.sleep(3))
     assert time.monotonic() - start < 2
 
 

@@ -7,10 +7,10 @@ import torch
 
 from data.crops import CenterCrop
 from data.loader import training_batches
-from data.shards import Reader, ShardError, attempts, expand, open_shards
-from data.shards.attempts import SourceConfig
+from data.shards import Reader, ShardError, expand, open_shards, retry
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from data.shards.tars import walk
+from data.shards.retry import SourceConfig
+from data.shards.tar import walk
 
 s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -31,7 +31,7 @@ def bucket(endpoint, monkeypatch):
     values = {"ENDPOINT_URL": endpoint, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(attempts, "BACKOFF", 0.01)
+    monkeypatch.setattr(retry, "BACKOFF", 0.01)
     store = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
     if store.exists("shards"):
         store.rm("shards", recursive=True)
@@ -88,7 +88,7 @@ def test_a_store_that_is_gone(monkeypatch, free_port):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    monkeypatch.setattr(attempts, "BACKOFF", 0.01)
+    monkeypatch.setattr(retry, "BACKOFF", 0.01)
     with pytest.raises(ShardError, match=r"s3://shards/index.json: .*, 3 times"):
         open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=3))
 

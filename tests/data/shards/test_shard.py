@@ -12,10 +12,10 @@ import pytest
 
 from data.shards import Reader, ShardError, open_shards, remote
 from data.shards import shard as sources
-from data.shards.attempts import SourceConfig
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from data.shards.retry import SourceConfig
 from data.shards.shard import Shard
-from data.shards.tars import walk
+from data.shards.tar import walk
 
 
 def keys(index):

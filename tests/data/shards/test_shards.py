@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import assemble
+from data import dataset
 from data.crops import CenterCrop
 from data.loader import training_batches
+from data.sampler import Order
 from data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
-from data.shards.attempts import SourceConfig
-from data.stream import Order
+from data.shards.retry import SourceConfig
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 
@@ -164,9 +164,9 @@ def test_real_shards():
 def test_no_image_is_decoded_or_read_to_reach_a_position(monkeypatch):
     shards = SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar"
     read, decoded = [], []
-    image, picture = Reader.image, assemble.Picture
+    image, picture = Reader.image, dataset.Picture
     monkeypatch.setattr(Reader, "image", lambda *place: (read.append(place[1:]), image(*place))[1])
-    monkeypatch.setattr(assemble, "Picture", lambda *a, **k: (decoded.append(1), picture(*a, **k))[1])
+    monkeypatch.setattr(dataset, "Picture", lambda *a, **k: (decoded.append(1), picture(*a, **k))[1])
     batches = training_batches(shards, CenterCrop(8), batch_size=32, seed=0, steps=10**7, first_step=10**6)
     assert not read
     batch = next(iter(batches))

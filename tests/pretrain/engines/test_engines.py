@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.demo import demo_shards
-from tests.pretrain.conftest import Launched, records
+from tests.launched import Launched, records
 
 Run = tuple[list[str], dict[int, tuple[int, int, str]]]
 SCRIPT = Path(__file__).with_name("poisoned_runs.py")

@@ -9,9 +9,9 @@ import torch
 import yaml
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-from data.settings import SettingsError
 from pretrain import engines
 from pretrain.engines import fsdp2, zero
+from runtime.settings import SettingsError
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 # as a user's own file has it, written for Hugging Face's trainer

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from data.demo import demo_shards
-from pretrain import ema
 from pretrain.config import load, resolve
 from pretrain.job import build_method, processes
+from pretrain.optim import ema
 
 MOMENTUM = 0.9999
 SMALL = "--method dino --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.hidden_dim 24"

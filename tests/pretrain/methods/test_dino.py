@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import encoders
 from data.batch import Batch
 from pretrain.methods.dino import DINO, BatchNorm, DINOConfig, Head, dino_loss, resolve, sinkhorn
-from pretrain.optim import OptimConfig, parameter_groups
+from pretrain.optim.adamw import OptimConfig, parameter_groups
 
 
 def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:

@@ -13,7 +13,7 @@ from data.batch import Batch
 from data.collate import collate
 from encoders.images import Mask, PackedImages, pack
 from pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
-from pretrain.optim import OptimConfig
+from pretrain.optim.adamw import OptimConfig
 
 TINY = {"dim": 24, "depth": 2, "heads": 2, "patch_size": 8}
 SMALL = {"size": 32, "decoder_dim": 16, "decoder_depth": 2, "decoder_heads": 2}

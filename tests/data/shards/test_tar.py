@@ -1,0 +1,193 @@
+import io
+import logging
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from data.shards import tar
+from data.shards.shard import Shard
+from data.shards.tar import ShardError, cache_folder
+
+
+def member(name, kind, target=""):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def keys(index):
+    return [index.key(sample) for sample in range(index.summary[0])]
+
+
+def content(path, place):
+    with open(path, "rb") as file:
+        file.seek(place[0])
+        return file.read(place[1])
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples_are_those_of_webdataset(write_tar, format):
+    names = [
+        "a.jpg",
+        "a.cls",
+        "b.cls",
+        "b.JPG",
+        "./c/x.png",
+        "./c/y.webp",
+        "d.txt",
+        "d.jpeg",
+        "e.txt",
+        "f.cls",
+        "a.png",
+    ]
+    names += [f"{'long/' * 18}{'k' * 90}.jpg", "é.jpg"]
+    path = write_tar("t.tar", [(name, f"content of {name}".encode()) for name in names], format=format)
+    index = Shard.at(path).index()
+    expected = [
+        (sample["__key__"], images[0], sample.get("cls"))
+        for sample in webdataset.WebDataset(path, shardshuffle=False)
+        if (images := [value for extension, value in sample.items() if extension in tar.IMAGES])
+    ]
+    found = [
+        (
+            index.key(n),
+            content(path, index.images[n]),
+            content(path, index.labels[n]) if index.labels[n][0] >= 0 else None,
+        )
+        for n in range(index.summary[0])
+    ]
+    assert found == expected
+    assert len(found) == 8
+    assert index.summary.tolist() == [8, 2, os.path.getsize(path)]
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_other_members_are_left_alone(write_tar, tmp_path, png):
+    trap = tmp_path / "trap"
+    loaded = pickle.dumps(Trap(str(trap)))
+    path = write_tar(
+        "t.tar",
+        [
+            ("a.pickle", loaded),
+            ("a.pyd", loaded),
+            ("a.png", png(1)),
+            (member("a.cls", tarfile.SYMTYPE, "/etc/passwd"), b""),
+            (member("b.jpg", tarfile.SYMTYPE, "/etc/passwd"), b""),
+            (member("c.jpg", tarfile.LNKTYPE, "a.png"), b""),
+            (member("d.jpg", tarfile.CHRTYPE), b""),
+            (member("e.jpg", tarfile.DIRTYPE), b""),
+            ("../../outside.png", png(2)),
+        ],
+    )
+    assert keys(Shard.at(path).index()) == ["a", "../../outside"]
+    assert not trap.exists()
+    pickle.loads(loaded)
+    assert trap.exists()  # so the trap was a real one
+
+
+def broken(kind, path, raw):
+    """Damages the tar of three PNG at `path`."""
+    if kind == "cut in a member":
+        raw = raw[:700]
+    elif kind == "cut in a header":
+        raw = raw[:1200]
+    elif kind == "text":
+        raw = b"not a tar at all\n" * 100
+    elif kind == "zeros":
+        raw = bytes(10240)
+    elif kind == "zero bytes":
+        raw = b""
+    elif kind == "huge size":
+        info = tarfile.TarInfo("z.png")
+        info.size = 2**40
+        raw = raw[:1024] + info.tobuf(tarfile.GNU_FORMAT) + raw[1024:]
+    elif kind == "negative size":
+        raw = bytearray(raw)
+        raw[124:136] = (-512).to_bytes(12, "big", signed=True)  # back to where it began
+        header = raw[:148] + b" " * 8 + raw[156:512]
+        raw[148:156] = b"%06o\0 " % sum(header)
+    elif kind == "huge extended header":
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, 2**21
+        raw = info.tobuf(tarfile.GNU_FORMAT) + bytes(2**21) + raw
+    elif kind == "damaged header":
+        raw = raw[:1024] + b"\x01" * 20 + raw[1044:]
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cut in a member", r"truncated at byte 700, expected \d+ \(a.png\)"),
+        ("cut in a header", "broken header at byte 1024"),
+        ("text", "not a whole tar"),
+        ("zeros", "holds no images"),
+        ("zero bytes", "has 0 bytes"),
+        ("huge size", r"truncated at byte \d+, expected 10995116"),
+        ("negative size", r"truncated at byte \d+, expected 0 \(a.png\)"),
+        ("huge extended header", "a header of 2097152 bytes"),
+        ("damaged header", "broken header at byte 1024"),
+    ],
+)
+def test_a_bad_shard_is_named(write_tar, png, kind, message):
+    path = Path(write_tar("t.tar", [(f"{name}.png", png(0).ljust(500, b"\0")) for name in "abc"]))
+    assert keys(Shard.at(str(path)).index()) == ["a", "b", "c"]
+    broken(kind, path, path.read_bytes())
+    with pytest.raises(ShardError, match=message) as caught:
+        Shard.at(str(path)).index()
+    assert str(path) in str(caught.value)
+
+
+def test_members_that_cannot_be(write_tar, png, monkeypatch):
+    twice = write_tar("twice.tar", [("a.png", png(0)), ("a.png", png(1))])
+    with pytest.raises(ShardError, match=r"twice.tar: holds a.png twice"):
+        Shard.at(twice).index()
+    monkeypatch.setattr(tar, "LARGEST_MEMBER", 100)
+    large = write_tar("large.tar", [("a.txt", bytes(101)), ("a.jpg", bytes(101))])
+    with pytest.raises(ShardError, match=r"large.tar: a.jpg has 101 bytes, more than 100"):
+        Shard.at(large).index()
+    dotted = write_tar("dotted.tar", [("a.v2.jpg", png(0))])
+    with pytest.raises(ShardError, match="without a dot in KEY"):
+        Shard.at(dotted).index()
+
+
+def test_a_missing_end_mark_is_a_warning(write_tar, png, caplog):
+    path = Path(write_tar("t.tar", [("a.png", png(0).ljust(512, b"\0"))]))
+    path.write_bytes(path.read_bytes()[:1024])
+    with caplog.at_level(logging.WARNING):
+        assert keys(Shard.at(str(path)).index()) == ["a"]
+    assert "byte 1024 without an end mark" in caplog.text
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("TESSERA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/tessera")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "tessera"
+
+
+def test_images_that_are_not_read_are_said(tmp_path, caplog):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("a.jpg", "b.1.jpg", "c.tiff", "d.txt", "e.cls"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"0"))
+    index = tar.walk(str(tmp_path / "a.tar"), "a.tar")
+    assert index.key(0) == "a"
+    assert len(index.images) == 1
+    assert "a.tar: 2 images are not read, the first b.1.jpg" in caplog.text

@@ -1,0 +1,179 @@
+"""Memory that workers share with their parent: nothing is overwritten, nothing is lost, what does not fit arrives."""
+
+import gc
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import data.shared_memory
+from data.batch import Batch, Cut, Drawn
+from data.collate import collate
+from data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
+from data.loader import LoaderConfig, evaluation_batches, training_batches
+from data.masking import MaskedCrop
+from data.shared_memory import Parcel, Pool
+
+SMALL = MultiCrop(MultiCropConfig(global_size=8, local_size=4, local_crops=2))
+MASKED = MaskedCrop(RandomCrop(RandomCropConfig(size=8)), 4, "random", 0.5)
+
+
+def batch(memory=None, seed=0):
+    image = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (3, 9, 9), dtype=np.uint8))
+    made = collate(SMALL, [image] * 3, [np.random.default_rng(b) for b in range(3)], list("abc"))
+    if memory is None:
+        return made
+    memory[: len(made.memory)] = made.memory
+    return made.over(memory[: len(made.memory)])
+
+
+def equal(one, other):
+    return one.keys == other.keys and all(torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True))
+
+
+def test_a_slot_is_taken_until_it_was_opened():
+    pool = Pool(workers=2, slots=2, size=5000)
+    first, second = pool.take(1), pool.take(1)
+    assert pool.take(1) is None
+    assert pool.take(0) is not None
+    assert len({slot.memory.data_ptr() for slot in (first, second)}) == 2
+    parcel = Parcel.packed(batch(first.memory), first)
+    sent = pickle.loads(pickle.dumps(parcel.slot))
+    assert sent.pool is pool
+    assert pool.take(1) is None
+    opened = Parcel(parcel.batch, sent).open()
+    assert equal(opened, batch())
+    assert pool.take(1).index == first.index
+    first.memory.zero_()
+    assert equal(opened, batch())
+
+
+def test_pixels_stay_behind():
+    pool = Pool(1, 1, 50_000)
+    slot = pool.take(0)
+    parcel = Parcel.packed(batch(slot.memory), slot)
+    assert all(view.device.type == "meta" for view in parcel.batch.views)
+    assert parcel.batch.memory.device.type == "meta"
+
+
+def test_a_batch_that_did_not_fit_is_sent_as_it_is():
+    pool = Pool(1, 1, 64)
+    slot = pool.take(0)
+    made = batch()
+    assert Parcel.packed(made, slot) is made
+    assert pool.take(0) is not None
+
+
+def test_memory_is_given_back():
+    gc.collect()  # those of other tests
+    before = len(data.shared_memory._pools)
+    pool = Pool(1, 3, 2**40)  # nothing is committed
+    assert len(data.shared_memory._pools) == before + 1
+    del pool
+    gc.collect()
+    assert len(data.shared_memory._pools) == before
+
+
+@pytest.fixture
+def pictures(write_tar):
+    """Shards of 60 noise images of many sizes, as PNG."""
+    import io
+
+    from PIL import Image
+
+    rng, members = np.random.default_rng(0), []
+    for number in range(60):
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (*rng.integers(9, 40, 2), 3), dtype=np.uint8)).save(file, "PNG")
+        members.append((f"{number:03d}.png", file.getvalue()))
+    return [write_tar("a.tar", members[:25]), write_tar("b.tar", members[25:])]
+
+
+def batches(shards, workers, crops="workers", transform=SMALL, **settings):
+    config = LoaderConfig(crops=crops)
+    given = {"batch_size": 5, "seed": 3, "steps": 24, "lanes": 4} | settings
+    return training_batches(shards, transform, workers=workers, config=config, **given)
+
+
+def contents(found):
+    """All bytes of some batches, copied."""
+    return [
+        (
+            one.keys,
+            bytes(one.memory.numpy()),
+            [view.clone() for view in one.views],
+            None if one.masks is None else one.masks.hidden.clone(),
+            None if one.uncut is None else [cut.boxes.tolist() for cut in one.uncut.cuts],
+        )
+        for one in found
+    ]
+
+
+def same(one, other):
+    for (keys, pixels, views, hidden, boxes), others in zip(one, other, strict=True):
+        assert (keys, pixels, boxes) == (others[0], others[1], others[4])
+        assert all(torch.equal(a, b) for a, b in zip(views, others[2], strict=True))
+        assert hidden is None or torch.equal(hidden, others[3])
+
+
+@pytest.mark.parametrize("crops", ["workers", "device"])
+@pytest.mark.parametrize("transform", [SMALL, MASKED], ids=["crops", "masked"])
+def test_what_was_received_is_never_overwritten(pictures, crops, transform):
+    """Kept to the end, or looked at slowly: what one process makes alone."""
+    expected = contents(batches(pictures, 0, crops, transform))
+    for workers in (1, 3):
+        kept = list(batches(pictures, workers, crops, transform))
+        same(contents(kept), expected)
+        slow = []
+        for one in batches(pictures, workers, crops, transform):
+            time.sleep(0.01)  # workers are as far ahead as they may
+            slow += contents([one])
+        same(slow, expected)
+
+
+def test_two_iterations_at_once_do_not_meet(pictures):
+    loader = batches(pictures, 2)
+    expected = contents(batches(pictures, 0))
+    pairs = list(zip(loader, loader, strict=True))
+    same(contents(first for first, _ in pairs), expected)
+    same(contents(second for _, second in pairs), expected)
+
+
+def test_workers_leave_pixels_in_the_slots(pictures, monkeypatch):
+    opened = []
+    monkeypatch.setattr(Parcel, "open", lambda self, whole=Parcel.open: opened.append(self.slot.index) or whole(self))
+    assert len(list(batches(pictures, 2, steps=20))) == 20
+    assert len(opened) == 20
+    assert set(opened) <= set(range(6))
+
+
+@pytest.mark.parametrize("crops", ["workers", "device"])
+def test_batches_that_do_not_fit_their_slots_arrive_all_the_same(pictures, crops, monkeypatch):
+    expected = contents(batches(pictures, 0, crops))
+    pool = data.loader.Pool
+    monkeypatch.setattr("data.loader.Pool", lambda workers, slots, size: pool(workers, slots, 1))
+    same(contents(list(batches(pictures, 2, crops))), expected)
+    monkeypatch.setattr("data.loader.Pool", lambda workers, slots, size: pool(workers, 1, size))  # too few
+    same(contents(list(batches(pictures, 2, crops))), expected)
+
+
+class Large:
+    """A crop larger than the images' own size."""
+
+    crops, sizes, packing = (1,), (64,), None
+
+    def draw(self, size, rng):
+        return Drawn([Cut(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool))], [None])
+
+
+def test_evaluation_with_missing_images_and_a_short_last_batch(pictures, write_tar, png):
+    bad = write_tar("bad.tar", [("1.png", png(5)), ("2.png", b"text"), ("3.png", png(6))])
+    shards = [*pictures, bad]
+    alone = list(evaluation_batches(shards, Large(), batch_size=8, labels=False))
+    shared = list(evaluation_batches(shards, Large(), batch_size=8, labels=False, workers=2))
+    assert sum(one.images for one in alone) == 62
+    same(contents(shared), contents(alone))
+    assert [one.skipped for one in shared] == [one.skipped for one in alone]
+    assert all(isinstance(one, Batch) for one in shared)

@@ -1,0 +1,252 @@
+"""Folders, lists and manifests: which images there are, their labels, and what is left out."""
+
+import csv
+import json
+import os
+import tarfile
+
+import pytest
+
+from data.tools import pack
+from data.tools.listing import list_folder
+from tests.data.made import make, picture, rows, samples, shards
+
+
+@pytest.mark.parametrize(
+    ("files", "labels", "expected"),
+    [
+        (["a.jpg", "b.jpg"], "auto", [None, None]),
+        (["t/x/a.jpg", "t/y/b.jpg"], "auto", [None, None]),
+        (["x/a.jpg", "x/b.jpg"], "auto", [None, None]),
+        (["x/a.jpg", "y/b.jpg"], "auto", ["0", "1"]),
+        (["x/a.jpg", "y/b.jpg"], "none", [None, None]),
+        (["x/a.jpg", "y/b.jpg", "c.jpg"], "auto", [None] * 3),
+        (["t/x/a.jpg", "t/y/b.jpg", "v/x/c.jpg"], "auto", [None] * 3),
+        (["t/x/a.jpg", "t/y/b.jpg", "v/x/c.jpg"], "folders", ["0", "0", "1"]),
+        (["x/a.jpg"], "folders", ["0"]),
+        (["10/a.jpg", "2/b.jpg", "9/c.jpg"], "auto", ["2", "0", "1"]),
+    ],
+)
+def test_labels_of_folders(photos, tmp_path, files, labels, expected, capsys):
+    folder = photos({name: picture(n) for n, name in enumerate(files)})
+    make(folder, tmp_path / "out", "--labels", labels, "--shuffle=false", "--name=x")
+    found = {key + ".jpg": label for key, _, label in samples(tmp_path / "out")}
+    assert [found[name] for name in files] == expected
+    assert ("labels        none" in capsys.readouterr().out) == (expected[0] is None)
+    assert (tmp_path / "out" / "classes.json").exists() == (expected[0] is not None)
+
+
+def test_class_folders_with_an_image_beside_them(photos, tmp_path, capsys):
+    folder = photos({"x/a.jpg": picture(0), "empty.jpg": b""})
+    make(folder, tmp_path / "good", "--labels=folders")
+    (folder / "b.jpg").write_bytes(picture(1))
+    make(folder, tmp_path / "out", "--labels=folders", status=1)
+    assert "b.jpg lies in no class folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_of_other_shards(photos, tmp_path, capsys):
+    train = photos({f"{name}/a.jpg": picture(n) for n, name in enumerate("abc")}, "train")
+    val = photos({f"{name}/a.jpg": picture(n) for n, name in enumerate("ac")}, "val")
+    make(train, tmp_path / "one")
+    make(val, tmp_path / "two", "--classes", tmp_path / "one" / "classes.json")
+    assert sorted((key, label) for key, _, label in samples(tmp_path / "two")) == [("a/a", "0"), ("c/a", "2")]
+    make(train, tmp_path / "three", "--classes", tmp_path / "one" / "index.json", status=1)
+    (tmp_path / "classes.json").write_text('["a", "b"]')
+    make(train, tmp_path / "three", "--classes", tmp_path / "classes.json", status=1)
+    assert "class 'c' is not in --classes" in capsys.readouterr().err
+
+
+@pytest.fixture
+def three(photos):
+    return photos({f"{n}.jpg": picture(n) for n in range(3)})
+
+
+def manifest(path, names, labels):
+    if path.suffix == ".txt":
+        path.write_text(
+            "".join(f"{n}\t{label}\n" if label else f"{n}\n" for n, label in zip(names, labels, strict=True))
+        )
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(
+                [("id", "path", "label"), *((1, *row) for row in zip(names, labels, strict=True))]
+            )
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        table = pyarrow.table({"path": names, "label": [label or None for label in labels]})
+        parquet.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["txt", "csv", "parquet"])
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["dog", "cat", "dog"], ["1", "0", "1"]),
+        (["7", "", "3.0"], ["7", None, "3"]),
+        (["", "", ""], [None] * 3),
+        (["7", "cat", ""], ["0", "1", None]),
+    ],
+)
+def test_lists_and_manifests(three, tmp_path, ending, labels, expected):
+    names = ["2.jpg", "0.jpg", "./1.jpg"]
+    listed = manifest(three / f"m.{ending}", names, labels)
+    make(listed, tmp_path / "out", "--shuffle=false")
+    assert [(key, label) for key, _, label in samples(tmp_path / "out")] == list(zip("201", expected, strict=True))
+    make(listed, tmp_path / "none", "--labels=none")
+    assert {label for *_, label in samples(tmp_path / "none")} == {None}
+    away = manifest(tmp_path / f"m.{ending}", [str(three / name) for name in names], labels)
+    make(away, tmp_path / "away", "--shuffle=false", f"--root={three}")
+    assert samples(tmp_path / "away") == samples(tmp_path / "out")
+
+
+def test_columns_by_name(three, tmp_path, capsys):
+    (three / "m.csv").write_text("file,kind\n0.jpg,5\n1.jpg,6\n")
+    make(three / "m.csv", tmp_path / "out", status=1)
+    assert "no column 'path'; --path_column is one of 'file', 'kind'" in capsys.readouterr().err
+    make(three / "m.csv", tmp_path / "out", "--path_column=file", "--label_column=what", status=1)
+    make(three / "m.csv", tmp_path / "out", "--path_column=file", "--label_column=kind", "--shuffle=false")
+    assert [label for *_, label in samples(tmp_path / "out")] == ["5", "6"]
+    make(three / "m.csv", tmp_path / "plain", "--path_column=file")
+    assert {label for *_, label in samples(tmp_path / "plain")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("path\n../x.jpg\n", [], "entry 1, '../x.jpg', lies outside"),
+        ("path\n0.jpg\n/etc/passwd\n", [], "entry 2, '/etc/passwd', lies outside"),
+        ("path\n0.jpg\n1.jpg\n./0.jpg\n", [], "1 paths are there again, the first 0.jpg"),
+        ("path,label\n0.jpg,-1\n", [], "below 0"),
+        ("path,label\n0.jpg\n", [], "line 2 has 1 fields, its heading 2"),
+        ("path\nno.jpg\n", [], "names no images that are there"),
+        ("path\n0.jpg\n", ["--labels=folders"], "--labels folders is for a folder"),
+        ("", [], "no column 'path'"),
+    ],
+)
+def test_manifests_that_are_refused(three, tmp_path, text, words, message, capsys):
+    (three / "m.csv").write_text(text)
+    make(three / "m.csv", tmp_path / "out", *words, status=1)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet_that_is_none_and_without_pyarrow(three, tmp_path, capsys, monkeypatch):
+    (three / "m.parquet").write_bytes(b"PAR1 no PAR1")
+    make(three / "m.parquet", tmp_path / "out", status=1)
+    assert "cannot read" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    make(three / "m.parquet", tmp_path / "out", status=1)
+    assert 'pip install "tessera-ssl[parquet]"' in capsys.readouterr().err
+
+
+def bomb(width, height):
+    """A PNG whose header claims a size."""
+    png = bytearray(picture(0, format="PNG"))
+    png[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    png[29:33] = __import__("zlib").crc32(png[12:29]).to_bytes(4, "big")
+    return bytes(png)
+
+
+@pytest.mark.parametrize("verify", ["true", "false"])
+def test_what_is_left_out_is_named(photos, tmp_path, verify, capsys):
+    files = {
+        "good.jpg": picture(0),
+        "really-a.png": picture(1),
+        "upper.JPEG": picture(2),
+        "text.jpg": b"not an image",
+        "empty.png": b"",
+        "bomb.png": bomb(60000, 60000),
+        "header.jpg": b"\xff\xd8\xff\xe0\x00\x10JFIF",
+        "notes.txt": b"text",
+        "old.gif": b"GIF89a",
+        "._hidden.jpg": b"resource fork",
+    }
+    folder = photos(files)
+    (folder / "out.jpg").symlink_to(photos({"secret.jpg": picture(9)}, "photos-secret") / "secret.jpg")
+    (folder / "gone.jpg").symlink_to(tmp_path / "gone.jpg")
+    (folder / "in.jpg").symlink_to("good.jpg")
+    (folder / "broken.jpg").symlink_to("nowhere.jpg")
+    (folder / "loop").symlink_to(".")
+    os.mkfifo(folder / "pipe.jpg")
+    make(folder, tmp_path / "out", "--verify", verify)
+    found = dict(rows(tmp_path / "out" / "left_out.csv"))
+    assert sorted(found) == sorted(
+        ["bomb.png", "broken.jpg", "empty.png", "gone.jpg", "header.jpg", "out.jpg", "pipe.jpg", "text.jpg"]
+    )
+    assert found["bomb.png"].startswith("Image size (3600000000 pixels) exceeds limit")
+    assert found["empty.png"] == "the file is empty"
+    assert (found["broken.jpg"], found["gone.jpg"]) == ("not found", "not found")
+    assert "--links all" in found["out.jpg"]
+    assert found["pipe.jpg"] == "not a regular file"
+    assert "not a JPEG, PNG or WebP" in found["text.jpg"]
+    with tarfile.open(shards(tmp_path / "out")[0]) as archive:
+        assert sorted(archive.getnames()) == ["good.jpg", "in.jpg", "really-a.jpg", "upper.jpg"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["images"], sum(report["left_out"].values())) == (4, 8)
+    assert report["other_files"] == {".txt": 1, ".gif": 1, "hidden": 1, "links to folders": 1}
+    text = capsys.readouterr().out
+    assert "1 more are left out: a symbolic link out of the folder" in text
+    assert "left out      8" in text
+
+
+def test_the_limit_of_pixels_is_a_setting(photos, tmp_path):
+    folder = photos({"a.jpg": picture(0, (20, 20)), "b.png": picture(1, (30, 30), "PNG")})
+    for verify in ("true", "false"):
+        make(folder, tmp_path / verify, "--max_pixels=400", "--verify", verify)
+        assert rows(tmp_path / verify / "left_out.csv") == [["b.png", "30 x 30 pixels are more than the limit of 400"]]
+
+
+def test_a_truncated_image_only_where_it_is_decoded(photos, tmp_path):
+    folder = photos({"whole.jpg": picture(0), "half.png": picture(1, (64, 64), "PNG")[:2000]})
+    make(folder, tmp_path / "out")
+    assert [name for name, _ in rows(tmp_path / "out" / "left_out.csv")] == ["half.png"]
+    make(folder, tmp_path / "quick", "--verify=false")
+    assert not rows(tmp_path / "quick" / "left_out.csv")
+
+
+def test_links_are_followed_when_asked(photos, tmp_path):
+    farm, real = photos({"a.jpg": picture(0)}, "farm"), photos({"x/b.jpg": picture(1)}, "real")
+    (farm / "b.jpg").symlink_to(real / "x" / "b.jpg")
+    (farm / "folder").symlink_to(real)
+    (real / "up").symlink_to(real)
+    make(farm, tmp_path / "inside")
+    assert [key for key, *_ in samples(tmp_path / "inside")] == ["a"]
+    make(farm, tmp_path / "all", "--links=all", "--shuffle=false")
+    assert [key for key, *_ in samples(tmp_path / "all")] == ["a", "b", "folder/x/b"]
+
+
+def test_nothing_to_read_says_what_is_there(photos, tmp_path, capsys):
+    make(photos({"a.gif": b"GIF89a", "b.jpg": b""}), tmp_path / "out", status=1)
+    assert "1 x the file is empty, 1 x .gif" in capsys.readouterr().err
+    make(photos({"a.jpg": b"no image"}, "other"), tmp_path / "out", status=1)
+    assert "no image is good" in capsys.readouterr().err
+    assert rows(tmp_path / "out" / "left_out.csv")
+    make(tmp_path / "nowhere", tmp_path / "out2", status=1)
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["gone", "grown", "touched", "pipe", "link"])
+def test_a_file_that_changes_is_left_out(photos, tmp_path, change):
+    folder = photos({"a.jpg": picture(0)})
+    listing = list_folder(folder, labels="auto", links="inside", besides=tmp_path / "out")
+    path = folder / "a.jpg"
+    assert pack.read(listing, 0, "inside") == path.read_bytes()
+    if change == "grown":
+        path.write_bytes(path.read_bytes() + b"x")
+        os.utime(path, ns=(0, int(listing.modified[0])))
+    elif change == "touched":
+        os.utime(path, ns=(0, 0))
+    else:
+        path.unlink()
+    if change == "pipe":
+        os.mkfifo(path)
+    if change == "link":
+        (tmp_path / "b.jpg").write_bytes(picture(0))
+        path.symlink_to(tmp_path / "b.jpg")
+    reason = {"gone": "No such file", "pipe": "not a regular", "link": "symbolic link"}.get(change, "has changed")
+    with pytest.raises(pack.LeftOut, match=reason):
+        pack.read(listing, 0, "inside")

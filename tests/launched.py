@@ -1,0 +1,85 @@
+"""Runs of the real command, small enough for a test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# the embedded digits, an encoder of two narrow blocks, seconds for a dozen steps
+TINY = [
+    "--method", "dino", "--steps", "12", "--batch_size", "16", "--record_every", "1", "--checkpoint_every", "4",
+    "--workers", "1", "--encoder.depth", "2", "--encoder.dim", "24", "--encoder.heads", "2", "--dino.hidden_dim", "32",
+    "--dino.bottleneck_dim", "16", "--dino.prototypes", "64", "--evaluation.pictures", "2",
+]  # fmt: skip
+
+
+class Launched:
+    """A running `accelerate launch pretrain/run.py`, or our launcher's, in a process group of its own."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        processes: int,
+        engine: str | None,
+        log: Path,
+        environment: dict[str, str],
+        script: Path,
+        wrapped: bool,
+    ) -> None:
+        ours = [str(ROOT / "launch" / "accelerate_launch.py")]
+        launcher = [sys.executable, *(ours if wrapped else ["-m", "accelerate.commands.launch"])]
+        launcher += ["--num_processes", str(processes)]
+        if engine:
+            launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
+        elif processes > 1:
+            launcher += ["--multi_gpu"]
+        launcher += ["--main_process_port", "0"] if engine or processes > 1 else []
+        launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*launcher, str(script), *arguments],
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
+            )  # fmt: skip
+
+    def wait(self, timeout: float = 240) -> str:
+        """What it printed, once it ended."""
+        self.process.wait(timeout)
+        return self.log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher, the trainers and their loaders' workers at once."""
+        if self.process.poll() is None:
+            for group in {self.process.pid, *map(os.getpgid, self.children())}:  # each of several trainers has its own
+                os.killpg(group, signal.SIGKILL)
+        self.process.wait(60)
+
+    def children(self) -> list[int]:
+        """Of the launcher of several processes: the trainers, by rank. Our launcher of one process becomes it."""
+        return [
+            int(child)
+            for thread in Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            for child in thread.read_text().split()
+        ]
+
+    def wait_for(self, condition: Callable[[], object], timeout: float = 120) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+
+def timeless(output: Path) -> list[dict]:
+    """The records, but for what depends on the machine's speed."""
+    return [{k: v for k, v in r.items() if k not in ("images_per_second", "data_wait")} for r in records(output)]
+
+
+def records(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

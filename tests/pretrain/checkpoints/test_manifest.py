@@ -1,0 +1,72 @@
+"""Damage to a checkpoint's files is found and named."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoints import manifest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(4):
+        (tmp_path / f"file-{number}").write_bytes(bytes([number]) * (100 + number))
+    manifest.write(tmp_path, manifest.describe(tmp_path.iterdir()))
+    return tmp_path
+
+
+def test_holds_sizes_and_checksums(folder: Path) -> None:
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert files["file-2"] == {"bytes": 102, "sha256": hashlib.sha256(b"\2" * 102).hexdigest()}
+    assert sorted(files) == [f"file-{n}" for n in range(4)]
+    assert manifest.faults(folder) == manifest.altered(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "fault"),
+    [
+        (lambda f: os.truncate(f / "file-1", 50), "file-1 has 50 bytes and should have 101"),
+        (lambda f: (f / "file-3").unlink(), "file-3 is missing"),
+        (lambda f: (f / "file-9").touch(), "file-9 does not belong to it"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read (No such file or directory)"),
+        (lambda f: os.truncate(f / "manifest.json", 50), "manifest.json, which lists its files, is no such list"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json, which lists its files, is no such list"),
+        (
+            lambda f: (f / "manifest.json").write_text('{"files": {"file-1": {"bytes": 101}}}'),
+            "manifest.json, which lists its files, is no such list",
+        ),
+    ],
+)
+def test_names_what_is_wrong(folder: Path, harm: Callable[[Path], object], fault: str) -> None:
+    harm(folder)
+    assert manifest.faults(folder) == [fault]
+
+
+def test_a_manifest_that_lost_a_line_is_no_proof(folder: Path) -> None:
+    listed = json.loads((folder / "manifest.json").read_text())
+    del listed["files"]["file-0"]
+    (folder / "manifest.json").write_text(json.dumps(listed))
+    assert manifest.faults(folder) == ["file-0 does not belong to it"]
+
+
+def test_processes_share_the_checksums(folder: Path) -> None:
+    for number in range(4):
+        (folder / f"file-{number}").write_bytes(b"x" * (100 + number))  # as long as before
+    assert manifest.faults(folder) == []
+    for processes in (1, 2, 3, 7):
+        found = [manifest.altered(folder, rank, processes) for rank in range(processes)]
+        each = sorted(fault for of_one in found for fault in of_one)
+        assert each == [f"file-{n} is not what was written (another checksum)" for n in range(4)]
+        assert max(map(len, found)) == -(-4 // processes)
+
+
+def test_what_vanishes_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifest, "_sha256", broken)
+    assert manifest.altered(folder)[0] == "file-0 cannot be read (Input/output error)"

@@ -1,0 +1,190 @@
+"""What k processes wrote, in any split, m processes read, in any other."""
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from pretrain.engines import local_state
+from pretrain.engines.local_state import Piece, read, whole, write
+from runtime.agreement import CheckpointError, together
+from tests.pretrain.small import on_processes
+
+Split = Callable[[Tensor, int, int], Piece]
+
+
+def everywhere(tensor: Tensor, rank: int, processes: int) -> Piece:
+    """DDP."""
+    del rank, processes
+    return whole(tensor)
+
+
+def rows(tensor: Tensor, rank: int, processes: int) -> Piece:
+    """FSDP2: what torch.chunk gives of the first dimension."""
+    chunks = tensor.chunk(processes)
+    own = chunks[rank] if rank < len(chunks) else tensor[:0]
+    return Piece(own.reshape(-1), sum(c.numel() for c in chunks[:rank]), tensor.numel())
+
+
+def ranges(tensor: Tensor, rank: int, processes: int) -> Piece:
+    """ZeRO-3: equal ranges of the flattened numbers, the last ones shorter or empty."""
+    each = -(-tensor.numel() // processes)
+    return Piece(tensor.reshape(-1)[rank * each : (rank + 1) * each], min(rank * each, tensor.numel()), tensor.numel())
+
+
+def uneven(tensor: Tensor, rank: int, processes: int) -> Piece:
+    """ZeRO-1 and 2: ranges of all tensors in a row, so that one tensor may end anywhere."""
+    cuts = [0, *(tensor.numel() * (i * i + 1) // (processes * processes + 1) for i in range(1, processes))]
+    cuts.append(tensor.numel())
+    return Piece(tensor.reshape(-1)[cuts[rank] : cuts[rank + 1]], cuts[rank], tensor.numel())
+
+
+SPLITS = [everywhere, rows, ranges, uneven]
+
+
+def write_in_turn(folder: Path, of_each: list[dict[str, Piece]]) -> None:
+    """What torch.distributed.checkpoint.save does over processes, one process after the other."""
+    planners = [local_state._SavePlanner({name: p.share(r, len(of_each)) for name, p in own.items()})
+                for r, own in enumerate(of_each)]  # fmt: skip
+    writer = FileSystemWriter(folder)
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner({}, is_coordinator=rank == 0)
+    writer.set_up_storage_writer(True)
+    plans = [writer.prepare_local_plan(planner.create_local_plan()) for planner in planners]
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writer.prepare_global_plan(plans)
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).wait()
+        for planner, plan in zip(planners, plans, strict=True)
+    ]
+    writer.finish(metadata, results)
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=4),
+    writers=st.integers(1, 5), readers=st.integers(1, 5), written=st.sampled_from(SPLITS),
+    loaded=st.sampled_from(SPLITS),
+)  # fmt: skip
+def test_any_split_is_read_in_any_other(
+    shapes: list[list[int]], writers: int, readers: int, written: Split, loaded: Split
+) -> None:
+    if rows in (written, loaded):  # a tensor without dimensions has no rows
+        shapes = [shape or [1] for shape in shapes]
+    data = {f"t{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoint"
+        write_in_turn(folder, [{n: written(t, r, writers) for n, t in data.items()} for r in range(writers)])
+        for rank in range(readers):
+            into = {n: torch.full_like(t, torch.nan) for n, t in data.items()}
+            own = {n: loaded(t, rank, readers) for n, t in into.items()}
+            read(own, folder)
+            for n, piece in own.items():
+                expected = loaded(data[n], rank, readers)
+                assert torch.equal(piece.data, expected.data)
+                # and nothing beside it
+                inside = piece.data.numel()
+                assert int(into[n].isnan().sum()) == (into[n].numel() - inside)
+        dcp_to_torch_save(folder, Path(name) / "whole.pt")  # torch's own reader
+        other = torch.load(Path(name) / "whole.pt")
+        assert {n: t.numel() for n, t in other.items()} == {n: t.numel() for n, t in data.items()}
+        assert all(torch.equal(t, data[n].reshape(-1)) for n, t in other.items())
+
+
+def test_a_tensor_without_numbers_is_no_matter(tmp_path: Path) -> None:
+    held = {"none": whole(torch.empty(0, 4)), "some": whole(torch.ones(3))}
+    write(held, tmp_path)
+    into = {"none": whole(torch.empty(0, 4)), "some": whole(torch.zeros(3))}
+    read(into, tmp_path)
+    assert into["some"].data.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"a": 4, "b": 2}, None),
+        ({"a": 4}, "it holds other tensors: b (2 numbers there, 0 here)"),
+        ({"a": 4, "b": 2, "c": 1}, "it holds other tensors: c (0 numbers there, 1 here)"),
+        ({"a": 5, "b": 2}, "it holds other tensors: a (4 numbers there, 5 here)"),
+    ],
+)
+def test_other_names_and_sizes_are_refused(tmp_path: Path, wanted: dict[str, int], message: str | None) -> None:
+    write({"a": whole(torch.ones(4)), "b": whole(torch.ones(2))}, tmp_path)
+    into = {name: whole(torch.zeros(size)) for name, size in wanted.items()}
+    if message is None:
+        read(into, tmp_path)
+        return
+    with pytest.raises(CheckpointException, match=re.escape(message)):
+        read(into, tmp_path)
+    assert all(piece.data.eq(0).all() for piece in into.values())
+
+
+def test_some_of_the_tensors_are_read_where_that_is_asked(tmp_path: Path) -> None:
+    write({"a": whole(torch.ones(4)), "b": whole(torch.ones(2))}, tmp_path)
+    into = whole(torch.zeros(2))
+    read({"b": into}, tmp_path, some=True)
+    assert into.data.tolist() == [1, 1]
+    with pytest.raises(CheckpointException, match=r"c \(0 numbers there, 2 here\)"):
+        read({"c": into}, tmp_path, some=True)
+
+
+def test_a_gap_in_what_was_written_is_no_zero(tmp_path: Path) -> None:
+    write({"a": Piece(torch.ones(3), 0, 8)}, tmp_path)
+    read({"a": Piece(torch.zeros(2), 1, 8)}, tmp_path)
+    with pytest.raises(CheckpointException, match="it holds only a part of a"):
+        read({"a": whole(torch.zeros(8))}, tmp_path)
+
+
+def _over_processes(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo")
+    data = {f"{split.__name__}{n}": torch.arange(float(n)) for split in SPLITS for n in (1, 2, 9)}
+    split = {name: next(s for s in SPLITS if name.startswith(s.__name__)) for name in data}
+    write({n: split[n](t, rank, 2).share(rank, 2) for n, t in data.items()}, Path(folder))
+    for other in SPLITS:
+        own = {n: other(torch.full_like(t, torch.nan), rank, 2) for n, t in data.items()}
+        read(own, Path(folder))
+        assert all(torch.equal(p.data, other(data[n], rank, 2).data) for n, p in own.items())
+    # one process's trouble is everyone's, and says what the disk said
+    if rank == 1:
+        FileSystem.create_stream = _full  # pyright: ignore
+    with pytest.raises(CheckpointError, match=r"^process 1: No space left on device: /the/disk$"):
+        together(lambda: write({n: split[n](t, rank, 2).share(rank, 2) for n, t in data.items()}, Path(folder) / "b"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _full:  # noqa: N801, in place of a function
+    """A file on a full disk."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_full":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def tell(self) -> int:
+        return 0
+
+    def write(self, _: bytes) -> int:
+        raise OSError(28, "No space left on device", "/the/disk")
+
+
+@pytest.mark.slow
+def test_over_two_processes(tmp_path: Path, free_port: int) -> None:
+    on_processes(_over_processes, free_port, str(tmp_path))
+    dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
+    for name, tensor in torch.load(tmp_path / "whole.pt").items():
+        assert torch.equal(tensor, torch.arange(float(name[-1]))), name

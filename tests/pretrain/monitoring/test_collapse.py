@@ -1,0 +1,66 @@
+import json
+import math
+
+import pytest
+import torch
+
+from pretrain.monitoring.collapse import CollapseAlarm, CollapseError, HealthConfig, effective_rank
+
+
+def test_effective_rank_counts_directions() -> None:
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(64, 64)).Q
+    flat = basis[:, :8] * 3.0  # 64 rows in 8 directions of equal strength, but for the mean
+    flat = flat - flat.mean(0)
+    q = torch.linalg.qr(flat).Q
+    assert effective_rank(q + 5.0) == pytest.approx(8.0, rel=1e-4)
+    assert effective_rank(torch.ones(10, 4)) == 0.0
+    assert effective_rank(torch.outer(torch.arange(10.0), torch.ones(4))) == pytest.approx(1.0, rel=1e-3)
+
+
+def record(step: int, loss: float, entropy: float, rank: float = 20.0) -> dict[str, float]:
+    return {"step": step, "loss": loss, "teacher_entropy": entropy, "feature_rank": rank}
+
+
+LN_K = math.log(256)
+
+
+@pytest.mark.parametrize(
+    ("sick", "kind"),
+    [
+        (record(0, LN_K, LN_K), "uniform"),
+        (record(0, 0.001, 0.0), "one prototype"),
+        (record(0, 3.0, 2.0, rank=1.0), "rank"),
+    ],
+)
+def test_alarm_rings_once_after_patience_and_grace(sick: dict, kind: str) -> None:
+    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.1), steps=100)
+    assert alarm.look(record(1, 3.0, 2.0), LN_K) == {}
+    rung = {step: alarm.look(sick | {"step": step}, LN_K) for step in range(2, 30)}
+    assert {step: list(kinds) for step, kinds in rung.items() if kinds} == {10: [kind]}  # silent within the grace
+    assert "Try" in rung[10][kind]
+    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), steps=100)
+    alarm.look(record(1, 3.0, 2.0), LN_K)
+    interrupted = [sick, sick, record(0, 3.0, 2.0), sick, sick, sick]
+    rung = [list(alarm.look(line | {"step": 40 + i}, LN_K)) for i, line in enumerate(interrupted)]
+    assert rung == [[], [], [], [], [], [kind]]
+
+
+def test_alarm_goes_on_where_a_stopped_run_left_it() -> None:
+    memory: dict = {}
+    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, memory)
+    assert [list(alarm.look(record(s, 3.0, 2.0, rank=r), LN_K)) for s, r in enumerate([20.0, 1.0, 1.0])] == [[]] * 3
+    resumed = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, json.loads(json.dumps(memory)))
+    assert list(resumed.look(record(3, 3.0, 2.0, rank=1.0), LN_K)) == ["rank"]
+
+
+def test_alarm_is_silent_when_the_loss_alone_is_near_ln_k() -> None:
+    alarm = CollapseAlarm(HealthConfig(patience=1, grace=0.0), steps=100)
+    assert all(alarm.look(record(step, 0.99 * LN_K, 0.8 * LN_K), LN_K) == {} for step in range(50))
+
+
+def test_alarm_stops_the_run_when_asked() -> None:
+    alarm = CollapseAlarm(HealthConfig(on_collapse="stop", patience=2, grace=0.0), steps=100)
+    alarm.look(record(1, LN_K, LN_K), LN_K)
+    with pytest.raises(CollapseError, match=r"step 2: loss .* near ln K"):
+        alarm.look(record(2, LN_K, LN_K), LN_K)

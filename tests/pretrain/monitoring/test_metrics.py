@@ -1,0 +1,33 @@
+import json
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pretrain.monitoring.metrics import Recorder
+
+
+def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    for step in range(6):
+        recorder.scalars({"step": step, "loss": float(step)})
+    recorder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # a kill in mid line
+    recorder = Recorder(tmp_path, 3)
+    for step in range(4, 8):
+        recorder.scalars({"step": step, "loss": -float(step)})
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(s, float(s if s < 4 else -s)) for s in range(8)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(e.step, e.value) for e in events] == [(s, float(s if s < 4 else -s)) for s in range(8)]
+
+
+def test_pictures_and_skipped_samples_are_written(tmp_path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    recorder.pictures({"crops": np.full((4, 6, 3), 7, dtype=np.uint8)}, 5)
+    recorder.skipped(5, "loss nan", ["a.tar/1", "a.tar/2"])
+    recorder.close()
+    assert (tmp_path / "pictures" / "crops.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "skipped.jsonl").read_text())["samples"] == ["a.tar/1", "a.tar/2"]
+    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("crops")[0].step == 5

@@ -1,0 +1,111 @@
+"""The k-NN inside a run against scikit-learn, alone and over two processes."""
+
+import io
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from PIL import Image
+from sklearn.neighbors import KNeighborsClassifier
+
+import encoders
+from data.augment import IMAGENET_MEAN, IMAGENET_STD
+from encoders.base import Encoder
+from pretrain.config import EvaluationConfig
+from pretrain.monitoring.online_knn import Scorer
+from runtime.processes import accelerator
+
+SIDE, K = 16, 5
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Paths of the shards, and the pixels, of noisy images in 3 classes that differ by a faint stripe."""
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    paths, found = {}, {}
+    for part, count in (("train", 45), ("val", 31)):
+        images = rng.integers(0, 120, (count, SIDE, SIDE, 3), dtype=np.uint8)
+        for i, image in enumerate(images):
+            image[:, 5 * (i % 3) : 5 * (i % 3) + 5, i % 3] += 12
+        paths[part], found[part] = str(tmp_path / f"{part}-0.tar"), images
+        with tarfile.open(paths[part], "w") as archive:
+            for i, image in enumerate(images):
+                buffer = io.BytesIO()
+                Image.fromarray(image).save(buffer, "png")
+                for ending, content in (("png", buffer.getvalue()), ("cls", str(i % 3).encode())):
+                    info = tarfile.TarInfo(f"{i:04d}.{ending}")
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+    return paths, found
+
+
+def make(paths: dict[str, str], pictures: int = 2) -> tuple[Scorer, Encoder]:
+    torch.manual_seed(0)
+    encoder = encoders.build("vit_micro", depth=1, dim=24, heads=2, image_size=SIDE, drop_path=0.5)
+    config = EvaluationConfig(val=paths["val"], k=K, batch_size=8, pictures=pictures)
+    return Scorer(config, paths["train"], SIDE, accelerator()), encoder
+
+
+def normalised(images: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy((images / 255.0 - IMAGENET_MEAN) / IMAGENET_STD).permute(0, 3, 1, 2).float()
+
+
+def test_equals_scikit_learn(shards) -> None:
+    paths, images = shards
+    scorer, encoder = make(paths)
+    encoder.eval()
+    with torch.no_grad():
+        features = {part: encoder(normalised(images[part])).pooled.numpy() for part in images}
+    labels = {part: np.arange(len(images[part])) % 3 for part in images}
+    votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731
+    oracle = KNeighborsClassifier(K, metric="cosine", weights=votes)
+    expected = oracle.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
+    assert 0.34 < expected < 1  # else the test could not see a mistake
+    assert scorer.score(encoder) == {"knn_top1": pytest.approx(expected)}
+
+
+def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
+    scorer, encoder = make(shards[0])
+    first = scorer.score(encoder.eval())
+    assert not encoder.training
+    before = torch.get_rng_state()
+    assert scorer.score(encoder.train()) == first  # without drop path
+    assert encoder.training
+    assert encoder.blocks[0].training  # pyright: ignore
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in encoder.parameters())
+
+
+def test_held_out_images_are_the_first_as_the_encoder_sees_them(shards) -> None:
+    paths, images = shards
+    scorer, _ = make(paths, pictures=3)
+    torch.testing.assert_close(scorer.held_out, normalised(images["val"][:3]), rtol=1e-5, atol=1e-5)
+    assert make(paths, pictures=0)[0].held_out.shape == (0, 3, SIDE, SIDE)
+
+
+def _process(rank: int, port: int, paths: dict[str, str], folder: str) -> None:
+    torch.set_num_threads(1)
+    mp.set_start_method("fork", force=True)  # of the loader's workers, as it is under a launcher
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    scorer, encoder = make(paths)
+    torch.save((scorer.score(encoder), scorer.held_out), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_equal_one(shards, tmp_path: Path, free_port: int) -> None:
+    scorer, encoder = make(shards[0])
+    expected = scorer.score(encoder)
+    mp.spawn(_process, (free_port, shards[0], str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    for rank in range(2):
+        score, held_out = torch.load(tmp_path / f"{rank}.pt")
+        assert score == expected
+        assert torch.equal(held_out, scorer.held_out)

@@ -1,0 +1,105 @@
+"""Pictures pixel by pixel: encoders that answer with known numbers, scikit-learn's PCA."""
+
+import numpy as np
+import torch
+from sklearn.decomposition import PCA
+from torch import Tensor
+
+import encoders
+from data.augment import finish
+from data.batch import Batch
+from encoders.base import Encoder, Features
+from pretrain.monitoring import pictures
+
+GAP = 2
+
+
+class Known(Encoder):
+    """Gives the tokens (N, T, D) and the attention (N, heads, T, T) that it was made with, for patches of 4 pixels."""
+
+    cls_token = True
+    stride = 4
+
+    def __init__(self, tokens: Tensor, attention: Tensor) -> None:
+        super().__init__()
+        self.tokens, self.attention = tokens, attention
+
+    def forward(self, images: Tensor, mask: object = None, *, drop: bool = False) -> Features:
+        return Features(self.tokens[:, 0], self.tokens.flatten(0, 1), self.grids(images))
+
+    def last_attention(self, images: Tensor) -> Tensor:
+        return self.attention
+
+
+def cell(picture: np.ndarray, row: int, column: int, side: int) -> np.ndarray:
+    top, left = row * (side + GAP), column * (side + GAP)
+    return picture[top : top + side, left : left + side]
+
+
+def pixels(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
+    raw = [pixels(2 * 3, 3, 8, 8), pixels(3 * 3, 3, 4, 4)]  # 3 images with 2 global and 3 local crops
+    picture = pictures.crops(finish(Batch(raw, (2, 3))), images=2, side=8)
+    assert picture.shape == (2 * (8 + GAP), 5 * (8 + GAP), 3)
+    assert picture.dtype == np.uint8
+    for image in range(2):
+        for crop in range(5):
+            view, c = (raw[0], crop) if crop < 2 else (raw[1], crop - 2)
+            expected = view[c * 3 + image].permute(1, 2, 0).numpy()
+            expected = np.kron(expected, np.ones((8 // len(expected),) * 2 + (1,), np.uint8))
+            np.testing.assert_array_equal(cell(picture, image, crop, 8), expected)
+    assert (picture[:, 8:10] == 255).all()
+    assert pictures.crops(finish(Batch(raw, (2, 3))), images=9, side=8).shape[0] == 3 * (8 + GAP)
+
+
+def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
+    heads, registers = 2, 3
+    attention = torch.rand(1, heads, 1 + registers + 4, 1 + registers + 4)
+    row = torch.tensor([[0.9, 0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.0], [0.0, 0.5, 0.3, 0.1, 0.05, 0.05, 0.0, 0.025]])
+    attention[0, :, 0] = row
+    images = finish(Batch([pixels(1, 3, 8, 8)], (1,))).views[0]
+    picture = pictures.attention(Known(torch.zeros(1, 4, 5), attention), images, side=8)
+    assert picture is not None
+    np.testing.assert_array_equal(cell(picture, 0, 0, 8), pixels(1, 3, 8, 8)[0].permute(1, 2, 0).numpy())
+    for head, brightest in enumerate((0.4, 0.05)):
+        share = row[head, -4:].view(2, 2).numpy() / brightest
+        expected = np.kron(np.round(share * 255), np.ones((4, 4)))
+        np.testing.assert_allclose(cell(picture, 0, 1 + head, 8)[..., 0], expected, atol=1)
+        assert cell(picture, 0, 1 + head, 8).max() == 255
+
+
+def test_attention_of_encoders_without_class_token_is_none() -> None:
+    images = torch.randn(2, 3, 16, 16)
+    settings = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}
+    assert pictures.attention(encoders.build("vit_micro", pool="mean", class_token=False, **settings), images) is None
+    assert pictures.attention(Encoder(), images) is None
+    picture = pictures.attention(encoders.build("vit_micro", registers=2, **settings).eval(), images, side=16)
+    assert picture is not None
+    assert picture.shape == (2 * (16 + GAP), (1 + 2) * (16 + GAP), 3)
+
+
+def test_pca_shows_the_components_of_all_images_together() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([9.0, 5.0, 3.0, 0.1, 0.1, 0.1])
+    tokens = torch.randn(3, 4, 6, generator=generator) * scales + 4.0
+    images = finish(Batch([pixels(3, 3, 8, 8)], (1,))).views[0]
+    picture = pictures.pca(Known(tokens, tokens), images, side=8)
+    assert picture.shape == (2 * (8 + GAP), 3 * (8 + GAP), 3)
+    flat = tokens.flatten(0, 1).double().numpy()
+    fitted = PCA(3).fit(flat)
+    signs = [np.sign(component[np.abs(component).argmax()]) for component in np.asarray(fitted.components_)]
+    projected = fitted.transform(flat) * signs
+    low, high = np.quantile(projected, 0.02, axis=0), np.quantile(projected, 0.98, axis=0)
+    colours = np.clip((projected - low) / (high - low), 0, 1) * 255
+    for image in range(3):
+        expected = np.kron(colours[image * 4 : image * 4 + 4].reshape(2, 2, 3), np.ones((4, 4, 1)))
+        np.testing.assert_allclose(cell(picture, 1, image, 8), expected, atol=1)
+        np.testing.assert_array_equal(cell(picture, 0, image, 8), pixels(3, 3, 8, 8)[image].permute(1, 2, 0).numpy())
+
+
+def test_pca_of_tokens_that_are_all_alike_is_a_picture_too() -> None:
+    picture = pictures.pca(Known(torch.ones(2, 4, 6), torch.ones(2, 1, 4, 4)), torch.zeros(2, 3, 8, 8), side=8)
+    assert picture.shape == (2 * (8 + GAP), 2 * (8 + GAP), 3)

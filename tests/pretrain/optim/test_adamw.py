@@ -1,0 +1,106 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import encoders
+from pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+from pretrain.optim.schedules import cosine
+
+RESOLVED = OptimConfig(
+    lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999)
+)
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.last = nn.Linear(4, 3, bias=False)
+        self.fixed = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.cls_token = nn.Parameter(torch.ones(1, 1, 4))
+
+
+def test_groups_split_by_decay_and_freezing() -> None:
+    toy = Toy()
+    groups = parameter_groups(toy, {"last.": 5})
+    names = {id(p): n for n, p in toy.named_parameters()}
+    found = {(g["decays"], g["frozen_steps"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
+    assert found == {
+        (True, 5): ["last.weight"],
+        (True, 0): ["body.0.weight", "cls_token"],  # as in DINO, the class token is decayed
+        (False, 0): ["body.0.bias", "body.1.bias", "body.1.weight"],
+    }
+
+
+# settings that make all tables; matrices and tables without weight decay by the papers, named in full
+UNDECAYED = {
+    "vit_micro": ({"mask_token": True, "registers": 2, "qk_norm": True}, r"(?!)"),  # none: DINO decays all of them
+    "swin_micro": (
+        {"mask_token": True, "absolute_positions": True},
+        r"absolute_pos_embed|layers\.\d\.blocks\.\d\.attn\.relative_position_bias_table",
+    ),
+    "twins_svt_micro": ({"mask_token": True}, r"pos_block\.\d\.proj\.0\.weight"),
+    "navit_micro": ({"mask_token": True}, r"(blocks\.\d\.attn|attn_pool\.attn)\.[qk]_norm\.gamma"),
+    "sam_vit_micro": ({"mask_token": True}, r"pos_embed|blocks\.\d\.attn\.rel_pos_[hw]"),
+}
+
+
+@pytest.mark.parametrize("variant", [name for name in encoders.VARIANTS if name.endswith("_micro")])
+@pytest.mark.parametrize("prefix", ["encoder.", "student.encoder."])
+def test_weight_decay_leaves_alone_what_the_papers_do(variant: str, prefix: str) -> None:
+    settings, exempt = UNDECAYED[variant]
+    with torch.device("meta"):
+        method: nn.Module = nn.ModuleDict({"encoder": encoders.build(variant, **settings)})
+        if prefix != "encoder.":
+            method = nn.ModuleDict({"student": method, "rel_pos_head": nn.Linear(2, 2)})
+    names = {parameter: name for name, parameter in method.named_parameters()}
+    decays = {names[p]: group["decays"] for group in parameter_groups(method, {}) for p in group["params"]}
+    assert len(decays) == len(names)
+    assert decays.get("rel_pos_head.weight", True)  # a name matters in encoders alone
+    found = 0
+    for parameter, name in names.items():
+        inside = name.removeprefix(prefix)
+        vector = parameter.ndim == 1 or name.endswith(".bias")
+        assert decays[name] == (not vector and not re.fullmatch(exempt, inside)), name
+        found += not vector and not decays[name]
+    assert (found == 0) == (variant == "vit_micro")
+
+
+def test_schedules_reach_the_groups_and_frozen_ones_do_not_move() -> None:
+    toy = Toy()
+    optimizer = torch.optim.AdamW(parameter_groups(toy, {"last.": 3}), lr=1.0)
+    before = toy.last.weight.detach().clone()
+    for step in range(5):
+        apply_schedules(optimizer, RESOLVED, step, 10, 512)
+        lr, decay = cosine(step, 10, 2e-3, 1e-6, 2), cosine(step, 10, 0.04, 0.4)
+        for group in optimizer.param_groups:
+            assert group["lr"] == (0.0 if group["frozen_steps"] > step else lr)
+            assert group["weight_decay"] == (decay if group["decays"] else 0.0)
+        (toy.last(toy.body(torch.ones(1, 4))) + toy.cls_token.sum()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(toy.last.weight, before) == (step < 3)
+
+
+@pytest.mark.parametrize("by", ["tensor", "module", "global"])
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_clipping_equals_a_loop(by: str, limit: float) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))]
+    for p in [p for part in parts for p in part.parameters()]:
+        p.grad = torch.randn_like(p)
+    grads = [[p.grad.double().clone() for p in part.parameters()] for part in parts]
+    flat = [g for part in grads for g in part]
+    units = {"tensor": [[g] for g in flat], "module": grads, "global": [flat]}[by]
+    for unit in units:
+        norm = torch.sqrt(sum((g.square().sum() for g in unit), torch.zeros((), dtype=torch.float64)))
+        for g in unit:
+            g *= min(1.0, limit / (norm.item() + 1e-6)) if limit else 1.0
+    total = clip_gradients([[p.grad for p in part.parameters()] for part in parts], limit, by)
+    for p, g in zip([p for part in parts for p in part.parameters()], flat, strict=True):
+        torch.testing.assert_close(p.grad.double(), g, rtol=1e-6, atol=1e-8)
+    if limit == 0:
+        expected = torch.nn.utils.get_total_norm([p.grad for part in parts for p in part.parameters()])
+        torch.testing.assert_close(total, expected)

@@ -1,0 +1,109 @@
+"""One run, stopped by signals at random moments and resumed until it is done, in one process (of one or several).
+
+python stops_in_turn.py FILE.json, which holds `arguments` without --resume, `output`, `seed` and `stops`, after so many
+of which the run is left alone. Each process writes a list of what
+came of each turn, OUTPUT/stops-RANK.json: the exit code, the signals that it sent and what it was doing then, the last
+step that was reported and the message, the step of the newest checkpoint and of the last line of metrics.jsonl.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from pretrain.run import main
+from runtime import preemption
+
+RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Signals(threading.Thread):
+    """Sends a turn's signals: to this process, to all, or to this one and its loader's workers."""
+
+    def __init__(self, rng: random.Random, output: Path) -> None:
+        super().__init__(daemon=True)
+        self.output, self.before = output, len(lines(output))
+        self.after = rng.choice([0, 0, 1, 2])  # records, so that a fast machine is stopped as often as a slow one
+        first = rng.uniform(0, 0.3 if self.after else 1.0)
+        delays = [first] + [rng.uniform(0, 0.4) for _ in range(rng.choice([0, 0, 1, 9]))]
+        targets = rng.choice([[rank] for rank in range(PROCESSES)] + [list(range(PROCESSES))])
+        self.group = rng.random() < 0.5
+        self.plan = [(delay, rng.choice(preemption.SIGNALS)) for delay in delays] if RANK in targets else []
+        self.over, self.sent = threading.Event(), []
+
+    def run(self) -> None:
+        while self.plan and len(lines(self.output)) < self.before + self.after and not self.over.wait(0.01):
+            pass
+        for delay, number in self.plan:
+            if self.over.wait(delay):
+                return
+            self.sent.append([number.name, *doing()])
+            # from another process, as a scheduler's: the loader's workers obey a SIGTERM of this one
+            target = -os.getpgrp() if self.group else os.getpid()
+            subprocess.run(["/bin/kill", f"-{number:d}", "--", str(target)], start_new_session=True, check=True)
+
+
+def lines(output: Path) -> list[str]:
+    path = output / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def doing() -> list[str]:
+    """What the threads of this process are in the middle of."""
+    found = set()
+    for frame in list(sys._current_frames().values()):
+        while frame is not None:
+            found.add(Path(frame.f_code.co_filename).name + ":" + frame.f_code.co_name)
+            frame = frame.f_back
+    known = {"loop.py:training_step": "step", "saver.py:save": "save", "scoring.py:score": "evaluation"}
+    return [name for place, name in known.items() if place in found] or ["other"]
+
+
+class Tee(io.StringIO):
+    def write(self, text: str) -> int:
+        sys.__stderr__.write(text)
+        return super().write(text)
+
+
+def turn(arguments: list[str], output: Path, rng: random.Random | None) -> dict:
+    said = Tee()
+    signals = Signals(rng or random.Random(0), output)
+    if rng is None:
+        signals.plan = []
+    signals.start()
+    with contextlib.redirect_stderr(said):
+        code = main(arguments)
+    signals.over.set()
+    signals.join()
+    latest = output / "checkpoints" / "latest"
+    return {
+        "code": code,
+        "sent": signals.sent,
+        "reported": max(map(int, re.findall(r"^step (\d+)/", said.getvalue(), re.M)), default=None),
+        "message": re.findall(r"run\.py: .*", said.getvalue())[-1:],
+        "latest": int(latest.resolve().name[5:]) if latest.exists() else None,
+        "recorded": json.loads(lines(output)[-1])["step"],
+    }
+
+
+def run_turns(plan: dict) -> None:
+    output, turns = Path(plan["output"]), []
+    for number in range(plan["stops"] + 1):
+        arguments = [*plan["arguments"], "--output", str(output), *["--resume"] * (number > 0)]
+        rng = random.Random(f"{plan['seed']} {number}") if number < plan["stops"] else None
+        turns.append(turn(arguments, output, rng))
+        (output / f"stops-{RANK}.json").write_text(json.dumps(turns, indent=1))
+        if turns[-1]["code"] != preemption.EXIT_CODE:
+            sys.exit(turns[-1]["code"])
+    sys.exit("stopped by nobody")
+
+
+if __name__ == "__main__":
+    preemption.listen()  # as in run.py, and between the turns
+    run_turns(json.loads(Path(sys.argv[1]).read_text()))

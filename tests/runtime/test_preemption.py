@@ -1,0 +1,271 @@
+"""Warned stops: at any moment, to one process or to all, once or ten times, nothing is lost."""
+
+import io
+import json
+import os
+import random
+import re
+import signal
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import encoders
+from pretrain.methods.dino import DINO
+from pretrain.monitoring.online_knn import Scorer
+from pretrain.run import main
+from runtime import preemption
+from tests.launched import TINY, records, timeless
+
+SCRIPT = Path(__file__).parent / "stops_in_turn.py"
+
+
+def test_signals_are_noted_and_what_was_before_comes_back() -> None:
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: called.append(1))
+    try:
+        with preemption.listening():
+            assert not preemption.asked()
+            for number in (signal.SIGUSR1, signal.SIGTERM, *[signal.SIGUSR1] * 9):
+                os.kill(os.getpid(), number)
+            assert preemption.asked()
+            assert "stopped by SIGUSR1: step 7 is done and saved; --resume" in preemption.message(7)
+        assert not preemption.asked()
+        assert not called
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert called
+        assert "with another process" in preemption.message(7)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_came_before_the_run_began_counts() -> None:
+    before = {number: signal.getsignal(number) for number in preemption.SIGNALS}
+    try:
+        preemption.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with preemption.listening():
+            assert preemption.asked()
+        assert not preemption.asked()
+        preemption.ignore()
+        os.kill(os.getpid(), signal.SIGTERM)  # would end the test
+        assert not preemption.asked()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_another_thread_changes_nothing() -> None:
+    handlers = []
+
+    def listen() -> None:
+        with preemption.listening():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
+def _ask_before(monkeypatch: pytest.MonkeyPatch, steps: set[int], bad: range = range(0)) -> None:
+    """Signals to this process in the forward pass of `steps` (counted from 0); the loss of `bad` ones is not finite."""
+    forward = DINO.forward
+
+    def asking(self: DINO, batch, step: int):
+        loss, metrics = forward(self, batch, step)
+        if step in steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return (loss * torch.nan if step in bad else loss), metrics
+
+    monkeypatch.setattr(DINO, "forward", asking)
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_the_last_step_is_left_to_the_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = []
+    score = Scorer.score
+    monkeypatch.setattr(Scorer, "score", lambda self, encoder: scored.append(1) or score(self, encoder))
+    run = [*TINY, "--evaluate_every", "6", "--record_every", "4"]
+    assert main([*run, "--output", str(tmp_path / "whole")]) == 0
+    assert len(scored) == 3
+    scored.clear()
+    with monkeypatch.context() as patch:
+        _ask_before(patch, {5})
+        assert main([*run, "--output", str(tmp_path / "stopped")]) == 75
+    assert len(scored) == 1, "only the one of step 0"
+    assert [r["step"] for r in records(tmp_path / "stopped")] == [0, 4]
+    assert main(["--resume", "--output", str(tmp_path / "stopped")]) == 0
+    assert len(scored) == 3
+    assert timeless(tmp_path / "stopped") == timeless(tmp_path / "whole")
+    assert [r["step"] for r in records(tmp_path / "whole") if "knn_top1" in r] == [0, 6, 12]
+
+
+@pytest.mark.slow
+def test_amid_skipped_steps_it_saves_and_keeps_what_was_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*TINY, "--checkpoint.keep", "1", "--encoder.drop_path", "0.2", "--optim.nonfinite_limit", "4"]
+    with monkeypatch.context() as patch:
+        _ask_before(patch, set(), bad=range(4, 7))
+        assert main([*run, "--output", str(tmp_path / "whole")]) == 0
+    output = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        _ask_before(patch, {5}, bad=range(4, 7))
+        assert main([*run, "--output", str(output)]) == 75
+        folders = {p.name for p in (output / "checkpoints").iterdir()}
+        assert folders == {"step-00000004", "step-00000006", "latest"}
+        saved = json.loads((output / "checkpoints" / "latest" / "trainer.json").read_text())["position"]
+        assert (saved["step"], saved["skipped_steps"], saved["skipped_in_a_row"]) == (6, 2, 2)
+        assert main(["--resume", "--output", str(output)]) == 0
+    assert timeless(output) == timeless(tmp_path / "whole")
+    ours, theirs = (encoders.load(f / "encoder.safetensors").state_dict() for f in (output, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_corrupt_images_since_the_last_record_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for number in range(48):
+            file = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(file, "png")
+            content = b"no image" if number % 6 == 0 else file.getvalue()
+            info = tarfile.TarInfo(f"{number:03d}.png")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    run = [*TINY, "--data", str(tmp_path / "images.tar"), "--record_every", "12", "--checkpoint_every", "5"]
+    run += ["--dino.global_size", "32", "--dino.local_size", "16"]
+    assert main([*run, "--output", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        _ask_before(patch, {7})
+        assert main([*run, "--output", str(tmp_path / "stopped")]) == 75
+    assert main(["--resume", "--output", str(tmp_path / "stopped")]) == 0
+    counts = [records(tmp_path / name)[-1]["corrupt_images"] for name in ("whole", "stopped")]
+    assert counts[0] == counts[1] > 20
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_step_or_with_bad_settings_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        _ask_before(patch, {1})
+        assert main([*TINY, "--steps", "2", "--output", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "encoder.safetensors").exists()
+    handler = signal.getsignal(signal.SIGTERM)
+    assert main([*TINY, "--output", str(tmp_path / "run")]) == 2, "the folder holds a run"
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def _check_turns(turns: list[dict], stops: int, last_step: int) -> None:
+    """Each turn but the last ended with 75, at the step that it reported last, with a whole checkpoint of that step."""
+    assert len(turns) == stops + 1
+    for turn in turns[:-1]:
+        assert turn["code"] == 75, turn
+        assert turn["latest"] == turn["reported"], turn
+        assert turn["recorded"] in (turn["reported"], turn["reported"] - 1), turn  # the latter: not yet evaluated
+        assert f"step {turn['reported']} is done and saved; --resume" in turn["message"][0]
+    assert turns[-1]["code"] == 0
+    assert turns[-1]["latest"] == turns[-1]["recorded"] == last_step
+
+
+def _plan(tmp_path: Path, steps: int, stops: int) -> tuple[list[str], Path, str]:
+    run = [*TINY, "--steps", str(steps), "--checkpoint_every", "1", "--evaluate_every", "5", "--evaluation.pictures"]
+    run += ["0", "--encoder.drop_path", "0.2"]
+    output = tmp_path / "stopped"
+    plan = {"arguments": run, "output": str(output), "seed": 0, "stops": stops}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    return run, output, str(tmp_path / "plan.json")
+
+
+@pytest.mark.slow
+def test_stopped_twenty_times_equals_undisturbed_bit_for_bit(launch, tmp_path: Path) -> None:
+    run, output, plan = _plan(tmp_path, 120, stops=22)  # a fast machine is three or four steps on at each stop
+    undisturbed = launch([*run, "--output", str(tmp_path / "whole")])
+    stopping = launch([plan], script=SCRIPT, wrapped=True)
+    stopping.wait(400)
+    assert stopping.process.returncode == 0, stopping.log.read_text()
+    undisturbed.wait()
+    turns = json.loads((output / "stops-0.json").read_text())
+    _check_turns(turns, 22, last_step=120)
+    sent = [signal for turn in turns for signal in turn["sent"]]
+    assert {name for name, *_ in sent} == {"SIGTERM", "SIGUSR1"}
+    assert {place for _, *places in sent for place in places} == {"step", "save", "evaluation", "other"}
+    assert timeless(output) == timeless(tmp_path / "whole")
+    ours, theirs = (encoders.load(f / "encoder.safetensors").state_dict() for f in (output, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_when_one_or_both_are_asked(launch, tmp_path: Path) -> None:
+    run, output, plan = _plan(tmp_path, 40, stops=8)
+    run[run.index("0.2")] = "0"  # each process draws its own
+    Path(plan).write_text(Path(plan).read_text().replace('"0.2"', '"0"'))
+    undisturbed = launch([*run, "--output", str(tmp_path / "whole")])
+    stopping = launch([plan], processes=2, script=SCRIPT, wrapped=True)
+    stopping.wait(400)
+    assert stopping.process.returncode == 0, stopping.log.read_text()
+    undisturbed.wait()
+    first, second = (json.loads((output / f"stops-{rank}.json").read_text()) for rank in range(2))
+    _check_turns(first, 8, last_step=40)
+    assert [turn["code"] for turn in first] == [turn["code"] for turn in second]
+    asked = [(bool(a["sent"]), bool(b["sent"])) for a, b in zip(first, second, strict=True)]
+    assert {(True, False), (False, True), (True, True)} <= set(asked)
+    ours, theirs = timeless(output), timeless(tmp_path / "whole")
+    assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+    assert [r["loss"] for r in ours[1:]] == pytest.approx([r["loss"] for r in theirs[1:]], rel=1e-4)
+
+
+def _reported(log: Path) -> int:
+    return max(map(int, re.findall(r"^step (\d+)/", log.read_text(), re.M)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_launched_command(launch, tmp_path: Path, processes: int) -> None:
+    """Signals to the launcher, to its process group, to one trainer, from its first moments on."""
+    rng = random.Random(processes)
+    output = tmp_path / "run"
+    run = [*TINY, "--steps", "100000", "--checkpoint_every", "1", "--output", str(output)]
+    for number in range(3):
+        launched = launch([*run, *["--resume"] * (number > 0)], processes=processes, wrapped=True)
+        before = len(records(output)) if number else 0
+        if number < 2:
+            launched.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > before + 1)  # noqa: B023
+            time.sleep(rng.uniform(0, 0.5))
+            target = [launched.process.pid, rng.choice([launched.process.pid, *launched.children()])][number]
+        else:  # while its modules are imported
+            launched.wait_for(lambda: _imports(launched.children()[-1:] or [launched.process.pid]), 60)  # noqa: B023
+            target = launched.process.pid
+        for _ in range(3):
+            os.kill(target, rng.choice(preemption.SIGNALS))
+            time.sleep(rng.uniform(0, 0.2))
+        if launched.process.poll() is None:
+            os.killpg(launched.process.pid, signal.SIGTERM)
+        log = launched.wait(60)
+        assert launched.process.returncode == 75, log
+        assert log.count("is done and saved") == 1
+        assert "Traceback" not in log
+        latest = int((output / "checkpoints" / "latest").resolve().name[5:])
+        assert latest == _reported(launched.log) == records(output)[-1]["step"]
+
+
+def _imports(trainers: list[int]) -> bool:
+    """Whether torch's libraries, which are loaded after the signals are arranged, begin to appear in a trainer."""
+    try:
+        command = Path(f"/proc/{trainers[0]}/cmdline").read_text().split("\0")
+        return (
+            any(part.endswith("pretrain/run.py") for part in command[:3])
+            and "libtorch" in Path(f"/proc/{trainers[0]}/maps").read_text()
+        )
+    except (OSError, IndexError):
+        return False

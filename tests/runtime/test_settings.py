@@ -1,0 +1,200 @@
+"""Settings from flags and files: what is typed, what is refused, and what a shell must not change."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field, ValidationError
+
+from runtime.settings import (
+    Section,
+    Settings,
+    SettingsError,
+    flags,
+    merge,
+    names,
+    parse,
+    read_yaml,
+    suggestion,
+    validate,
+)
+
+
+class Inner(Section):
+    """A section."""
+
+    rate: float = Field(default=0.1, gt=0, le=1)
+    """a rate"""
+    pair: tuple[float, float] = (0.0, 1.0)
+    """two numbers"""
+    shards: str | list[str] | None = None
+    """SHARDS"""
+    fast: bool = False
+    """a switch"""
+    slow: bool | None = None
+    """a switch that may be left open"""
+    size: int | tuple[int, int] = 3
+    """one number or two"""
+
+
+class Job(Settings):
+    """A job."""
+
+    steps: int = Field(default=3, ge=1)
+    """steps"""
+    data: str | list[str] | dict[str, float] | None = None
+    """SHARDS"""
+    on: bool = True
+    """a switch that is on"""
+    inner: Inner = Inner()
+
+
+def load(*argv: str) -> Job:
+    return validate(Job, flags(Job, argv, "job"))
+
+
+def test_flags_are_typed_and_the_rest_keeps_its_default() -> None:
+    job = load("--steps", "7", "--inner.rate=0.5", "--inner.pair", "0.2,0.7")
+    assert (job.steps, job.inner.rate, job.inner.pair, job.data, job.on) == (7, 0.5, (0.2, 0.7), None, True)
+    assert load() == Job()
+    with pytest.raises(ValidationError):
+        job.inner.rate = 0.3
+
+
+def test_one_number_or_several_and_switches_that_may_be_left_open() -> None:
+    assert load("--inner.size", "8").inner.size == 8
+    assert load("--inner.size=[8, 9]").inner.size == (8, 9)
+    assert load("--inner.size", "8,9").inner.size == (8, 9)
+    assert [load("--inner.slow", word).inner.slow for word in ("true", "false")] == [True, False]
+    assert load("--inner.slow").inner.slow is True
+    assert load("--no-inner.slow").inner.slow is False
+    assert load().inner.slow is None
+
+
+def test_nothing_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEPS": "7", "data": "x.tar", "INNER": '{"rate": 0.9}', "ON": "false"}.items():
+        monkeypatch.setenv(name, value)
+    assert load().model_dump() == {
+        "steps": 3, "data": None, "on": True,
+        "inner": {"rate": 0.1, "pair": (0.0, 1.0), "shards": None, "fast": False, "slow": None, "size": 3},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["data", "inner.shards"])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["a-{000000..000003}.tar"], "a-{000000..000003}.tar"),
+        (["{a,b}/x-{0..3}.tar"], "{a,b}/x-{0..3}.tar"),
+        (["x-{1,2}.tar"], "x-{1,2}.tar"),
+        (["[0-3].tar"], "[0-3].tar"),
+        (["17"], "17"),
+        (["a.tar", "b-{1,2}.tar"], ["a.tar", "b-{1,2}.tar"]),
+        (['["a.tar", "b.tar"]'], ["a.tar", "b.tar"]),
+    ],
+)
+def test_shards_arrive_as_they_were_written(name: str, values: list[str], expected: object) -> None:
+    for argv in ([part for v in values for part in (f"--{name}", v)], [f"--{name}={v}" for v in values]):
+        job = load("--inner.rate", "0.5", *argv)
+        assert (job.data if name == "data" else job.inner.shards) == expected
+        assert job.inner.rate == 0.5  # a sibling in the section stays
+
+
+def test_shards_with_weights() -> None:
+    assert load("--data", '{"a.tar": 1, "b.tar": 0.5}').data == {"a.tar": 1.0, "b.tar": 0.5}
+    with pytest.raises(SettingsError, match=r"--data is no JSON"):
+        load("--data", '{"a.tar": 1')
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], (True, False)),
+        (["--inner.fast"], (True, True)),
+        (["--inner.fast", "true", "--on", "false"], (False, True)),
+        (["--inner.fast=True", "--on=False"], (False, True)),
+        (["--no-on", "--steps", "2"], (False, False)),
+    ],
+)
+def test_switches_in_every_form(argv: list[str], expected: tuple[bool, bool]) -> None:
+    job = load(*argv)
+    assert (job.on, job.inner.fast) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--stesp", "1"], "--stesp 1; did you mean '--steps'?"),
+        (["--inner.rat", "1"], "did you mean '--inner.rate'?"),
+        (["--rate", "1"], "did you mean '--inner.rate'?"),
+        (["--step", "1"], "did you mean '--steps'?"),  # no abbreviations
+        (["--steps", "many"], "steps: Input should be a valid integer"),
+        (["--inner.rate", "2"], "inner.rate: Input should be less than or equal to 1 (got '2')"),
+        (["--on", "maybe"], "maybe"),
+        (["stray"], "stray"),
+    ],
+)
+def test_refused_with_what_would_work(argv: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(*argv)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["steps", "data"])
+def test_a_missing_value_brings_no_suggestion(name: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(f"--{name}")
+    assert str(error.value) == f"argument --{name}: expected one argument"
+
+
+def test_every_wrong_value_has_a_line() -> None:
+    with pytest.raises(SettingsError) as error:
+        validate(Job, {"steps": 0, "inner": {"rate": -1, "fats": True}, "zzz": 1})
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    assert any("'inner.fats'; did you mean 'inner.fast'?" in line for line in lines)
+    assert "unknown setting 'zzz'" in lines
+
+
+def test_suggestions_and_names() -> None:
+    inner = ["inner.rate", "inner.pair", "inner.shards", "inner.fast", "inner.slow", "inner.size"]
+    assert names(Job) == ["steps", "data", "on", *inner]
+    assert names(Job, only=bool) == ["on", "inner.fast", "inner.slow"]
+    assert names(Job, only=list[str]) == ["data", "inner.shards"]
+    assert suggestion("qqqqqq", names(Job)) == ""
+
+
+def test_later_layers_win_and_siblings_stay() -> None:
+    first = {"a": 1, "b": {"c": 1, "d": {"e": 1}}}
+    assert merge(first, {"b": {"d": {"f": 2}}}, {"a": {"x": 1}}) == {
+        "a": {"x": 1},
+        "b": {"c": 1, "d": {"e": 1, "f": 2}},
+    }
+    assert first == {"a": 1, "b": {"c": 1, "d": {"e": 1}}}
+
+
+def test_files(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("steps: 5\ninner: {rate: 0.5}\n")
+    assert validate(Job, merge(read_yaml(file), flags(Job, ["--inner.fast"], "job"))).model_dump(
+        include={"steps": True, "inner": {"rate", "fast"}}
+    ) == {"steps": 5, "inner": {"rate": 0.5, "fast": True}}
+    file.write_text("")
+    assert read_yaml(file) == {}
+    for content, message in (("- 1\n- 2\n", "not a list"), ("a: [", "cannot read")):
+        file.write_text(content)
+        with pytest.raises(SettingsError, match=message):
+            read_yaml(file)
+    with pytest.raises(SettingsError, match=r"missing\.yaml"):
+        read_yaml(tmp_path / "missing.yaml")
+
+
+def test_a_simple_command_says_what_is_wrong_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(Job, ["--steps", "4"]).steps == 4
+    with pytest.raises(SystemExit) as stop:
+        parse(Job, ["--steps", "0"])
+    assert stop.value.code == 2
+    assert "steps: Input should be greater than or equal to 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        parse(Job, ["--help"])
+    assert stop.value.code == 0
+    assert "--inner.shards" in capsys.readouterr().out

@@ -1,0 +1,286 @@
+"""A lost process ends the others with a message; one that is merely busy does not."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from runtime import watchdog
+from runtime.watchdog import Watch, watched
+from tests.launched import TINY, records
+
+BEAT, SILENCE, GRACE = 0.05, 1.0, 0.6
+
+
+class Room:
+    """A store, and processes of a run that are threads here; `said` holds what those said that gave up."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.said: dict[int, str] = {}
+
+    def enter(self, rank: int, processes: int, silence: float = SILENCE) -> Watch:
+        def give_up(message: str) -> None:
+            assert rank not in self.said
+            self.said[rank] = message
+
+        place = ("127.0.0.1", self.store.port)
+        return Watch(rank, processes, place, "run", give_up, beat=BEAT, silence=silence, grace=GRACE)
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room()
+
+
+def _wait(condition: Callable[[], object], timeout: float = 20) -> float:
+    """Seconds until the condition holds."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() < start + timeout
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def _freeze(watch: Watch) -> None:
+    """No more beats and no goodbye, as after SIGKILL."""
+    watch._leave = lambda store: None
+    watch.close()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
+    watches = [room.enter(rank, 4) for rank in range(4)]
+    _wait(lambda: all(peer.beats > 3 for watch in watches for peer in watch._peers.values()))
+    _freeze(watches[lost])
+    silent_for = _wait(lambda: len(room.said) == 3)
+    assert SILENCE - 2 * BEAT < silent_for < SILENCE + 2
+    host = os.uname().nodename
+    for rank, message in room.said.items():
+        assert message.startswith(f"process {rank}: process {lost} on {host} was last heard at ")
+        assert re.search(r"at \d\d:\d\d:\d\d, now it is \d\d:\d\d:\d\d", message)
+        assert message.endswith("--resume with this run's --output continues from its newest checkpoint")
+    assert lost not in room.said
+
+
+def test_who_leaves_is_not_missed(room: Room) -> None:
+    watches = [room.enter(rank, 3) for rank in range(3)]
+    for watch in reversed(watches[1:]):
+        watch.close()
+    time.sleep(2 * SILENCE)
+    assert not room.said
+    watches[0].close()
+    again = [Watch(r, 2, watches[0]._place, "run 2", lambda _: None, beat=BEAT, silence=SILENCE) for r in range(2)]
+    assert all(not watch.close() for watch in again), "the next run in these processes knows nothing of the one before"
+
+
+def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room: Room) -> None:
+    watches = [room.enter(rank, 3) for rank in range(3)]
+    watches[1].close(failure="OSError: disk on fire")
+    _wait(lambda: watches[0]._failed)
+    known = watches[0].close(failure="RuntimeError: Connection closed by peer")
+    assert "process 1 on " in known
+    assert "failed: OSError: disk on fire" in known
+    waited = _wait(lambda: 2 in room.said)
+    assert waited > GRACE / 2
+    assert "process 1" in room.said[2], "the first failure is the one to tell"
+    assert list(room.said) == [2]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_gone_is_said() -> None:
+    code = "from torch.distributed import TCPStore as S; import time; s = S('127.0.0.1', 0, is_master=True, "
+    code += "wait_for_workers=False); print(s.port, flush=True); time.sleep(99)"
+    for how in (signal.SIGKILL, signal.SIGSTOP):  # the second: connected, and no answer ever, as of a lost machine
+        server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout
+            place = ("127.0.0.1", int(server.stdout.readline()))
+            said: list[str] = []
+            watches = [Watch(r, 2, place, "x", said.append, beat=BEAT, silence=SILENCE) for r in range(2)]
+            _wait(lambda: all(p.beats > 3 for watch in watches for p in watch._peers.values()))  # noqa: B023
+            server.send_signal(how)
+            _wait(lambda: len(said) == 2)  # noqa: B023
+            assert all(f"the store at 127.0.0.1:{place[1]}, through which" in message for message in said)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _hold_the_interpreter(seconds: float) -> None:
+    """As the loading of a big library does: no other thread of this process runs meanwhile."""
+    import ctypes
+
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
+
+
+def _be_process(rank: int, port: int, block: str, done) -> None:
+    watch = Watch(rank, 2, ("127.0.0.1", port), "x", watchdog._give_up, beat=0.1, silence=2.0)
+    if rank == 1:
+        {"sleep": time.sleep, "hold": lambda s: _hold_the_interpreter(s / 4), "freeze": time.sleep}[block](5)
+    done.wait()
+    watch.close()
+
+
+@pytest.mark.parametrize("block", ["sleep", "hold", "freeze"])
+def test_who_is_busy_is_not_lost(room: Room, block: str) -> None:
+    context = multiprocessing.get_context("fork")
+    done = context.Event()
+    processes = [
+        context.Process(target=_be_process, args=(rank, room.store.port, block, done), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    time.sleep(1)
+    if block == "freeze":  # a job that is suspended as a whole: nobody could hear, nobody is to blame
+        for signal_, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):
+            for process in processes:
+                assert process.pid
+                os.kill(process.pid, signal_)
+            time.sleep(seconds)
+    time.sleep(4)
+    assert [process.exitcode for process in processes] == [None, None]
+    done.set()
+    for process in processes:
+        process.join(10)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_one_process_is_not_watched() -> None:
+    threads = threading.active_count()
+    with watched():
+        assert threading.active_count() == threads
+
+
+def test_what_gloo_and_nccl_say_of_a_lost_process() -> None:
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:907. GLHF!")
+    nccl = dist.DistBackendError(
+        "NCCL error in: x.cpp\nncclRemoteError: remote process exited or there was a network e"
+    )
+    wrapped = ValueError("outer")
+    wrapped.__cause__ = gloo
+    assert all(watchdog._is_broken_collective(error) for error in (gloo, nccl, wrapped))
+    others = [ValueError("Connection closed by peer"), dist.DistBackendError("NCCL error: invalid usage"), OSError(5)]
+    assert not any(watchdog._is_broken_collective(error) for error in [*others, RuntimeError("shapes differ")])
+
+
+# A run whose processes beat faster, so that a test need not wait for most of a minute, and that can be told to hang,
+# as NCCL would, where gloo gives an error.
+FAST = """
+    import os, sys, time
+    from pretrain import watchdog
+    from pretrain.methods.dino import DINO
+
+    watchdog.Watch.__init__.__kwdefaults__.update(beat=0.5, silence={silence}, grace=2.0)
+    forward, rank = DINO.forward, int(os.environ["RANK"])
+
+    def patched(self, batch, step):
+        {patch}
+        return forward(self, batch, step)
+
+    DINO.forward = patched
+    from pretrain.run import main
+    code = main()
+    os._exit(code) if code == watchdog.EXIT_CODE else sys.exit(code)
+"""
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Callable[..., Path]:
+    def write(patch: str = "pass", silence: float = 8.0) -> Path:
+        script = tmp_path / "fast.py"
+        script.write_text(textwrap.dedent(FAST.format(patch=patch, silence=silence)))
+        return script
+
+    return write
+
+
+def _start(launch, script: Path | None, output: Path):
+    arguments = [*TINY, "--steps", "100000", "--output", str(output)]
+    run = launch(arguments, processes=2, wrapped=True, **({"script": script} if script else {}))
+    run.wait_for(lambda: (output / "checkpoints" / "step-00000004").exists())
+    trainers = run.children()
+    assert len(trainers) == 2
+    return run, trainers
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _resumes(launch, output: Path) -> None:
+    """The newest checkpoint is whole, and two more steps follow it."""
+    newest = int((output / "checkpoints" / "latest").resolve().name[5:])
+    shorter = ["--steps", str(newest + 2), "--optim.warmup_steps", "1", "--dino.freeze_steps", "0"]
+    run = launch(["--output", str(output), "--resume", *shorter, "--dino.teacher_temperature_steps", "0"])
+    assert f"resumed from {output}" in run.wait().replace("\n", "")
+    assert run.process.returncode == 0
+    assert [r["step"] for r in records(output)][-2:] == [newest + 1, newest + 2]
+
+
+@pytest.mark.slow
+def test_killed(launch, tmp_path: Path) -> None:
+    """The other process gets an error of gloo's, and says what it means."""
+    output = tmp_path / "run"
+    run, trainers = _start(launch, None, output)
+    os.kill(trainers[1], signal.SIGKILL)
+    assert _wait(lambda: _ended(trainers[0]), 60) < 60
+    log = run.wait(60)
+    assert run.process.returncode == 137
+    assert re.search(r"run.py: process 0: .* \(.*by peer.*\)\. --resume with this run's --output", log), log
+    assert "Traceback" not in log
+    _resumes(launch, output)
+
+
+@pytest.mark.slow
+def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
+    """The other process waits in a collective that never ends. With the real limits: this takes most of a minute."""
+    output = tmp_path / "run"
+    run, trainers = _start(launch, None, output)
+    os.kill(trainers[0], signal.SIGSTOP)  # process 0, to which all others listen
+    assert 30 < _wait(lambda: _ended(trainers[1]), 60) < 60
+    assert re.search(r"run.py: process 1: process 0 on .* was last heard at .*--resume with", run.log.read_text())
+    time.sleep(1)
+    os.kill(trainers[0], signal.SIGKILL)  # or the launcher waits half a minute for it
+    run.wait(60)
+    assert run.process.returncode == watchdog.EXIT_CODE
+    _resumes(launch, output)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
+    """Process 1 fails and does not end, as with NCCL, whose end waits for the others."""
+    output = tmp_path / "run"
+    script = fast('if rank == 1 and step == 6: raise OSError("disk on fire")')
+    held = "try:\n    code = main()\nexcept OSError:\n    time.sleep(600)"
+    script.write_text(script.read_text().replace("code = main()", held))
+    run, trainers = _start(launch, script, output)
+    _wait(lambda: _ended(trainers[0]), 60)
+    assert re.search(r"process 0: process 1 on \S+ failed: OSError: disk on fire", run.log.read_text())
+    run.kill()
+
+
+@pytest.mark.slow
+def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
+    """One process is busy for twice the limit; then the run goes on, to its end."""
+    output = tmp_path / "run"
+    script = fast("if rank == 1 and step == 2: time.sleep(8)", silence=4.0)
+    run = launch([*TINY, "--output", str(output)], processes=2, wrapped=True, script=script)
+    log = run.wait(120)
+    assert run.process.returncode == 0, log
+    assert "last heard" not in log
+    assert records(output)[-1]["step"] == 12
