@@ -29,12 +29,14 @@ from rich.console import Console
 from torch import Tensor
 
 import encoders
-from data.augment import finish
+from data.augment import to_model_input
 from data.batch import Batch
-from data.collate import ImageWriter, collate
+from data.collate import RawBuilder, collate
+from data.dataset import decode_sample
 from data.decode import Picture
-from data.loader import training_batches
+from data.loader import Reading, training_batches
 from data.resample import cut_views
+from data.sampler import BatchSampler
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients, parameter_groups
@@ -80,18 +82,19 @@ def random_batch(transform, images: int, seed: int) -> Batch:
     """What the loader would yield for noise images; uint8, on the CPU."""
     rng = np.random.default_rng(seed)
     pictures = [torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)) for _ in range(images)]
-    return collate(transform, pictures, [rng] * images, [str(i) for i in range(images)])
+    return collate(transform, pictures, [rng] * images)
 
 
 def whole_images(transform, images: int) -> Batch:
     """Noise of ImageNet's size, whole: what the device cuts."""
-    rng, together = np.random.default_rng(0), ImageWriter(transform.crops)
+    rng, builder = np.random.default_rng(0), RawBuilder()
     for _ in range(images):
         with BytesIO() as file:
             Image.fromarray(rng.integers(0, 256, (375, 500, 3), dtype=np.uint8)).save(file, "JPEG")
             picture = Picture(file.getvalue())
-        together.put(picture, transform.draw(picture.size, rng))
-    return together.batch([str(i) for i in range(images)])
+        _, image, views, _ = decode_sample("", picture, transform.draw(picture.size, rng))
+        builder.add(image, views)
+    return builder.build()[0]
 
 
 def milliseconds(work: Callable[[], object], times: int) -> float:
@@ -109,7 +112,9 @@ def milliseconds(work: Callable[[], object], times: int) -> float:
 def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool) -> Tensor:
     """One training step on a batch of the loader; the loss ()."""
     device = next(method.parameters()).device
-    return train(method, optimizer, optim, finish(batch.to(device, non_blocking=True)), number, steps, bf16=bf16)
+    return train(
+        method, optimizer, optim, to_model_input(batch.to(device, non_blocking=True)), number, steps, bf16=bf16
+    )
 
 
 def train(
@@ -163,7 +168,7 @@ def throughput(settings: DeviceCheck) -> list[str]:
             optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=0.0, fused=True)
             pinned = whole_images(transform, images).pin_memory()
             cut = cut_views(pinned.to("cuda", non_blocking=True))
-            done = finish(cut)
+            done = to_model_input(cut)
             torch.cuda.reset_peak_memory_stats()
             numbers = itertools.count()
             total = settings.steps + 3
@@ -173,7 +178,7 @@ def throughput(settings: DeviceCheck) -> list[str]:
 
             each = milliseconds(once, settings.steps)
             cutting = milliseconds(lambda: cut_views(pinned.to("cuda", non_blocking=True)), settings.steps)  # noqa: B023
-            colours = milliseconds(lambda: finish(cut), settings.steps)  # noqa: B023
+            colours = milliseconds(lambda: to_model_input(cut), settings.steps)  # noqa: B023
             peak = torch.cuda.max_memory_allocated() / 2**30
             wait = data_wait(settings, method, optimizer, optim, transform, images)
             shares = (f"{cutting / each:.1%}", f"{colours / each:.1%}", f"{peak:.1f} GiB", wait)
@@ -187,9 +192,8 @@ def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: OptimConf
     if settings.data is None:
         return "-"
     steps = settings.steps + 5
-    batches = training_batches(
-        settings.data, transform, batch_size=images, seed=0, steps=steps, workers=settings.workers
-    )  # fmt: skip
+    sampler, reading = BatchSampler(images, steps=steps), Reading(workers=settings.workers)
+    batches = training_batches(settings.data, transform, sampler, seed=0, reading=reading)
     waited = 0.0
     start = before = time.perf_counter()
     for number, batch in enumerate(batches):

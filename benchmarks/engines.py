@@ -27,7 +27,7 @@ from device_check import build, random_batch
 from loader import device, processor
 from pydantic import Field
 
-from data.augment import finish
+from data.augment import to_model_input
 from pretrain import engines
 from pretrain.optim.adamw import apply_schedules, clip_gradients
 from runtime.processes import accelerator as make_accelerator
@@ -127,7 +127,7 @@ def measure(settings: EnginesBenchmark) -> None:
         if number == 2:
             forget_peak()
         apply_schedules(engine.optimizer, optim, number, steps, 256)
-        engine.losses(finish(batch.to(accelerator.device)), number, last=True)
+        engine.losses(to_model_input(batch.to(accelerator.device)), number, last=True)
         clip_gradients(engine.gradients(method.trained_parts()), 3.0, "global", sharded=engine.sharded)
         engine.step()
         method.after_step(number)

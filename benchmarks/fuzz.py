@@ -30,7 +30,7 @@ from rich.progress import track
 
 from data.crops import CenterCrop
 from data.decode import ImageError, decode
-from data.loader import evaluation_batches
+from data.loader import LoaderConfig, Reading, evaluation_batches
 from data.shards import Reader, ShardError, open_shards
 from data.shards.index import FolderIndex, ShardEntry, read_folder, read_table
 from data.shards.tar import walk
@@ -166,7 +166,9 @@ def images(folder: Path) -> Callable[..., None]:
         path.write_bytes(tar(files))
         keys = [f"images.tar/sample{number}" for number in range(len(samples))]
         delivered, skipped = [], []
-        loader = evaluation_batches(str(path), CenterCrop(8), batch_size=4, labels=False, max_pixels=MOST_PIXELS)
+        loader = evaluation_batches(
+            str(path), CenterCrop(8), 4, labels=False, reading=Reading(loader=LoaderConfig(max_pixels=MOST_PIXELS))
+        )
         assert loader.total == len(samples)
         for batch in loader:
             delivered += batch.keys

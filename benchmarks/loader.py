@@ -30,14 +30,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from data.augment import photometric
+from data.augment import augment_colors
 from data.batch import Batch
-from data.collate import ImageWriter, Transform, Writer, writer
+from data.collate import CropBuilder, RawBuilder, Transform
 from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from data.dataset import decode_sample
 from data.decode import Picture, decode
-from data.loader import LoaderConfig, training_batches
+from data.loader import LoaderConfig, Reading, training_batches
 from data.masking import MaskedCrop
 from data.resample import cut_views
+from data.sampler import BatchSampler
 from data.shards import ShardError, expand, open_shards
 from data.shards.reader import Reader
 from runtime.settings import Settings, parse
@@ -146,8 +148,8 @@ def stages(shards: str) -> list[Row]:
         Row("read from a shard", reading(shards)),
         Row(DECODE, each(decode), "Pillow: decode"),
         Row("header and drawing, DINO", each(drawing())),
-        Row("10 crops of a decoded image", putting(lambda memory: writer(DINO, BATCH, memory))),
-        Row("a decoded image put into the batch whole", putting(lambda memory: ImageWriter(DINO.crops, memory))),
+        Row("10 crops of a decoded image", putting(lambda memory: CropBuilder(DINO.views, BATCH, memory=memory))),
+        Row("a decoded image put into the batch whole", putting(lambda memory: RawBuilder(memory=memory))),
         Row("collate: the rest of a batch", collating),
         Row(f"10 crops of whole images, on {device().type}", device_part(cut_views)),
         Row(f"photometric part, on {device().type}", device_part(change, cut=True)),
@@ -179,9 +181,13 @@ def cameras(files: list[bytes]) -> list[Row]:
         rng = np.random.default_rng(0)
 
         def work(file: bytes) -> None:
-            picture, together = Picture(file), writer(DINO, 1)
-            drawn = DINO.draw(picture.size, rng)
-            together.put(picture, drawn) if fraction else together.add(picture.pixels(), drawn)
+            picture, builder = Picture(file), CropBuilder(DINO.views, 1)
+            views = DINO.draw(picture.size, rng)
+            if fraction:
+                _, image, views, _ = decode_sample("", picture, views)
+            else:
+                image = picture.pixels()
+            builder.add(image, views)
 
         return work
 
@@ -218,20 +224,6 @@ def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Meas
     return measure
 
 
-class Decoded:
-    """In place of `Picture`, for what comes after decoding."""
-
-    def __init__(self, file: bytes) -> None:
-        self.image, self.plain = decode(file), False
-        self.size = (self.image.shape[1], self.image.shape[2])
-
-    def fraction(self, shrink: int) -> int:
-        return 1
-
-    def pixels(self, shrink: int) -> Tensor:
-        return self.image
-
-
 def drawing() -> Callable[[bytes], object]:
     rng = np.random.default_rng(0)
     return lambda file: DINO.draw(Picture(file).size, rng)
@@ -244,37 +236,38 @@ def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
     return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
 
 
-def putting(make: Callable[[Tensor | None], Writer]) -> Callable[[list[bytes], float], Measured]:
-    """Measures what comes after decoding and drawing, in memory that was used before."""
+def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
+    """Measure the work after decoding and drawing, in memory that was used before."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
-        pictures, rng = [Decoded(file) for file in files], np.random.default_rng(0)
-        drawn = [DINO.draw(picture.size, rng) for picture in pictures]
+        images, rng = [decode(file) for file in files], np.random.default_rng(0)
+        drawn = [DINO.draw((image.shape[1], image.shape[2]), rng) for image in images]
 
-        def put(memory: Tensor | None) -> Writer:
-            together = make(memory)
-            for picture, each in zip(pictures, drawn, strict=True):
-                together.put(picture, each)  # pyright: ignore[reportArgumentType]
-            return together
+        def put(memory: Tensor | None) -> CropBuilder | RawBuilder:
+            builder = make(memory)
+            for image, views in zip(images, drawn, strict=True):
+                builder.add(image, views)
+            return builder
 
-        memory = put(None).batch([""] * len(files)).memory
+        memory = put(None).build()[0].memory
         return timed(lambda: len([put(memory)]) * len(files), seconds)
 
     return measure
 
 
-def batch_of(make: Writer, files: list[bytes]) -> Writer:
-    """DINO's."""
+def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder | RawBuilder:
+    """Builder with DINO's crops of some files."""
     rng = np.random.default_rng(0)
     for file in files:
         picture = Picture(file)
-        make.put(picture, DINO.draw(picture.size, rng))
-    return make
+        _, image, views, _ = decode_sample("", picture, DINO.draw(picture.size, rng))
+        builder.add(image, views)
+    return builder
 
 
 def collating(files: list[bytes], seconds: float) -> Measured:
-    together = batch_of(writer(DINO, BATCH), files)
-    return timed(lambda: together.batch([""] * len(files)).images, seconds)
+    builder = filled(CropBuilder(DINO.views, BATCH), files)
+    return timed(lambda: len(builder.build()[0]), seconds)
 
 
 def device() -> torch.device:
@@ -283,16 +276,16 @@ def device() -> torch.device:
 
 def change(batch: Batch) -> None:
     """Applies the photometric changes."""
-    for view, p in zip(batch.views, batch.photometric, strict=True):
-        if p is not None and isinstance(view, Tensor):
-            photometric(view, p)
+    for view in batch.views:
+        if view.color is not None and isinstance(view.images, Tensor):
+            augment_colors(view.images, view.color)
 
 
 def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
     """Measures work on a batch that was copied to the device before, of whole images or `cut` already."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
-        batch = batch_of(ImageWriter(DINO.crops), files).batch([""] * len(files)).to(device())
+        batch = filled(RawBuilder(), files).build()[0].to(device())
         batch = cut_views(batch) if cut else batch
 
         def once() -> int:
@@ -321,8 +314,8 @@ def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callab
     config = LoaderConfig.model_validate({"crops": crops})
 
     def measure(_files: list[bytes], seconds: float) -> Measured:
-        given = {"batch_size": BATCH, "seed": 0, "steps": 1_000_000, "workers": workers, "config": config}
-        return running(iter(training_batches(shards, transform, **given)), workers, seconds)
+        sampler, reading = BatchSampler(BATCH, steps=1_000_000), Reading(workers, config)
+        return running(iter(training_batches(shards, transform, sampler, seed=0, reading=reading)), workers, seconds)
 
     return measure
 
@@ -335,9 +328,9 @@ def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
     pids = [child.pid for child in multiprocessing.active_children() if child.pid]
     before, main, start, done = spent(pids), time.process_time(), time.perf_counter(), 0
     while (passed := time.perf_counter() - start) < seconds or not done:
-        done += next(batches).images
+        done += len(next(batches))
     assert batch.memory is not None
-    moved = batch.memory.numel() / batch.images
+    moved = batch.memory.numel() / len(batch)
     return Measured(passed / done, (spent(pids) - before) / done, (time.process_time() - main) / done, moved)
 
 

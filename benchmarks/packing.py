@@ -12,10 +12,10 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from data.crops import NativeCrop, RandomCropConfig
-from data.loader import training_batches
+from data.loader import Reading, training_batches
+from data.sampler import BatchSampler
 from data.shards import ShardError
 from encoders.images import PackedImages, best_fit, first_fit
 from runtime.settings import Settings, parse
@@ -52,10 +52,12 @@ def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[
     crop = NativeCrop(RandomCropConfig(size=SIZE), PATCH, smallest, LARGEST)
     steps = settings.images // batch_size
     try:
-        loader = training_batches(settings.data, crop, batch_size=batch_size, seed=0, steps=steps, workers=1)
+        loader = training_batches(
+            settings.data, crop, BatchSampler(batch_size, steps=steps), seed=0, reading=Reading(workers=1)
+        )
     except (ShardError, ValueError) as error:
         raise SystemExit(f"cannot measure without images: {error}") from None
-    return [view for batch in loader for view in batch.views if not isinstance(view, Tensor)]
+    return [view.images for batch in loader for view in batch.views if isinstance(view.images, PackedImages)]
 
 
 def row(lengths: list[list[int]], batch_size: int, smallest: int, budget: int) -> list[str]:

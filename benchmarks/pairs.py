@@ -133,10 +133,10 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
         wait()
         seconds.append(time.perf_counter() - start)
     encoder, view = method.trained_encoder(), batch.views[0]
-    tokens = str(int(encoder.grids(view)[0].prod()))
-    if batch.masks is not None:
+    tokens = str(int(encoder.grids(view.images)[0].prod()))
+    for mask in view.masks:
         how = "dropped" if encoder.can_drop else "in place"
-        tokens = f"{int(batch.masks.lengths[0])} of {tokens}, {how}"
+        tokens = f"{int(mask.lengths[0])} of {tokens}, {how}"
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     count = sum(p.numel() for p in encoder.parameters())
     return Turn(count, trained, tokens, seconds[1:], peak_memory(before) + (weights if device().type == "cpu" else 0))

@@ -7,10 +7,10 @@ from io import BytesIO
 from PIL import Image, ImageFilter
 from torchvision import transforms
 
-from data.augment import IMAGENET_MEAN, IMAGENET_STD
+from encoders.base import IMAGENET
 
 BICUBIC = transforms.InterpolationMode.BICUBIC
-FINISH = (transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD))
+FINISH = (transforms.ToTensor(), transforms.Normalize(IMAGENET.mean, IMAGENET.std))
 
 
 def pillow_decode(encoded: bytes) -> Image.Image:

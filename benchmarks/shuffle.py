@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from data.sampler import Order
+from data.sampler import ShuffledSampler
 from runtime.settings import Settings, parse
 
 BUFFER = 5_000
@@ -45,7 +45,7 @@ class ShuffleBenchmark(Settings):
 
 def ours(counts: np.ndarray, seed: int) -> np.ndarray:
     """Numbers of the samples in the order of the first epoch: (N,) int64."""
-    _, shards, samples = Order(counts, seed)(np.arange(counts.sum()))
+    _, shards, samples = ShuffledSampler(counts, seed)(np.arange(counts.sum()))
     return (np.cumsum(counts) - counts)[shards] + samples
 
 
@@ -94,11 +94,11 @@ def places(counts: np.ndarray, name: str) -> str:
     """From how many places of the shards an epoch is read at a time."""
     if name == "full shuffle":
         return f"{counts.sum():,}"
-    order = Order(counts, 0)
+    order = ShuffledSampler(counts, 0)
     return (
         "1 shard"
         if name.startswith("buffer")
-        else f"{min(order.images, order.lanes * -(-order.window // order.block)):,}"
+        else f"{min(order.images, order.streams * -(-order.buffer // order.block)):,}"
     )
 
 

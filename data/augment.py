@@ -15,13 +15,12 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from data.batch import Batch, Photometric
+from data.batch import Batch, ColorParameters, View
 from data.resample import cut_views, exact
+from encoders.base import IMAGENET, Preprocessing
 from encoders.images import Images, PackedImages
 from runtime.settings import Section
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 COLOR_DRAWS = 13
 """random numbers a crop"""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
@@ -62,9 +61,9 @@ class ColorConfig(Section):
     """standard deviation of the Gaussian blur, in pixels of the crop: least, most"""
 
 
-def draw(
+def draw_colors(
     rng: np.random.Generator, config: ColorConfig, blur: Sequence[float], solarize: Sequence[float]
-) -> Photometric:
+) -> ColorParameters:
     """Photometric changes of N crops, with the probabilities `blur` and `solarize` of each crop.
 
     Takes N * `COLOR_DRAWS` numbers from `rng` whatever the settings, crop after crop.
@@ -78,7 +77,7 @@ def draw(
     sigma = np.where(u[:, 5] < blur, least + (most - least) * u[:, 6], 0)
     values = torch.from_numpy(np.column_stack([factors, sigma]).astype(np.float32))  # (N, 5)
     brightness, contrast, saturation, hue, sigmas = values.unbind(1)
-    return Photometric(
+    return ColorParameters(
         brightness=brightness,
         contrast=contrast,
         saturation=saturation,
@@ -91,18 +90,13 @@ def draw(
 
 
 @torch.no_grad()
-def photometric(
-    view: Tensor,
-    p: Photometric,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-) -> Tensor:
-    """Apply drawn changes, then normalise: (N, 3, H, W) uint8 -> (N, 3, H, W) float32.
+def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET) -> Tensor:
+    """Apply colour changes, then normalise: (N, 3, H, W) uint8 -> (N, 3, H, W) float32.
 
     Order: jitter, gray, blur, solarise. The device is never waited for: `p` is on the CPU, and from there go one table
     of factors and one list of crops, while operations that no crop asks for are left out.
     """
-    x = view.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+    x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     hue_places = [(p.order[:, place] == HUE) & (p.hue != 0) for place in range(4)]
     *hues, gray, blurred, solarized = _chosen([*hue_places, p.grayscale, p.blur > 0, p.solarize], x.device)
     blends = _blends(p)  # (3, 4, N)
@@ -122,40 +116,37 @@ def photometric(
     if len(solarized):
         y = x[solarized]
         x.index_copy_(0, solarized, torch.where(y >= 0.5, 1 - y, y))
-    return _normalize(x, mean, std)
+    return _normalize(x, preprocessing)
 
 
 @torch.no_grad()
-def finish(
-    batch: Batch,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-    dtype: torch.dtype = torch.float32,
-) -> Batch:
-    """The batch with normalised float views, ready for an encoder: crops cut, drawn changes applied and gone.
+def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
+    """Cut the crops if whole images came, apply the colour changes, and normalise: uint8 views -> float views.
 
     Raises:
-        ValueError: the views are floats already.
-        ImageError: an image that the device is to decode and cannot.
+        ValueError: the views are floats already, or packed images have colour changes.
     """
-    if batch.uncut is not None:
+    if batch.raw is not None:
         batch = cut_views(batch)
-    pixels = [view.patches if isinstance(view, PackedImages) else view for view in batch.views]
-    if any(view.is_floating_point() for view in pixels):
-        raise ValueError("the views of this batch are floats already: `finish` takes the uint8 views of the loader")
-    views: list[Images] = []
-    for view, p in zip(batch.views, batch.photometric or [None] * len(batch.views), strict=True):
-        if isinstance(view, PackedImages):
-            if p is not None:
-                raise ValueError("packed images take no photometric changes")
-            x = view.patches.to(torch.float32).div_(255).view(-1, 3)  # channels vary fastest in a patch
-            views.append(replace(view, patches=_normalize(x, mean, std).to(dtype).view_as(view.patches)))
-        elif p is None:
-            x = view.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-            views.append(_normalize(x, mean, std).to(dtype))
-        else:
-            views.append(photometric(view, p, mean, std).to(dtype))
-    return replace(batch, views=views, photometric=[], memory=None)
+    views = [replace(view, images=_finish(view, batch.preprocessing, dtype), color=None) for view in batch.views]
+    return replace(batch, views=views, memory=None)
+
+
+def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Images:
+    """Images of a view with colour changes applied, normalised."""
+    images = view.images
+    pixels = images.patches if isinstance(images, PackedImages) else images
+    if pixels.is_floating_point():
+        raise ValueError("The views of this batch are floats already. Pass the uint8 views of the loader.")
+    if isinstance(images, PackedImages):
+        if view.color is not None:
+            raise ValueError("Packed images cannot have colour changes.")
+        x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)  # channels vary fastest in a patch
+        return replace(images, patches=_normalize(x, preprocessing).to(dtype).view_as(pixels))
+    if view.color is not None:
+        return augment_colors(images, view.color, preprocessing).to(dtype)
+    x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+    return _normalize(x, preprocessing).to(dtype)
 
 
 def luminance(x: Tensor) -> Tensor:
@@ -200,7 +191,7 @@ def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
     return (weights @ taps.flatten(1)).unflatten(1, (length, length))
 
 
-def _blends(p: Photometric) -> Tensor:
+def _blends(p: ColorParameters) -> Tensor:
     """(3, 4, N): at each of four places in the order, the factors of the picture, of its gray, of the mean of its gray.
 
     All factors but hue are x * f + (1 - f) * r with r black, the gray picture or its mean, so that crops in different
@@ -225,8 +216,8 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def _normalize(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """In place, channel by channel."""
-    for channel in range(x.shape[1]):
-        x[:, channel].sub_(mean[channel]).div_(std[channel])
+def _normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Normalise (N, C, ...) in place, channel by channel."""
+    for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
+        x[:, channel].sub_(mean).div_(std)
     return x

@@ -1,10 +1,10 @@
-"""What the loader yields, and what a transform says about one image on the way there.
+"""The batch that the loader yields, and the random parameters that a transform draws for one image.
 
-B images; a view is a stack of crops of one size, crop-major: crop c of image b lies at row c * B + b. Images of many
-sizes are packed instead, one crop each. n crops of one image.
+Shapes: B images of a batch; n crops of one image in a view; N = n * B crops of a view, crop-major: crop c of image b is
+row c * B + b. C channels, H x W pixels. Images of many sizes are packed instead, one crop each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,100 +12,111 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from encoders.base import IMAGENET, Preprocessing
 from encoders.images import Images, Mask, PackedImages
 
 
 @dataclass
-class Photometric:
-    """Drawn photometric changes for the N crops of one view; `data.augment.photometric` applies them on any device.
+class ColorParameters:
+    """Random colour changes of N crops, which `data.augment.augment_colors` applies on any device.
 
-    All tensors are (N,) float32 unless said otherwise, and a value that changes nothing is part of the range. They stay
-    on the CPU: which crops need which operation is decided there, so that no device is ever waited for.
+    All tensors are (N,) float32 unless noted. The tensors stay on the CPU: the code decides there which crops need
+    which operation, so that it never waits for a device.
     """
 
     brightness: Tensor
-    """factor; 1 changes nothing"""
+    """Factor; 1 is the identity."""
     contrast: Tensor
-    """factor; 1 changes nothing"""
+    """Factor; 1 is the identity."""
     saturation: Tensor
-    """factor; 1 changes nothing"""
+    """Factor; 1 is the identity."""
     hue: Tensor
-    """shift in turns of the colour circle, -0.5 to 0.5; 0 changes nothing"""
+    """Shift in turns of the colour circle, -0.5 to 0.5; 0 is the identity."""
     order: Tensor
-    """(N, 4) int64: the order of the four above"""
+    """(N, 4) int64: order of the four changes above."""
     grayscale: Tensor
-    """bool"""
+    """bool: convert to gray."""
     blur: Tensor
-    """standard deviation in pixels; 0 changes nothing"""
+    """Standard deviation in pixels; 0 is the identity."""
     solarize: Tensor
-    """bool: invert values of one half and above"""
+    """bool: invert values of one half and above."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # As arrays these travel from a worker by value; as tensors each would cost shared memory and an open file.
+        # A worker process sends arrays by value. Each tensor would cost a block of shared memory and an open file.
         return {name: value.numpy(force=True) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: torch.from_numpy(value) for name, value in state.items()})
 
     @classmethod
-    def together(cls, parts: Sequence["Photometric | None"]) -> "Photometric | None":
-        """Of one view of B images, n crops each: of n * B, crop-major; None where there is nothing to do."""
-        known = [part for part in parts if part is not None]
-        columns = ([getattr(part, f.name) for part in known] for f in fields(cls))
-        return cls(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns)) if known else None
+    def stack(cls, images: Sequence["ColorParameters"]) -> "ColorParameters":
+        """Parameters of a batch, crop-major: B of (n, ...) -> (n * B, ...)."""
+        columns = ([getattr(image, f.name) for image in images] for f in fields(cls))
+        return cls(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns))
 
 
 @dataclass
-class Cut:
-    """Where the N crops of one view lie in their images, and what becomes of them."""
+class CropParameters:
+    """Boxes of N crops, and how each box becomes a crop: resize, keep a window, mirror, rotate."""
 
     boxes: np.ndarray
-    """(N, 4) int64: top, left, height, width in pixels of the image"""
+    """(N, 4) int64: top, left, height, width in pixels of the image."""
     size: tuple[int, int]
-    """height and width to which a box is resized"""
+    """Height and width of a resized box."""
     flips: np.ndarray
-    """(N,) bool: mirrored left and right after that"""
+    """(N,) bool: mirror left and right after the resize."""
     degrees: np.ndarray | None = None
-    """(N,): turned counter-clockwise after that; None: nothing is turned"""
+    """(N,): counter-clockwise rotation after that; None for no rotation."""
     window: tuple[int, int, int, int] | None = None
-    """top, left, height, width of what is kept of a resized box; None: all of it"""
+    """Top, left, height, width of the part of a resized box that is kept; None for all of the box."""
 
-    def shrunk(self, shrink: int) -> "Cut":
-        """For the image at 1 / `shrink` of its size, edges to whole pixels; a multiple of `shrink` keeps its size."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of a crop."""
+        return self.size if self.window is None else self.window[2:]
+
+    def shrunk(self, shrink: int) -> "CropParameters":
+        """Return the boxes for the image at 1 / `shrink` of its size, with edges rounded to whole pixels."""
         start, end = self.boxes[:, :2], self.boxes[:, :2] + self.boxes[:, 2:]
-        start, end = ((2 * edge + shrink) // (2 * shrink) for edge in (start, end))  # rounded
+        start, end = ((2 * edge + shrink) // (2 * shrink) for edge in (start, end))
         return replace(self, boxes=np.concatenate([start, end - start], axis=1))
 
     @classmethod
-    def together(cls, parts: Sequence["Cut"]) -> "Cut":
-        """Of one view of B images, n crops each: of n * B, crop-major."""
-        stacked = [np.stack(column, axis=1) for column in ([p.boxes for p in parts], [p.flips for p in parts])]
+    def stack(cls, images: Sequence["CropParameters"]) -> "CropParameters":
+        """Parameters of a batch, crop-major: B of (n, ...) -> (n * B, ...)."""
+        stacked = [np.stack(column, axis=1) for column in ([p.boxes for p in images], [p.flips for p in images])]
         boxes, flips = (column.reshape(-1, *column.shape[2:]) for column in stacked)
-        degrees = [part.degrees for part in parts if part.degrees is not None]
-        return cls(boxes, parts[0].size, flips, np.stack(degrees, axis=1).ravel() if degrees else None)
+        degrees = [image.degrees for image in images if image.degrees is not None]
+        return cls(boxes, images[0].size, flips, np.stack(degrees, axis=1).ravel() if degrees else None)
 
 
 @dataclass
-class Drawn:
-    """All that is random in one image. It is drawn from the size of the image, before a pixel is decoded."""
+class ViewParameters:
+    """Everything random about the n crops of one image in one view, drawn before the image is decoded."""
 
-    cuts: list[Cut]
-    """one a view, of n crops"""
-    photometric: list[Photometric | None]
-    """one a view, of n crops"""
-    hidden: Tensor | None = None
-    """(h, w) bool: the hidden tokens of the one crop of a transform that masks"""
+    boxes: CropParameters
+    color: ColorParameters | None = None
+    """None for no colour change."""
+    masks: tuple[np.ndarray, ...] = ()
+    """Masks of the crops, each (n, h, w) bool with True for a hidden token; none, one, or several per crop."""
 
-    def shrink(self, size: tuple[int, int]) -> int:
-        """1, 2, 4 or 8: at this fraction of its `size` (H, W) no box of the image is smaller than its crop.
 
-        What keeps a window of a resized image, the crop of evaluation, is never made from less than all pixels.
-        """
-        most = min(min(size[0] // cut.size[0], size[1] // cut.size[1]) for cut in self.cuts)
-        if most < 2 or any(cut.window for cut in self.cuts):  # no box is larger than its image
-            return 1
-        most = min(int((cut.boxes[:, 2:] // cut.size).min()) for cut in self.cuts)
-        return next(shrink for shrink in (8, 4, 2, 1) if shrink <= max(most, 1))
+SampleParameters = Sequence[ViewParameters]
+"""Parameters of one image: one `ViewParameters` per view."""
+
+
+def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
+    """Largest of 1, 2, 4, 8 such that an image at 1 / shrink of its `size` (H, W) still has enough pixels for every
+    crop.
+
+    No box of the smaller image may be smaller than its crop. A view that keeps a window of the resized image, as the
+    evaluation does, always uses all pixels.
+    """
+    most = min(min(size[0] // view.boxes.size[0], size[1] // view.boxes.size[1]) for view in views)
+    if most < 2 or any(view.boxes.window for view in views):  # no box is larger than its image
+        return 1
+    most = min(int((view.boxes.boxes[:, 2:] // view.boxes.size).min()) for view in views)
+    return next(shrink for shrink in (8, 4, 2, 1) if shrink <= max(most, 1))
 
 
 @dataclass(frozen=True)
@@ -113,88 +124,139 @@ class Packing:
     """How crops of many sizes make one batch."""
 
     patch: int
-    """side of a patch in pixels"""
+    """Side of a patch in pixels."""
     budget: int
-    """patches of a sequence that images share"""
+    """Most patches of a sequence that images share."""
 
 
 @dataclass
-class Uncut:
-    """Whole images in the memory of a batch, and what `data.resample.cut` cuts out of them on any device."""
+class RawImages:
+    """Whole images of a batch, in `Batch.memory`, from which a device cuts the crops (`data.resample.cut_views`)."""
 
     sizes: np.ndarray
-    """(B, 2) int64: height and width"""
+    """(B, 2) int64: height and width."""
     starts: np.ndarray
-    """(B,) int64: where in the memory an image begins, in bytes"""
-    encoded: np.ndarray
-    """(B,) int64: bytes of a JPEG that the device decodes; 0: pixels, in the order row, column, channel"""
-    cuts: list[Cut]
-    """one a view, of n * B crops"""
-    device: torch.device | None = None
-    """where to decode and cut; None: where the memory is"""
+    """(B,) int64: first byte of each image; pixels lie in the order row, column, channel."""
+
+
+@dataclass
+class View:
+    """Crops of one size, or packed crops of many sizes: n of each of the B images of a batch."""
+
+    images: Images
+    """(n * B, C, H, W) crop-major, or packed images. uint8 from the loader, normalised floats after
+    `data.augment.to_model_input`. Empty while whole images travel (`Batch.raw`)."""
+    crops: int
+    """Crops per image (n)."""
+    masks: tuple[Mask, ...] = ()
+    """Masks over all n * B crops, crop-major. Methods that hide nothing have none; I-JEPA has several per crop."""
+    color: ColorParameters | None = None
+    """Colour changes still to be applied; None for none."""
+    boxes: CropParameters | None = None
+    """Boxes of the crops, only while whole images travel."""
+
+    @classmethod
+    def from_samples(cls, images: Images, samples: Sequence[ViewParameters], *, raw: bool = False) -> "View":
+        """View of B images with the parameters that were drawn for them; `raw` keeps the boxes.
+
+        Raises:
+            ValueError: the masks of two images, or of two crops, do not belong together.
+        """
+        color = [sample.color for sample in samples if sample.color is not None]
+        return cls(
+            images,
+            crops=len(samples[0].boxes.boxes),
+            masks=_stack_masks([sample.masks for sample in samples]),
+            color=ColorParameters.stack(color) if color else None,
+            boxes=CropParameters.stack([sample.boxes for sample in samples]) if raw else None,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "View":
+        """Copy to a device. Parameters stay on the CPU."""
+        masks = tuple(mask.to(device, non_blocking) for mask in self.masks)
+        return replace(self, images=self.images.to(device, non_blocking=non_blocking), masks=masks)
+
+    def pin_memory(self) -> "View":
+        return replace(self, images=self.images.pin_memory(), masks=tuple(mask.pin_memory() for mask in self.masks))
+
+
+def _stack_masks(images: Sequence[tuple[np.ndarray, ...]]) -> tuple[Mask, ...]:
+    """Masks of a batch, crop-major, from those of each of B images, (n, h, w) each."""
+    if len({len(masks) for masks in images}) > 1:
+        raise ValueError(f"Images have {sorted({len(masks) for masks in images})} masks. Draw as many for every image.")
+    return tuple(_stack_mask(column) for column in zip(*images, strict=True))
+
+
+def _stack_mask(images: Iterable[np.ndarray]) -> Mask:
+    """One mask of n * B crops, crop-major, from B arrays (n, h, w); the grids of two images may differ."""
+    arrays = list(images)
+    if len({len(array) for array in arrays}) > 1 or any(array.ndim != 3 for array in arrays):
+        shapes = sorted({array.shape for array in arrays})
+        raise ValueError(f"A mask has the shapes {shapes}. It must be (crops, rows, columns) for every image.")
+    crops = [array[crop] for crop in range(len(arrays[0])) for array in arrays]  # n * B of (h, w)
+    hidden = torch.from_numpy(np.concatenate([crop.ravel() for crop in crops]))
+    return Mask.from_hidden(hidden, torch.tensor([crop.shape for crop in crops]))
 
 
 @dataclass
 class Batch:
-    """The part of one optimizer step's images that one process gets in one forward pass."""
+    """Images of one forward pass of one process."""
 
-    views: list[Images]
-    """one (crops * B, 3, H, W) tensor a view, or packed images; uint8 from the loader, normalised floats after
-    `data.augment.finish`; none before that where whole images come"""
-    crops: tuple[int, ...]
-    """crops per image in each view, e.g. (2, 8)"""
+    views: list[View]
     keys: list[str] = field(default_factory=list)
-    """B sample names: `shard.tar/key`"""
+    """B sample names, `shard.tar/key`."""
     labels: Tensor | None = None
-    """(B,) int64, or None when the shards carry none or none were asked for"""
-    photometric: list[Photometric | None] = field(default_factory=list)
-    """one a view, always on the CPU; None: nothing to do but normalise"""
-    masks: Mask | None = None
-    """of the images of the one view of a method that masks"""
+    """(B,) int64, or None where labels are missing or not asked for."""
     skipped: list[str] = field(default_factory=list)
-    """`shard.tar/key: reason` of each corrupt image that was met on the way, and replaced or left out"""
-    uncut: Uncut | None = None
-    """whole images in place of the views"""
+    """`shard.tar/key: reason` of each corrupt image that was replaced or left out."""
+    preprocessing: Preprocessing = IMAGENET
+    """Normalisation that `data.augment.to_model_input` applies."""
+    raw: RawImages | None = None
+    """Whole images from which the device cuts the crops; None where the loader has cut them."""
     memory: Tensor | None = None
-    """(bytes,) uint8: what the loader's views are parts of, or the images of `uncut`; it is moved as one"""
+    """(bytes,) uint8: the buffer that holds the pixels of all views, or of `raw`. It moves as one copy."""
 
-    @property
-    def images(self) -> int:
-        """How many images the batch holds (B)."""
-        return len(self.uncut.sizes) if self.uncut else len(self.views[0]) // self.crops[0]
+    def __len__(self) -> int:
+        """Number of images (B)."""
+        return len(self.raw.sizes) if self.raw else len(self.views[0].images) // self.views[0].crops
 
-    def to(self, device: Any, non_blocking: bool = False) -> "Batch":
-        batch = replace(
-            self,
-            labels=None if self.labels is None else self.labels.to(device, non_blocking=non_blocking),
-            masks=self.masks and self.masks.to(device, non_blocking),
-        )
-        if self.uncut and self.uncut.encoded.any():  # decoders read from the CPU
-            return replace(batch, uncut=replace(self.uncut, device=torch.device(device)))
-        if self.memory is not None:
-            return batch.over(self.memory.to(device, non_blocking=non_blocking))
-        return replace(batch, views=[view.to(device, non_blocking=non_blocking) for view in self.views])
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """Copy to a device, except parameters, which stay on the CPU."""
+        labels = None if self.labels is None else self.labels.to(device, non_blocking=non_blocking)
+        if self.memory is None:
+            views = [view.to(device, non_blocking) for view in self.views]
+            return replace(self, views=views, labels=labels)
+        batch = self.in_memory(self.memory.to(device, non_blocking=non_blocking))
+        masks = [tuple(mask.to(device, non_blocking) for mask in view.masks) for view in self.views]
+        return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
     def pin_memory(self) -> "Batch":
-        batch = replace(
-            self,
-            labels=None if self.labels is None else self.labels.pin_memory(),
-            masks=self.masks and self.masks.pin_memory(),
-        )
-        if self.memory is not None:
-            return batch.over(self.memory.pin_memory())
-        return replace(batch, views=[view.pin_memory() for view in self.views])
+        """Copy to pinned memory, from which CUDA copies in the background."""
+        labels = None if self.labels is None else self.labels.pin_memory()
+        if self.memory is None:
+            return replace(self, views=[view.pin_memory() for view in self.views], labels=labels)
+        batch = self.in_memory(self.memory.pin_memory())
+        masks = [tuple(mask.pin_memory() for mask in view.masks) for view in self.views]
+        return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
-    def over(self, memory: Tensor) -> "Batch":
-        """The batch in other memory, which holds, or will hold, the same bytes."""
-        assert self.memory is not None
+    def in_memory(self, memory: Tensor) -> "Batch":
+        """Return the batch with `memory`, which holds or will hold the same bytes, in place of its own."""
+        if self.memory is None:
+            raise ValueError("The views of this batch have memory of their own.")
+        if self.raw is not None:
+            return replace(self, memory=memory)
         moved = memory.storage_offset() - self.memory.storage_offset()
 
         def part(pixels: Tensor) -> Tensor:
             return memory.as_strided(pixels.shape, pixels.stride(), pixels.storage_offset() + moved)
 
-        views = [
-            replace(view, patches=part(view.patches)) if isinstance(view, PackedImages) else part(view)
-            for view in self.views
-        ]
-        return replace(self, views=views, memory=memory)
+        def images(view: View) -> Images:
+            if isinstance(view.images, PackedImages):
+                return replace(view.images, patches=part(view.images.patches))
+            return part(view.images)
+
+        return replace(self, views=[replace(view, images=images(view)) for view in self.views], memory=memory)
+
+
+def _with_masks(views: Sequence[View], masks: Sequence[tuple[Mask, ...]]) -> list[View]:
+    return [replace(view, masks=own) for view, own in zip(views, masks, strict=True)]

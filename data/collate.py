@@ -1,253 +1,274 @@
-"""Batches put together image by image, in memory that is given: crops of one size, packed crops, or whole images.
+"""The collator: samples become one batch, in memory that is given, image after image.
 
-B images, n crops of each in a view, S x S pixels of a crop. In memory, pixels lie in the order row, column, channel, in
-which images are decoded and resized.
+Shapes: B images, n crops of each in a view, C channels, S x S pixels of a crop. In memory, pixels lie in the order row,
+column, channel, in which images are decoded and resized.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import Batch, Cut, Drawn, Packing, Photometric, Uncut
-from data.decode import Picture, as_tensor
+from data.batch import Batch, Packing, RawImages, SampleParameters, View
 from data.resample import cut
-from encoders.images import Mask, best_fit, pack
+from encoders.base import IMAGENET, Preprocessing
+from encoders.images import best_fit, pack
 
-WHOLE = 3 * 2**20
-"""bytes for each whole image in shared memory, on average: a million pixels"""
+RAW_PIXELS = 2**20
+"""Pixels reserved in shared memory for each whole image, on average."""
+
+
+class ViewShape(NamedTuple):
+    """Crops that a transform makes for one view."""
+
+    crops: int
+    """Crops per image."""
+    size: int
+    """Side of a crop in pixels. A packed crop has at most as many pixels as a square of this side."""
 
 
 class Transform(Protocol):
-    """What becomes of an image. It must be picklable, draw from `rng` alone, and touches no pixel."""
+    """Draws the random parameters of a sample. It must be picklable and may use `rng` only."""
 
     @property
-    def crops(self) -> tuple[int, ...]:
-        """Crops per image in each view."""
-        ...
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Side of the crops of each view; packed ones have at most as many pixels as a square of that side."""
+    def views(self) -> tuple[ViewShape, ...]:
+        """Shape of each view."""
         ...
 
     @property
     def packing(self) -> Packing | None:
-        """How the crops are packed, where they are of many sizes."""
+        """How crops of many sizes are packed; None for crops of one size."""
         ...
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
-        """For an image of `size` (H, W)."""
-        ...
-
-
-class Writer(Protocol):
-    """Takes the images of a batch one by one."""
-
-    def put(self, picture: Picture, drawn: Drawn) -> None:
-        """The next image.
-
-        Raises:
-            ImageError: it is damaged. Nothing has been taken then.
-        """
-        ...
-
-    def batch(self, keys: Sequence[str], labels: Sequence[int] | None = None, skipped: Sequence[str] = ()) -> Batch:
-        """The images that were put, with their names and classes."""
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
+        """Draw the parameters of an image of `size` (H, W), one `ViewParameters` per view."""
         ...
 
 
-def writer(transform: Transform, images: int, memory: Tensor | None = None) -> "CropWriter | PackWriter":
-    """What cuts the crops of at most `images` images."""
-    kind = CropWriter if transform.packing is None else PackWriter
-    return kind(transform, images, memory)
+class Sample(NamedTuple):
+    """A decoded image with its parameters."""
+
+    key: str
+    """`shard.tar/key`."""
+    image: Tensor
+    """(C, H, W) uint8."""
+    views: SampleParameters
+    label: int | None = None
+
+
+class Skipped(NamedTuple):
+    """A sample that cannot be used."""
+
+    reason: str
+    """`shard.tar/key: reason`."""
+
+
+@dataclass
+class Collator:
+    """Makes one batch from samples. `torch.utils.data.DataLoader` calls it in a worker process."""
+
+    transform: Transform
+    images: int
+    """Most images of a batch (B)."""
+    preprocessing: Preprocessing = IMAGENET
+    raw: bool = False
+    """Leave the crops to the device: the batch holds whole images."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that suffice for nearly every batch."""
+        channels = self.preprocessing.channels
+        return channels * RAW_PIXELS * self.images if self.raw else crop_bytes(self.transform, self.images, channels)
+
+    def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
+        """Batch of the good samples, in `memory` (bytes,) uint8 where it is large enough."""
+        builder = self._builder(memory)
+        keys: list[str] = []
+        labels: list[int] = []
+        skipped: list[str] = []
+        for sample in samples:
+            if isinstance(sample, Skipped):
+                skipped.append(sample.reason)
+                continue
+            builder.add(sample.image, sample.views)
+            keys.append(sample.key)
+            if sample.label is not None:
+                labels.append(sample.label)
+        if not keys:
+            return Batch([], skipped=skipped, preprocessing=self.preprocessing)
+        batch, order = builder.build()
+        return replace(
+            batch,
+            keys=[keys[i] for i in order],
+            labels=torch.tensor([labels[i] for i in order]) if labels else None,
+            skipped=skipped,
+            preprocessing=self.preprocessing,
+        )
+
+    def _builder(self, memory: Tensor | None) -> "CropBuilder | PackBuilder | RawBuilder":
+        channels = self.preprocessing.channels
+        if self.raw:
+            return RawBuilder(channels, memory)
+        if self.transform.packing is not None:
+            return PackBuilder(self.transform.packing, channels, memory)
+        return CropBuilder(self.transform.views, self.images, channels, memory)
 
 
 def needs_workers(transform: Transform) -> bool:
-    """Whether no device can cut these crops together: they are packed, or parts of images that are resized whole."""
-    drawn = transform.draw((64, 64), np.random.default_rng(0))
-    return transform.packing is not None or any(each.window for each in drawn.cuts)
+    """Return True if a device cannot cut these crops: packed crops, and windows of resized images."""
+    views = transform.draw((64, 64), np.random.default_rng(0))
+    return transform.packing is not None or any(view.boxes.window for view in views)
 
 
-def crop_bytes(transform: Transform, images: int) -> int:
+def crop_bytes(transform: Transform, images: int, channels: int = 3) -> int:
     """Most bytes of the crops of some images."""
-    return images * sum(n * 3 * side**2 for n, side in zip(transform.crops, transform.sizes, strict=True))
+    return images * sum(view.crops * channels * view.size**2 for view in transform.views)
 
 
 def collate(
     transform: Transform,
     images: Sequence[Tensor],
     rngs: Sequence[np.random.Generator],
-    keys: Sequence[str] | None = None,
+    preprocessing: Preprocessing = IMAGENET,
 ) -> Batch:
-    """Images (3, H, W) uint8 that are decoded already as one batch; without `keys` their names are empty."""
-    crops = writer(transform, len(images))
-    for image, rng in zip(images, rngs, strict=True):
-        crops.add(image, transform.draw((image.shape[1], image.shape[2]), rng))
-    return crops.batch([""] * len(images) if keys is None else keys)
+    """Batch of decoded images (C, H, W) uint8, without names."""
+    samples = (
+        Sample("", image, transform.draw((image.shape[1], image.shape[2]), rng))
+        for image, rng in zip(images, rngs, strict=True)
+    )
+    return Collator(transform, len(images), preprocessing)(samples)
 
 
-class CropWriter:
-    """Cuts crops of one size, each into its place.
+class CropBuilder:
+    """Cuts crops of one size per view, each straight into its place in memory.
 
     Args:
-        transform: what drew them.
-        images: most images that come (B).
-        memory: (bytes,) uint8; where it is too small, or None, there will be other memory.
+        shapes: shape of each view.
+        images: most images that will be added (B).
+        channels: channels of an image (C).
+        memory: (bytes,) uint8; replaced by own memory if it is None or too small.
     """
 
-    def __init__(self, transform: Transform, images: int, memory: Tensor | None = None):
-        self._crops, self._sizes, self._images = transform.crops, transform.sizes, images
-        self._memory = _room(memory, crop_bytes(transform, images))
-        self._views = self._split(self._memory, images)
-        self._drawn: list[Drawn] = []
+    def __init__(
+        self, shapes: Sequence[ViewShape], images: int, channels: int = 3, memory: Tensor | None = None
+    ) -> None:
+        self._shapes, self._images, self._channels = shapes, images, channels
+        size = images * sum(shape.crops * channels * shape.size**2 for shape in shapes)
+        self._memory = _room(memory, size)
+        self._crops = self._split(self._memory, images)
+        self._samples: list[SampleParameters] = []
 
-    def put(self, picture: Picture, drawn: Drawn) -> None:
-        self.add(*_decoded(picture, drawn))
+    def add(self, image: Tensor, views: SampleParameters) -> None:
+        """Add an image (C, H, W) uint8."""
+        for view, crops in zip(views, self._crops, strict=True):
+            cut(image, view.boxes, crops[:, len(self._samples)])
+        self._samples.append(views)
 
-    def add(self, image: Tensor, drawn: Drawn) -> None:
-        """The next image (3, H, W) uint8, decoded."""
-        for each, view in zip(drawn.cuts, self._views, strict=True):
-            cut(image, each, view[:, len(self._drawn)])
-        self._drawn.append(drawn)
-
-    def batch(self, keys: Sequence[str], labels: Sequence[int] | None = None, skipped: Sequence[str] = ()) -> Batch:
-        images, memory, views = len(self._drawn), self._memory, self._views
-        if images < self._images:  # the crops of those that are there move together
-            memory = torch.cat([view[:, :images].flatten() for view in views])
-            views = self._split(memory, images)
-        stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in views]  # (n * B, 3, S, S)
-        return replace(_batch(self._drawn, self._crops, keys, labels, skipped), views=stacks, memory=memory)
+    def build(self) -> tuple[Batch, Sequence[int]]:
+        """Return the batch, and the number of each of its images in the order of `add`."""
+        images, memory, crops = len(self._samples), self._memory, self._crops
+        if images < self._images:  # close the gaps that missing images leave
+            memory = torch.cat([view[:, :images].flatten() for view in crops])
+            crops = self._split(memory, images)
+        stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in crops]  # (n * B, C, S, S)
+        views = [View.from_samples(s, column) for s, column in zip(stacks, _columns(self._samples), strict=True)]
+        return Batch(views, memory=memory), range(images)
 
     def _split(self, memory: Tensor, images: int) -> list[Tensor]:
-        """Views (n, B, S, S, 3) of `memory`."""
-        shapes = [(n, images, side, side, 3) for n, side in zip(self._crops, self._sizes, strict=True)]
+        """Views (n, B, S, S, C) of `memory`."""
+        shapes = [(view.crops, images, view.size, view.size, self._channels) for view in self._shapes]
         parts = memory.split([int(np.prod(shape)) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class PackWriter:
-    """Cuts crops of many sizes, one an image, and packs them in the order in which they fill sequences best.
+class PackBuilder:
+    """Cuts one crop of any size per image, and packs them in the order that fills sequences best.
 
-    Args: see `CropWriter`.
+    Args:
+        packing: side of a patch, and patches of a sequence.
+        channels: channels of an image (C).
+        memory: see `CropBuilder`.
     """
 
-    def __init__(self, transform: Transform, images: int, memory: Tensor | None = None):
-        assert transform.packing is not None
-        self._packing, self._transform, self._memory = transform.packing, transform, memory
-        self._drawn: list[Drawn] = []
-        self._cut: list[Tensor] = []
+    def __init__(self, packing: Packing, channels: int = 3, memory: Tensor | None = None) -> None:
+        self._packing, self._channels, self._memory = packing, channels, memory
+        self._samples: list[SampleParameters] = []
+        self._crops: list[Tensor] = []
 
-    def put(self, picture: Picture, drawn: Drawn) -> None:
-        self.add(*_decoded(picture, drawn))
+    def add(self, image: Tensor, views: SampleParameters) -> None:
+        """Add an image (C, H, W) uint8."""
+        (view,) = views
+        crop = torch.empty((1, *view.boxes.size, self._channels), dtype=torch.uint8)
+        cut(image, view.boxes, crop)
+        self._crops.append(crop.permute(0, 3, 1, 2))  # (1, C, h, w)
+        self._samples.append(views)
 
-    def add(self, image: Tensor, drawn: Drawn) -> None:
-        """The next image (3, H, W) uint8, decoded."""
-        (each,) = drawn.cuts
-        crop = torch.empty((1, *each.size, 3), dtype=torch.uint8)
-        cut(image, each, crop)
-        self._cut.append(crop.permute(0, 3, 1, 2))  # (1, 3, h, w)
-        self._drawn.append(drawn)
+    def build(self) -> tuple[Batch, Sequence[int]]:
+        """Return the batch, and the number of each of its images in the order of `add`.
 
-    def batch(self, keys: Sequence[str], labels: Sequence[int] | None = None, skipped: Sequence[str] = ()) -> Batch:
-        """
         Raises:
             ValueError: an image has more patches than a sequence.
         """
-        areas = [drawn.cuts[0].size[0] * drawn.cuts[0].size[1] for drawn in self._drawn]
-        sequences = best_fit([area // self._packing.patch**2 for area in areas], self._packing.budget)
+        sizes = [view.boxes.size for (view,) in self._samples]
+        lengths = [height * width // self._packing.patch**2 for height, width in sizes]
+        sequences = best_fit(lengths, self._packing.budget)
         order = [image for sequence in sequences for image in sequence]
-        packed = pack([self._cut[i] for i in order], self._packing.patch)
+        packed = pack([self._crops[i] for i in order], self._packing.patch)
         memory = _room(self._memory, packed.patches.numel())
         patches = memory.view_as(packed.patches).copy_(packed.patches)
         counts = torch.tensor([len(sequence) for sequence in sequences])
-        drawn, keys = [self._drawn[i] for i in order], [keys[i] for i in order]
-        labels = None if labels is None else [labels[i] for i in order]
-        batch = _batch(drawn, self._transform.crops, keys, labels, skipped)
-        return replace(batch, views=[replace(packed, patches=patches, sequences=counts)], memory=memory)
+        images = replace(packed, patches=patches, sequences=counts)
+        (column,) = _columns([self._samples[i] for i in order])
+        return Batch([View.from_samples(images, column)], memory=memory), order
 
 
-class ImageWriter:
-    """Puts whole images one behind the other, for a device that cuts the crops.
+class RawBuilder:
+    """Puts whole images one after the other, for a device that cuts the crops.
 
     Args:
-        crops: see `Transform`.
-        memory: see `CropWriter`; where images outgrow it, they move.
-        encoded: whether the device decodes too, as far as it can: plain JPEGs that are whole.
+        channels: channels of an image (C).
+        memory: see `CropBuilder`; images that outgrow it move to larger memory.
     """
 
-    def __init__(self, crops: tuple[int, ...], memory: Tensor | None = None, *, encoded: bool = False):
-        self._crops, self._encoded, self._used = crops, encoded, 0
-        self._memory = torch.empty(WHOLE, dtype=torch.uint8) if memory is None else memory
-        self._drawn: list[Drawn] = []
-        self._places: list[tuple[int, int, int, int]] = []  # start, encoded bytes, height, width
+    def __init__(self, channels: int = 3, memory: Tensor | None = None) -> None:
+        self._used = 0
+        self._memory = torch.empty(channels * RAW_PIXELS, dtype=torch.uint8) if memory is None else memory
+        self._samples: list[SampleParameters] = []
+        self._starts: list[int] = []
+        self._sizes: list[tuple[int, int]] = []
 
-    def put(self, picture: Picture, drawn: Drawn) -> None:
-        if self._encoded and picture.plain and picture.ends:
-            pixels = as_tensor(picture.encoded)
-            self._places.append((self._used, len(pixels), *picture.size))
-        else:
-            image, drawn = _decoded(picture, drawn)
-            pixels = image.permute(1, 2, 0).reshape(-1)
-            self._places.append((self._used, 0, image.shape[1], image.shape[2]))
-        self._append(pixels)
-        self._drawn.append(drawn)
-
-    def _append(self, pixels: Tensor) -> None:
+    def add(self, image: Tensor, views: SampleParameters) -> None:
+        """Add an image (C, H, W) uint8."""
+        pixels = image.permute(1, 2, 0).reshape(-1)
         end = self._used + len(pixels)
         if end > len(self._memory):
             larger = torch.empty(max(2 * len(self._memory), end), dtype=torch.uint8)
             larger[: self._used] = self._memory[: self._used]
             self._memory = larger
         self._memory[self._used : end] = pixels
+        self._starts.append(self._used)
+        self._sizes.append((image.shape[1], image.shape[2]))
+        self._samples.append(views)
         self._used = end
 
-    def batch(self, keys: Sequence[str], labels: Sequence[int] | None = None, skipped: Sequence[str] = ()) -> Batch:
-        places = np.array(self._places, dtype=np.int64).reshape(-1, 4)
-        cuts = [Cut.together(cuts) for cuts in zip(*(drawn.cuts for drawn in self._drawn), strict=True)]
-        uncut = Uncut(places[:, 2:], places[:, 0], places[:, 1], cuts)
-        memory = self._memory[: self._used]
-        return replace(_batch(self._drawn, self._crops, keys, labels, skipped), uncut=uncut, memory=memory)
+    def build(self) -> tuple[Batch, Sequence[int]]:
+        """Return the batch, and the number of each of its images in the order of `add`."""
+        raw = RawImages(np.array(self._sizes, dtype=np.int64), np.array(self._starts, dtype=np.int64))
+        empty = torch.empty(0, dtype=torch.uint8)
+        views = [View.from_samples(empty, column, raw=True) for column in _columns(self._samples)]
+        return Batch(views, raw=raw, memory=self._memory[: self._used]), range(len(self._samples))
 
 
-def _decoded(picture: Picture, drawn: Drawn) -> tuple[Tensor, Drawn]:
-    """An image at the smallest size that its crops allow, and where they lie in that."""
-    shrink = picture.fraction(drawn.shrink(picture.size))
-    if shrink > 1:
-        drawn = replace(drawn, cuts=[each.shrunk(shrink) for each in drawn.cuts])
-    return picture.pixels(shrink), drawn
+def _columns(samples: Sequence[SampleParameters]) -> list[tuple]:
+    """Parameters of each view, for all images: B of one per view -> one of B per view."""
+    return list(zip(*samples, strict=True))
 
 
 def _room(memory: Tensor | None, size: int) -> Tensor:
-    """The beginning of `memory`, or memory of its own for what does not fit."""
+    """First `size` bytes of `memory`, or new memory if it is None or too small."""
     if memory is None or len(memory) < size:
         return torch.empty(size, dtype=torch.uint8)
     return memory[:size]
-
-
-def _batch(
-    drawn: Sequence[Drawn],
-    crops: tuple[int, ...],
-    keys: Sequence[str],
-    labels: Sequence[int] | None,
-    skipped: Sequence[str],
-) -> Batch:
-    """All but the pixels."""
-    return Batch(
-        [],
-        crops,
-        keys=list(keys),
-        labels=None if labels is None else torch.tensor(labels),
-        photometric=[Photometric.together(parts) for parts in zip(*(d.photometric for d in drawn), strict=True)],
-        masks=_mask([d.hidden for d in drawn]),
-        skipped=list(skipped),
-    )
-
-
-def _mask(hidden: Sequence[Tensor | None]) -> Mask | None:
-    known = [h for h in hidden if h is not None]
-    grids = torch.tensor([h.shape for h in known])
-    return Mask.from_hidden(torch.cat([h.flatten() for h in known]), grids) if known else None

@@ -11,8 +11,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from data.augment import ColorConfig, Share, ascending, draw
-from data.batch import Cut, Drawn, Packing
+from data.augment import ColorConfig, Share, ascending, draw_colors
+from data.batch import CropParameters, Packing, ViewParameters
+from data.collate import ViewShape
 from runtime.settings import Section
 
 TRIES = 10
@@ -81,8 +82,8 @@ class MultiCrop:
 
     def __init__(self, config: MultiCropConfig) -> None:
         c = self.config = config
-        self.crops: tuple[int, ...] = (2, c.local_crops) if c.local_crops else (2,)
-        self.sizes = (c.global_size, c.local_size)[: len(self.crops)]
+        shapes = (ViewShape(2, c.global_size), ViewShape(c.local_crops, c.local_size))
+        self.views = tuple(shape for shape in shapes if shape.crops)
         shape = {"ratio": c.ratio, "flip": c.flip, "rotation": c.rotation}
         self._boxes = (
             RandomCropConfig(size=c.global_size, scale=c.global_scale, **shape),
@@ -91,27 +92,25 @@ class MultiCrop:
         self._blur = ((c.blur_global1, c.blur_global2), (c.blur_local,) * c.local_crops)
         self._solarize = ((0.0, c.solarize_global2), (0.0,) * c.local_crops)
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
-        """From the `size` (H, W) of an image: its global and its local crops."""
-        drawn = Drawn([], [])
-        for n, boxes, blur, solarize in zip(self.crops, self._boxes, self._blur, self._solarize, strict=False):
-            drawn.cuts.append(random_cut(size, rng, n, boxes))
-            drawn.photometric.append(draw(rng, self.config, blur, solarize))
-        return drawn
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw the global and the local crops of an image of `size` (H, W)."""
+        return [
+            ViewParameters(random_boxes(size, rng, shape.crops, boxes), draw_colors(rng, self.config, blur, solarize))
+            for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False)
+        ]
 
 
 class RandomCrop:
     """One random crop, and no photometric change."""
 
-    crops = (1,)
     packing = None
 
     def __init__(self, config: RandomCropConfig) -> None:
-        self.config, self.sizes = config, (config.size,)
+        self.config, self.views = config, (ViewShape(1, config.size),)
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
-        """From the `size` (H, W) of an image."""
-        return Drawn([random_cut(size, rng, 1, self.config)], [None])
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw the crop of an image of `size` (H, W)."""
+        return [ViewParameters(random_boxes(size, rng, 1, self.config))]
 
 
 class NativeCrop:
@@ -120,8 +119,6 @@ class NativeCrop:
     Its area is that of a square whose side is drawn uniformly from `smallest` to `config.size`. The crop has the share
     `config.scale` of the image's area; `config.ratio` plays no part.
     """
-
-    crops = (1,)
 
     def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
         """`patch` and `smallest` in pixels; the crops of a batch are packed into sequences of `token_budget` patches.
@@ -138,10 +135,10 @@ class NativeCrop:
             )
         self.config, self.patch, self.smallest = config, patch, smallest
         self.packing = Packing(patch, token_budget)
-        self.sizes = (config.size,)
+        self.views = (ViewShape(1, config.size),)
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
-        """From the `size` (H, W) of an image: one crop of whole patches."""
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw one crop of whole patches of an image of `size` (H, W)."""
         u = rng.random(6)
         least, most = self.config.scale
         height, width = min(size[0], LONGEST * size[1]), min(size[1], LONGEST * size[0])
@@ -152,7 +149,8 @@ class NativeCrop:
         rows, columns = native_grid(sides[0], sides[1], budget)
         degrees = (2 * u[5:] - 1) * self.config.rotation if self.config.rotation else None
         shape = rows * self.patch, columns * self.patch
-        return Drawn([Cut(np.array([corner + sides]), shape, u[4:5] < self.config.flip, degrees)], [None])
+        boxes = np.array([corner + sides])
+        return [ViewParameters(CropParameters(boxes, shape, u[4:5] < self.config.flip, degrees))]
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
@@ -169,7 +167,6 @@ def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
 class CenterCrop:
     """The transform of evaluation: shorter side to `resize` pixels, then the central `size` x `size`."""
 
-    crops = (1,)
     packing = None
 
     def __init__(self, size: int = 224, resize: int | None = None) -> None:
@@ -178,27 +175,28 @@ class CenterCrop:
         Raises:
             ValueError: `resize` is below `size`.
         """
-        self.size, self.sizes = size, (size,)
+        self.size, self.views = size, (ViewShape(1, size),)
         self.resize = round(size * 256 / 224) if resize is None else resize
         if not 1 <= self.size <= self.resize:
             raise ValueError(f"a crop of {size} pixels does not fit an image resized to {self.resize}")
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> Drawn:
-        """From the `size` (H, W) of an image. Nothing is random."""
+    def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
+        """Return the crop of an image of `size` (H, W). Nothing is random."""
         # of an image that is next to a line, only the middle: resized, the whole would be too large
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)
         top, left = (round((side - self.size) / 2) for side in (height, width))
         window = (top, left, self.size, self.size)
-        return Drawn([Cut(np.array([corner + kept]), (height, width), np.array([False]), window=window)], [None])
+        boxes, flips = np.array([corner + kept]), np.array([False])
+        return [ViewParameters(CropParameters(boxes, (height, width), flips, window=window))]
 
 
-def random_cut(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> Cut:
+def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> CropParameters:
     """n crops of an image of `size` (H, W). Takes n * `BOX_DRAWS` numbers from `rng`, crop after crop."""
     u = rng.random((n, BOX_DRAWS))  # (n, BOX_DRAWS)
     degrees = (2 * u[:, -1] - 1) * config.rotation if config.rotation else None
-    return Cut(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
+    return CropParameters(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
 
 
 def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.ndarray:

@@ -51,22 +51,6 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS) -> Tensor:
     return Picture(encoded, max_pixels=max_pixels).pixels()
 
 
-def decode_on(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Plain JPEGs, each (bytes,) uint8 on the CPU, decoded by a GPU: (3, H, W) uint8 each, there.
-
-    Its colours are interpolated in another way than those of `decode`: edges of colour differ by some grey levels.
-
-    Raises:
-        ImageError: it cannot decode one of them.
-    """
-    if _decode_jpeg is None:
-        raise ImageError("this torchvision decodes nothing on a GPU")
-    try:
-        return _decode_jpeg(encoded, mode=torchvision.io.ImageReadMode.RGB, device=device)
-    except RuntimeError as error:
-        raise ImageError(f"the GPU cannot decode it: {str(error).splitlines()[0]}") from error
-
-
 class Picture:
     """An encoded image whose header was read. A JPEG is not decoded before its pixels are asked for.
 
@@ -98,11 +82,6 @@ class Picture:
         else:  # how a PNG is turned may stand at its end
             self._pixels = _loaded(opened)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
-
-    @property
-    def ends(self) -> bool:
-        """Whether the end of a JPEG is there, which decoders on a device do not check."""
-        return self.encoded.rstrip(b"\0")[-2:] == b"\xff\xd9"
 
     def fraction(self, shrink: int) -> int:
         """The most, up to `shrink`, by which it can be shrunk while it is decoded; 1 for all but JPEGs."""

@@ -1,155 +1,193 @@
-"""Batches for training and for evaluation: shards, order, decoding and a transform put together.
+"""Batches for training and evaluation: sampler, dataset and collator in a `torch.utils.data.DataLoader`.
 
-B images; crop c of image b lies at row c * B + b of a view. What a batch holds depends on the shards, the seed and its
-place in the run alone, whatever the number of processes, of worker processes, or the step at which a run was resumed.
+A batch depends on the shards, the seed and its place in the run alone: not on the number of processes or workers, nor
+on the step at which a run was resumed. webdataset's tar format and shard patterns are used as they are; its pipeline
+is not, because a shuffle buffer that fills from a stream cannot resume at an exact sample.
 """
 
-import functools
 import logging
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from pydantic import Field, model_validator
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from data.batch import Batch
-from data.collate import Transform
-from data.dataset import MOST_NAMED, Evaluation, Training
-from data.dataset import LoaderConfig as LoaderConfig
+from data.collate import Collator, Transform, needs_workers
+from data.dataset import MOST_NAMED, Decoding, EvaluationDataset, TrainDataset
 from data.decode import MAX_PIXELS
-from data.sampler import LANES, PATTERN, WINDOW, Mixture, Order, bounded_windows, step_positions
+from data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, ShuffledSampler, bounded_buffers
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from data.shards.reader import Reader, warn_of_small_cache
-from data.shared_memory import Parcel, Pool
+from data.shared_memory import BufferRing, SharedBatch
 from data.workers import start_worker
+from encoders.base import IMAGENET, Preprocessing
+from runtime.settings import Section
 
-AHEAD = 2  # batches that a worker has made before one is asked for
+AHEAD = 2
+"""Batches that a worker prepares in advance."""
 
 log = logging.getLogger(__name__)
+
+
+class StreamConfig(Section):
+    """Order of the samples. A change of these settings, of the seed or of the shards changes the order."""
+
+    block: int | None = Field(default=None, ge=1)
+    """neighbouring samples of a shard that stay together; default: 1 for small data, 16 from a million images on"""
+    window: int = Field(default=BUFFER, ge=1)
+    """samples in the shuffle buffer of each of the 64 virtual streams"""
+    window_gb: float | None = Field(default=8, gt=0)
+    """GB of encoded images that all shuffle buffers together may span; buffers are shortened to fit. A buffer holds
+    numbers of samples: the images stay on the disk, or in the node's cache of remote shards"""
+
+
+class LoaderConfig(Section):
+    """Decoding of images and cutting of crops."""
+
+    crops: Literal["auto", "workers", "device"] = "auto"
+    """where crops are cut: by the loader's workers or on the device; auto: on the device if it is a GPU and the crops
+    of a view have one size"""
+    max_pixels: int = Field(default=MAX_PIXELS, ge=1)
+    """largest accepted image, in pixels; larger ones count as corrupt"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_decode(cls, values: Any) -> Any:
+        """Accept `decode: cpu`, which config.yaml files of older runs contain."""
+        if isinstance(values, dict) and "decode" in values:
+            values = dict(values)
+            if values.pop("decode") != "cpu":
+                raise ValueError("Images are decoded by the loader's workers only. Remove loader.decode.")
+        return values
+
+    def resolved(self, transform: Transform) -> "LoaderConfig":
+        """Return the settings with `auto` replaced by its meaning on this machine and for this transform.
+
+        Raises:
+            ValueError: the device cannot cut the crops of this transform.
+        """
+        cuda = torch.cuda.is_available()
+        workers_only = (cuda or self.crops == "device") and needs_workers(transform)
+        if workers_only and self.crops == "device":
+            raise ValueError("The device cannot cut crops of many sizes. Leave loader.crops at auto.")
+        crops = ("device" if cuda and not workers_only else "workers") if self.crops == "auto" else self.crops
+        return self.model_copy(update={"crops": crops})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples are read and decoded."""
+
+    workers: int = 0
+    """Worker processes of this process; 0 decodes in this process."""
+    loader: LoaderConfig = LoaderConfig()  # noqa: RUF009 - frozen
+    source: SourceConfig = DEFAULT
+    """Access to remote shards."""
+    preprocessing: Preprocessing = IMAGENET
+    """Normalisation that travels with the batches; its channels are those of the decoded images."""
+
+    @property
+    def decoding(self) -> Decoding:
+        """Accepted images."""
+        return Decoding(self.preprocessing.channels, self.loader.max_pixels)
 
 
 def training_batches(
     shards: WeightedShards,
     transform: Transform,
+    batches: BatchSampler,
     *,
-    batch_size: int,
     seed: int,
-    steps: int,
-    first_step: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    accumulation: int = 1,
-    workers: int = 0,
-    lanes: int = LANES,
-    block: int | None = None,
-    window: int = WINDOW,
-    window_gb: float | None = None,
-    source: SourceConfig = DEFAULT,
-    config: LoaderConfig = LoaderConfig(),  # noqa: B008 - frozen
+    stream: StreamConfig = StreamConfig(),  # noqa: B008 - frozen
+    reading: Reading = Reading(),
 ) -> "Batches":
-    """The batches of steps `first_step` to `steps` - 1 for one process: `accumulation` of them a step.
+    """Batches of this process, one for each forward pass of `batches`.
 
-    A corrupt image is replaced by the next good one of its lane and named in `Batch.skipped`.
+    A corrupt image is replaced by the next good one of its virtual stream and named in `Batch.skipped`.
 
     Args:
         shards: see `WeightedShards`.
-        transform: makes the crops.
-        batch_size: images of one step, over all processes and all `accumulation` passes.
+        transform: draws crops, colours and masks.
+        batches: batch size, steps, and the part of this process.
         seed: 0 to 2**64 - 1.
-        steps: where the run ends, counted from 0.
-        first_step: where to begin.
-        rank: which of `world_size` processes this is.
-        world_size: processes.
-        accumulation: forward passes of a step.
-        workers: processes that decode for this one; 0 decodes in this one.
-        lanes: see `Order`; this and the next two are part of the order.
-        block: see `Order`.
-        window: see `Order`.
-        window_gb: what the windows of all lanes may span, in GB of encoded images; see `bounded_windows`.
-        source: how shards are reached.
-        config: who decodes and cuts.
+        stream: order of the samples.
+        reading: workers, decoding, access to remote shards, normalisation.
 
     Raises:
-        ValueError: the batch does not split evenly, there are fewer images than a batch needs, or `config` cannot be.
-        ShardError: shards that cannot be used; while iterating also for one that vanishes or changes, or for more than
-            100 corrupt images in a row.
+        ValueError: there are fewer images than a batch needs, or `reading` cannot be.
+        ShardError: the shards cannot be used; while iterating also if a shard vanishes or changes, or if more than 100
+            images in a row are corrupt.
     """
-    _check_split(batch_size, world_size, accumulation)
-    sources, weights = open_sources(shards, progress=rank == 0, source=source)
-    windows = bounded_windows([opened.mean_bytes for opened in sources], window, window_gb, lanes)
-    orders = [
-        Order(opened.counts, seed, lanes=lanes, block=block, window=windows[number], source=number)
+    sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
+    buffers = bounded_buffers(
+        [opened.mean_bytes for opened in sources], stream.window, stream.window_gb, batches.streams
+    )
+    samplers = [
+        ShuffledSampler(
+            opened.counts, seed, streams=batches.streams, block=stream.block, buffer=buffers[number], source=number
+        )
         for number, opened in enumerate(sources)
     ]
-    if rank == 0:
-        warn_of_small_cache(sources, [order.window * lanes for order in orders])
-    mixture = Mixture(orders, weights, seed)
-    _check_enough(mixture, batch_size)
-    positions = functools.partial(
-        step_positions,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        accumulation=accumulation,
-        lanes=lanes,
-    )
-    passes = range(first_step * accumulation, steps * accumulation)
-    config, images = config.resolved(transform), batch_size // world_size // accumulation
-    training = Training(transform, config, images, sources, mixture, seed, accumulation, positions)
-    return Batches(_Stream(passes, training), sum(source.images for source in sources), workers)
+    if batches.rank == 0:
+        warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in samplers])
+    mixture = MixtureSampler(samplers, weights, seed)
+    _check_enough(mixture, batches.batch_size)
+    config = reading.loader.resolved(transform)
+    dataset = TrainDataset(sources, mixture, transform, seed, reading.decoding)
+    collator = Collator(transform, batches.pass_size, reading.preprocessing, raw=config.crops == "device")
+    return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
 
 
 def evaluation_batches(
     shards: Shards,
     transform: Transform,
-    *,
     batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    workers: int = 0,
+    *,
+    part: tuple[int, int] = (0, 1),
     labels: bool = True,
-    max_pixels: int = MAX_PIXELS,
-    source: SourceConfig = DEFAULT,
+    reading: Reading = Reading(),
 ) -> "Batches":
-    """Every image once, in the order of the shards: one stretch for each process, which differ by at most one image.
+    """Every image once, in the order of the shards. Each process gets one stretch; stretches differ by at most one
+    image.
 
-    Workers cut the crops from all pixels: scores are the same on every machine.
-
-    Corrupt images are left out and named in `Batch.skipped`; a batch of nothing else does not appear.
+    Workers cut the crops from all pixels, so scores are the same on every machine. Corrupt images are left out and
+    named in `Batch.skipped`; a batch without a good image does not appear.
 
     Args:
         shards: see `Shards`.
-        transform: makes the crops; what it draws depends on the place of the image alone.
-        batch_size: images of one batch of one process; its last batch may have fewer.
-        rank: which of `world_size` processes this is.
-        world_size: processes.
-        workers: processes that decode for this one; 0 decodes in this one.
-        labels: whether to read classes.
-        max_pixels: larger images count as corrupt.
-        source: how shards are reached.
+        transform: draws crops; its draws depend on the number of the image alone.
+        batch_size: images of a batch of one process; the last batch may be smaller.
+        part: rank of this process, and number of processes.
+        labels: read the classes.
+        reading: see `training_batches`.
 
     Raises:
-        ShardError: shards that cannot be used, or labels that are asked for and missing; while iterating also for a
-            label that is not an integer.
+        ValueError: `batch_size` is below 1.
+        ShardError: the shards cannot be used, or labels are missing; while iterating also if a label is not an integer.
     """
     if batch_size < 1:
-        raise ValueError(f"a batch has at least one image, not {batch_size}")
-    opened = open_shards(shards, progress=rank == 0, source=source)
+        raise ValueError(f"A batch must have at least one image, not {batch_size}.")
+    rank, world_size = part
+    opened = open_shards(shards, progress=rank == 0, source=reading.source)
     if labels:
         require_labels(opened)
-    part = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
-    batches = [part[start : start + batch_size] for start in range(0, len(part), batch_size)]
-    evaluation = Evaluation(transform, min(batch_size, opened.images), opened, labels, max_pixels)
-    return Batches(_Stream(batches, evaluation), opened.images, workers)
+    numbers = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
+    batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
+    dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
+    collator = Collator(transform, min(batch_size, opened.images), reading.preprocessing)
+    return Batches(dataset, batches, collator, reading.workers, opened.images)
 
 
 def require_labels(opened: ShardList) -> None:
-    """
+    """Check that every sample has a label, as far as headers or index.json tell.
+
     Raises:
-        ShardError: names a sample without a label, as far as headers or index.json tell.
+        ShardError: names a sample without a label.
     """
     for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
         unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
@@ -157,24 +195,33 @@ def require_labels(opened: ShardList) -> None:
 
 
 class Batches:
-    """Can be iterated again and again; `len` is in batches of this process.
+    """Iterable of batches. Every iteration starts from the first batch; `len` counts the batches of this process.
 
     Args:
-        stream: what makes them.
-        total: images in the shards, for all processes.
-        workers: processes that decode for this one.
+        dataset: samples.
+        batches: sample numbers of each batch.
+        collator: makes a batch from samples.
+        workers: worker processes.
+        total: images in the shards, over all processes.
     """
 
-    def __init__(self, stream: "_Stream", total: int, workers: int):
-        self.total = total
-        self.stream, self._workers = stream, min(workers, len(stream.work))
+    def __init__(
+        self,
+        dataset: TrainDataset | EvaluationDataset,
+        batches: BatchSampler | Sequence[range],
+        collator: Collator,
+        workers: int,
+        total: int,
+    ) -> None:
+        self.total, self.dataset, self.batches, self.collator = total, dataset, batches, collator
+        self._workers = min(workers, len(batches))
 
     def __len__(self) -> int:
-        return len(self.stream.work)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
-        # forked with SIGTERM held back, so that none comes before a worker has arranged what it does then
+        # SIGTERM is blocked while workers are forked: none may arrive before a worker has installed its handler.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             batches = iter(self._loader())
@@ -183,86 +230,88 @@ class Batches:
         for batch in batches:
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
-            if isinstance(batch, Parcel):
+            if isinstance(batch, SharedBatch):
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
-                if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:  # then only where the count doubles
+                if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:  # later only where the count doubles
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
 
-    def _pool(self) -> Pool | None:
-        """The workers' memory: of each, the batches that wait and the one that is being opened."""
+    def _ring(self) -> BufferRing | None:
+        """Shared memory of the workers: for each, the batches in advance and the one that is being opened."""
         if not self._workers:
             return None
         try:
-            return Pool(self._workers, AHEAD + 1, self.stream.make.size)
-        except OSError as error:  # where the system promises no more than it has
-            log.warning("no memory to share with workers: %s; they send batches more slowly", error.strerror)
+            return BufferRing(self._workers, AHEAD + 1, self.collator.size)
+        except OSError as error:
+            log.warning("No shared memory for workers (%s). Batches will be sent more slowly.", error.strerror)
             return None
 
     def _loader(self) -> DataLoader:
         workers = self._workers
         return DataLoader(
-            _Stream(self.stream.work, self.stream.make, self._pool()),
-            batch_size=None,
-            collate_fn=_same,
+            self.dataset,
+            batch_sampler=_Numbers(self.batches),
+            collate_fn=_SharedCollator(self.collator, self._ring()),
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
-            # Others start threads before signals are arranged, and are no children of this process.
+            # Other start methods start threads before signals are arranged, and their workers are not our children.
             multiprocessing_context="fork" if workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=start_worker,
-            generator=torch.Generator(),  # the global one would lose a draw at each start, also at a resumed one
+            generator=torch.Generator(),  # the global generator would lose a draw at each start, also of a resumed run
         )
+
+
+class _Numbers(Sampler):
+    """Sample numbers of each batch, as the batch sampler that DataLoader asks for."""
+
+    def __init__(self, batches: BatchSampler | Sequence[range]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 @dataclass
 class _Failure:
-    """A ShardError on its way from a worker, which as an exception would arrive as a traceback."""
+    """A ShardError on its way from a worker; DataLoader would turn the exception into a traceback."""
 
     message: str
 
 
-class _Stream(IterableDataset):
-    """One batch for each entry of `work`, in their order; workers take turns, and leave pixels in the `pool`."""
+@dataclass
+class _SharedCollator:
+    """Collates into the ring of the worker that runs it, where there is one."""
 
-    def __init__(self, work: Sequence[Any], make: Training | Evaluation, pool: Pool | None = None):
-        self.work, self.make, self._pool = work, make, pool
+    collator: Collator
+    ring: BufferRing | None
 
-    def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
+    def __call__(self, samples: Any) -> Batch | SharedBatch | _Failure:
         info = get_worker_info()
+        buffer = self.ring.take(info.id) if self.ring and info else None
         try:
-            for entry in self.work[info.id :: info.num_workers] if info else self.work:
-                slot = self._pool.take(info.id) if self._pool and info else None
-                batch = self.make(entry, slot.memory if slot else None)
-                yield Parcel.packed(batch, slot) if slot else batch
+            batch = self.collator(samples, buffer.memory if buffer else None)
         except ShardError as error:
-            yield _Failure(str(error))
+            return _Failure(str(error))
+        return SharedBatch.from_batch(batch, buffer) if buffer else batch
 
 
-def _same(batch: Any) -> Any:
-    return batch
+def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
+    """Check that an epoch is at least one batch, so that no batch repeats a sample.
 
-
-def _check_split(batch_size: int, world_size: int, accumulation: int) -> None:
-    unit = world_size * accumulation
-    if batch_size < 1 or batch_size % unit:
-        lower = batch_size // unit * unit
-        near = f"{lower} and {lower + unit}" if lower > 0 else f"{unit}"
-        raise ValueError(
-            f"a batch of {batch_size} images does not split evenly over {world_size} processes and {accumulation} "
-            f"accumulated passes; the nearest that does: {near}"
-        )
-
-
-def _check_enough(mixture: Mixture, batch_size: int) -> None:
-    """An epoch is at least one batch, so that no batch is made of repetitions."""
-    for order, quota in zip(mixture.orders, mixture.quotas, strict=True):
+    Raises:
+        ValueError: a source has fewer images than a batch takes from it.
+    """
+    for sampler, quota in zip(mixture.samplers, mixture.quotas, strict=True):
         needed = batch_size * int(quota) // PATTERN
-        if order.images < needed:
+        if sampler.images < needed:
             raise ValueError(
-                f"{order.images} images are fewer than the {needed} that a batch of {batch_size} takes of them: "
-                f"lower it to {order.images * PATTERN // int(quota)} or less, or add images"
+                f"A batch of {batch_size} takes {needed} images from a source that has {sampler.images}. "
+                f"Lower the batch size to {sampler.images * PATTERN // int(quota)} or less, or add images."
             )

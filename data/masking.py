@@ -4,12 +4,12 @@ h x w grid of tokens.
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import torch
 
-from data.batch import Drawn
+from data.batch import ViewParameters
 from data.crops import NativeCrop, RandomCrop
 
 MaskKind = Literal["random", "block"]
@@ -66,16 +66,14 @@ MASKS = {"random": random_mask, "block": block_mask}
 class MaskedCrop:
     """One crop of an image, and which of its tokens are hidden."""
 
-    crops = (1,)
-
     def __init__(self, crop: RandomCrop | NativeCrop, stride: int, kind: MaskKind, ratio: float) -> None:
         """`stride`: side of a token in pixels, of which the crop's sides are multiples."""
         self.crop, self.stride, self.kind, self.ratio = crop, stride, kind, ratio
-        self.packing, self.sizes = crop.packing, crop.sizes
+        self.packing, self.views = crop.packing, crop.views
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
-        """From the `size` (H, W) of an image: one crop of h * stride x w * stride pixels, and `hidden` (h, w)."""
-        drawn = self.crop.draw(size, rng)
-        rows, columns = (side // self.stride for side in drawn.cuts[0].size)
-        drawn.hidden = torch.from_numpy(MASKS[self.kind]((rows, columns), self.ratio, rng))
-        return drawn
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw one crop of h * stride x w * stride pixels of an image of `size` (H, W), and its mask (1, h, w)."""
+        (view,) = self.crop.draw(size, rng)
+        rows, columns = (side // self.stride for side in view.boxes.shape)
+        hidden = MASKS[self.kind]((rows, columns), self.ratio, rng)
+        return [replace(view, masks=(hidden[None],))]

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.batch import Batch, Cut, Uncut
-from data.decode import ImageError, decode_on
+from data.batch import Batch, CropParameters
 from encoders.images import onto
 
 CHUNK = 2**24
@@ -25,13 +24,14 @@ LIKE = 64
 """widths that differ by fewer pixels may share a chunk"""
 
 
-def cut(image: Tensor, cut: Cut, out: Tensor) -> None:
-    """The crops of one view of an image (3, H, W) uint8, into `out` (n, h, w, 3) uint8."""
-    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, 3); decoded images lie so already
+def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
+    """Cut the crops of one view out of an image (C, H, W) uint8, into `out` (n, h, w, C) uint8."""
+    channels = len(image)
+    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, C); decoded images lie so already
     for (top, left, height, width), flip, place in zip(cut.boxes.tolist(), cut.flips.tolist(), out, strict=True):
         box = pixels[:, top : top + height, left : left + width]
         if flip or cut.window:
-            crop = resize(box, torch.empty((1, *cut.size, 3), dtype=torch.uint8))
+            crop = resize(box, torch.empty((1, *cut.size, channels), dtype=torch.uint8))
             if cut.window:
                 first, second, rows, columns = cut.window
                 crop = crop[:, first : first + rows, second : second + columns]
@@ -43,7 +43,7 @@ def cut(image: Tensor, cut: Cut, out: Tensor) -> None:
 
 
 def resize(pixels: Tensor, out: Tensor) -> Tensor:
-    """Bicubic with antialiasing, as Pillow does it: (1, H, W, 3) uint8 into `out` (1, height, width, 3) uint8."""
+    """Bicubic with antialiasing, as Pillow does it: (1, H, W, C) uint8 into `out` (1, height, width, C) uint8."""
     # The operation behind torch's `interpolate`, which cannot write where it is told to; from this memory order to the
     # same it takes its fastest kernel.
     torch.ops.aten._upsample_bicubic2d_aa.out(
@@ -69,22 +69,26 @@ def exact(device: torch.device) -> AbstractContextManager:
 
 @torch.no_grad()
 def cut_views(batch: Batch) -> Batch:
-    """The batch with its views, each (n * B, 3, S, T) uint8, in place of whole images.
+    """Return the batch with its crops, (n * B, C, S, T) uint8 for each view, in place of whole images.
 
     Raises:
-        ImageError: a JPEG that the device cannot decode.
+        ValueError: the batch holds no whole images.
     """
-    assert batch.uncut is not None
-    assert batch.memory is not None
-    pixels, starts = batch.memory, batch.uncut.starts
-    if batch.uncut.encoded.any():
-        pixels, starts = _decoded(batch.memory, batch.uncut, batch.keys)
-    views = [resample(pixels, starts, batch.uncut.sizes, cut) for cut in batch.uncut.cuts]
-    return replace(batch, views=views, uncut=None, memory=None)
+    if batch.raw is None or batch.memory is None:
+        raise ValueError("The crops of this batch are cut already.")
+    raw, pixels, channels = batch.raw, batch.memory, batch.preprocessing.channels
+    views = [
+        replace(view, images=resample(pixels, raw.starts, raw.sizes, view.boxes, channels=channels), boxes=None)
+        for view in batch.views
+        if view.boxes is not None
+    ]
+    return replace(batch, views=views, raw=None, memory=None)
 
 
-def resample(pixels: Tensor, starts: np.ndarray, sizes: np.ndarray, cut: Cut, chunk: int = CHUNK) -> Tensor:
-    """The crops of one view: (N, 3, S, T) uint8.
+def resample(
+    pixels: Tensor, starts: np.ndarray, sizes: np.ndarray, cut: CropParameters, *, channels: int = 3, chunk: int = CHUNK
+) -> Tensor:
+    """Cut the crops of one view: (N, C, S, T) uint8.
 
     Args:
         pixels: (bytes,) uint8: B images in the order row, column, channel.
@@ -96,13 +100,15 @@ def resample(pixels: Tensor, starts: np.ndarray, sizes: np.ndarray, cut: Cut, ch
     rows, columns = cut.size
     top, left, *sides = cut.boxes.T
     image = np.arange(len(cut.boxes)) % len(starts)
-    first = starts[image] // 3 + top * sizes[image, 1] + left  # in pixels, of which nothing lies between two images
+    first = (
+        starts[image] // channels + top * sizes[image, 1] + left
+    )  # in pixels, of which nothing lies between two images
     table = np.stack([first, sizes[image, 1], *sides, cut.flips, np.arange(len(image))])  # (6, N)
     order = np.lexsort((sides[0], sides[1] // LIKE))
-    out = torch.empty((len(order), 3, rows, columns), dtype=torch.uint8, device=pixels.device)
+    out = torch.empty((len(order), channels, rows, columns), dtype=torch.uint8, device=pixels.device)
     table = onto(torch.from_numpy(table[:, order]), pixels.device)
     for part, height, width in _chunks(sides[0][order], sides[1][order], cut.size, chunk):
-        crops = _resized(pixels.view(-1, 3), table[:, part], (height, width), cut.size, chunk)
+        crops = _resized(pixels.view(-1, channels), table[:, part], (height, width), cut.size, chunk)
         out.index_copy_(0, table[-1, part], crops)
     return out if cut.degrees is None else rotate(out, cut.degrees)
 
@@ -127,6 +133,7 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
         size: S and T.
         most: see `resample`.
     """
+    channels = pixels.shape[1]
     first, stride, height, width, flip = table[:5, :, None]  # each (M, 1)
     with exact(pixels.device):
         columns = weights(width, size[1], longest[1], flip.bool())  # (M, T, W)
@@ -136,11 +143,11 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
         narrow = []
         for y in torch.arange(longest[0], device=pixels.device).split(step):
             starts = first + y.minimum(height - 1) * stride  # (M, H)
-            box = pixels[starts[:, :, None] + x[:, None]].transpose(2, 3)  # (M, H, 3, W)
-            product = box.flatten(1, 2).float() @ columns.mT  # (M, H * 3, T)
-            narrow.append(_levels(product).unflatten(1, (-1, 3)))
-        crops = _levels(rows @ torch.cat(narrow, dim=1).flatten(2))  # (M, S, 3 * T)
-    return crops.unflatten(2, (3, -1)).transpose(1, 2).to(torch.uint8)
+            box = pixels[starts[:, :, None] + x[:, None]].transpose(2, 3)  # (M, H, C, W)
+            product = box.flatten(1, 2).float() @ columns.mT  # (M, H * C, T)
+            narrow.append(_levels(product).unflatten(1, (-1, channels)))
+        crops = _levels(rows @ torch.cat(narrow, dim=1).flatten(2))  # (M, S, C * T)
+    return crops.unflatten(2, (channels, -1)).transpose(1, 2).to(torch.uint8)
 
 
 def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = None) -> Tensor:
@@ -174,34 +181,3 @@ def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = 
 def _levels(values: Tensor) -> Tensor:
     """Grey levels, still as floats; in place."""
     return values.add_(0.5).floor_().clamp_(0, 255)
-
-
-def _decoded(memory: Tensor, uncut: Uncut, keys: list[str]) -> tuple[Tensor, np.ndarray]:
-    """Pixels of all images on the device, and where each begins."""
-    device = uncut.device or memory.device
-    sizes = 3 * uncut.sizes.prod(1)
-    lengths = np.where(uncut.encoded, uncut.encoded, sizes)
-    parts = [memory[start : start + length] for start, length in zip(uncut.starts, lengths, strict=True)]
-    jpegs = np.flatnonzero(uncut.encoded)
-    decoded = dict(zip(jpegs.tolist(), _on_device([parts[i] for i in jpegs], device, jpegs, keys), strict=True))
-    for image, pixels in decoded.items():
-        if tuple(pixels.shape[1:]) != tuple(uncut.sizes[image]):
-            raise ImageError(f"{keys[image]}: its header says another size than the device finds; {REMEDY}")
-        parts[image] = pixels.permute(1, 2, 0).flatten()
-    return torch.cat([onto(p, device) if p.device != device else p for p in parts]), np.cumsum(sizes) - sizes
-
-
-def _on_device(jpegs: list[Tensor], device: torch.device, images: np.ndarray, keys: list[str]) -> list[Tensor]:
-    """(3, H, W) each."""
-    try:
-        return decode_on(jpegs, device)
-    except ImageError:
-        for jpeg, image in zip(jpegs, images, strict=True):  # which of them it is
-            try:
-                decode_on([jpeg], device)
-            except ImageError as error:
-                raise ImageError(f"{keys[image]}: {error}; {REMEDY}") from error
-        raise
-
-
-REMEDY = "set decode to cpu, where workers replace what is corrupt, or take it out of the shard"

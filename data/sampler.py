@@ -1,33 +1,45 @@
-"""Which sample comes when: a pure function of the seed, the sizes of the shards and the number of samples seen.
+"""Samplers: pure functions from a position in the run to a sample of the shards.
 
-Nothing here is state. Positions count the samples of a run from 0; N samples make an epoch, so epoch e is positions
-e * N to (e + 1) * N - 1 and holds every sample once. Position p belongs to lane p mod V. In each epoch the shards are
-cut in blocks of neighbouring samples, all blocks are shuffled, and each lane gets one stretch of the shuffled blocks,
-just as long as its part of the epoch. Within its stretch a lane shuffles windows of samples. So at any time a lane
-reads from few places (window / block), neighbours of a shard end up far apart, and no process has to know of another.
+Positions count the samples of a run from 0. With N samples in the shards, epoch e is positions e * N to (e + 1) * N - 1
+and holds every sample once. No sampler has state: the order depends on the seed and the sizes of the shards alone, so
+every process, every worker and every resumed run computes the same order.
 
-All draws of the order are raw words of Philox, whose stream is fixed for all versions of numpy; those of `Generator`,
-which `sample_rng` gives, are not.
+The order consists of V virtual streams (the canonical nodes of MosaicML streaming): position p belongs to stream p
+mod V. In each epoch the shards are cut into blocks of neighbouring samples, all blocks are shuffled, and each stream
+gets one stretch of the shuffled blocks, as long as its part of the epoch. Within its stretch a stream shuffles one
+buffer of samples after another. At any time a stream therefore reads from few places (buffer / block), while
+neighbours of a shard end up far apart.
+
+The order uses raw words of Philox, which all versions of numpy generate alike; `sample_rng` returns a `Generator`,
+whose draws numpy may change.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from torch.utils.data import Sampler
 
-LANES = 64
-WINDOW = 1024
-PATTERN = 1024  # positions after which a mixture repeats its choice of sources; weights are rounded to parts of it
+STREAMS = 64
+"""Virtual streams (V)."""
+BUFFER = 1024
+"""Samples in the shuffle buffer of a stream."""
+PATTERN = 1024
+"""Positions after which a mixture repeats its choice of sources. Weights are rounded to 1 / PATTERN."""
 
-BLOCK = 16  # neighbours enough for reading to be quick
-ENOUGH_BLOCKS = 2**16  # for a good shuffle: with fewer samples than that, each is a block
-MOST_BLOCKS = 2**22  # in an epoch, whose tables then take about 50 MB
+BLOCK = 16
+"""Neighbouring samples per block for large data sets; longer blocks would not read faster."""
+ENOUGH_BLOCKS = 2**16
+"""Blocks that are enough for a good shuffle. Data sets with fewer samples use blocks of one sample."""
+MOST_BLOCKS = 2**22
+"""Most blocks of an epoch. Their tables take about 50 MB."""
 
-_BLOCKS, _WINDOW, _MIXTURE, _SAMPLE = range(4)
+_BLOCKS, _BUFFER, _MIXTURE, _SAMPLE = range(4)
 
 
 def _philox(seed: int, purpose: int, source: int, *counter: int) -> np.random.Philox:
-    """A stream of its own for each purpose and counter: the key and the upper words of Philox's counter name it."""
+    """Random stream named by its purpose, source and counter, which become the key and the upper counter words."""
     key = np.array([seed, purpose + 16 * source], dtype=np.uint64)
     words = np.array([0, *counter, *[0] * (3 - len(counter))], dtype=np.uint64)  # the lowest word counts the draws
     return np.random.Philox(key=key, counter=words)
@@ -38,40 +50,44 @@ def _permutation(size: int, bits: np.random.Philox) -> np.ndarray:
 
 
 def sample_rng(seed: int, position: int) -> np.random.Generator:
-    """The randomness of what happens to the sample at a position."""
+    """Generator of the random parameters of the sample at a position."""
     return np.random.Generator(_philox(seed, _SAMPLE, 0, position))
 
 
-def bounded_windows(sizes: Sequence[float], window: int, gigabytes: float | None, lanes: int = LANES) -> list[int]:
-    """Samples that a lane of each source shuffles at a time: `window`, or fewer where the windows of all lanes would
-    span more than `gigabytes`, which the sources share equally.
+def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None, streams: int = STREAMS) -> list[int]:
+    """Samples in the shuffle buffer of a stream, for each source of a mixture.
 
-    A window holds numbers; its samples stay where they are, encoded, until one is decoded. What it spans is what is
-    read again and again over its time: what a node's cache or the system's own should hold.
+    A buffer holds numbers of samples; the samples stay encoded where they are. The samples that all buffers span are
+    read again and again while the buffers last, so a node's cache should hold them. `gigabytes` limits this span; the
+    sources share it equally.
 
     Args:
-        sizes: encoded bytes of a sample of each source, on average over its shards.
-        window: samples.
-        gigabytes: None for no limit.
-        lanes: with a window each.
+        sizes: mean encoded bytes of a sample, for each source.
+        buffer: largest buffer, in samples.
+        gigabytes: limit in GB; None for no limit.
+        streams: virtual streams (V), each with a buffer.
     """
     if gigabytes is None:
-        return [window] * len(sizes)
-    share = gigabytes * 1e9 / len(sizes) / lanes
-    return [max(min(window, int(share / size)), 1) for size in sizes]
+        return [buffer] * len(sizes)
+    share = gigabytes * 1e9 / len(sizes) / streams
+    return [max(min(buffer, int(share / size)), 1) for size in sizes]
 
 
-class Order:
-    """The endless order of one list of shards.
+class ShuffledSampler:
+    """Endless shuffled order of the samples of one list of shards.
 
     Args:
-        counts: samples of each shard.
+        counts: samples in each shard.
         seed: 0 to 2**64 - 1.
-        lanes: V; like the next two it is part of the order, and does not depend on processes, workers or batch size.
-        block: neighbouring samples of a shard that stay together; None for what suits the number of samples: 1 up to
-            65,536 of them, 16 from a million on, more when there are billions.
-        window: samples that a lane shuffles at a time.
-        source: tells apart the orders of a mixture.
+        streams: virtual streams (V). This and the next two arguments define the order; processes, workers and batch
+            size do not.
+        block: neighbouring samples of a shard that stay together. None chooses 1 up to 65,536 samples, 16 from a
+            million on, more for billions.
+        buffer: samples in the shuffle buffer of a stream.
+        source: number of the source in a mixture; each has an order of its own.
+
+    Raises:
+        ValueError: no shard, an empty shard, or an argument out of range.
     """
 
     def __init__(
@@ -79,87 +95,87 @@ class Order:
         counts: Sequence[int] | np.ndarray,
         seed: int,
         *,
-        lanes: int = LANES,
+        streams: int = STREAMS,
         block: int | None = None,
-        window: int = WINDOW,
+        buffer: int = BUFFER,
         source: int = 0,
-    ):
+    ) -> None:
         counts = np.asarray(counts, dtype=np.int64)
         if not len(counts) or counts.min() < 1:
-            raise ValueError("an order needs at least one shard, and at least one sample in each")
+            raise ValueError("A sampler needs at least one shard, and at least one sample in each.")
         if not 0 <= seed < 2**64:
-            raise ValueError(f"a seed is 0 to 2**64 - 1, not {seed}")
+            raise ValueError(f"The seed must be 0 to 2**64 - 1, not {seed}.")
         block = _suitable_block(counts) if block is None else block
-        if min(lanes, block, window) < 1:
-            raise ValueError(f"lanes, block and window are at least 1, not {lanes}, {block} and {window}")
+        if min(streams, block, buffer) < 1:
+            raise ValueError(f"streams, block and buffer must be at least 1, not {streams}, {block} and {buffer}.")
         self.images = int(counts.sum())
-        self.lanes, self.block, self.window = lanes, block, window
+        self.streams, self.block, self.buffer = streams, block, buffer
         self._counts, self._seed, self._source = counts, seed, source
         self._first_blocks = np.concatenate([[0], np.cumsum(-(-counts // block))])  # (shards + 1,)
         self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
-        self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
+        self._buffers: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Epoch, shard and number in the shard of each position; all are (P,) int64."""
+        """Epoch, shard, and number within the shard of each position: three (P,) int64 arrays."""
         positions = np.asarray(positions, dtype=np.int64)
-        epochs, lanes = positions // self.images, positions % self.lanes
+        epochs, streams = positions // self.images, positions % self.streams
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = np.flatnonzero(epochs == epoch)
-            dealt = self._dealt(int(epoch), lanes[here], positions[here])
-            shards[here], samples[here] = self._find(int(epoch), dealt)
+            offsets = self._offsets(int(epoch), streams[here], positions[here])
+            shards[here], samples[here] = self._find(int(epoch), offsets)
         return epochs, shards, samples
 
-    def _before(self, position: int, lanes: np.ndarray) -> np.ndarray:
-        """How many of the first `position` positions belong to each of `lanes`."""
-        return (position - lanes + self.lanes - 1) // self.lanes
+    def _before(self, position: int, streams: np.ndarray) -> np.ndarray:
+        """Number of the first `position` positions that belong to each of `streams`."""
+        return (position - streams + self.streams - 1) // self.streams
 
-    def _dealt(self, epoch: int, lanes: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Places (P,) in the epoch's sequence of shuffled blocks."""
-        every = np.arange(self.lanes)
+    def _offsets(self, epoch: int, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Offsets (P,) in the epoch's sequence of shuffled blocks."""
+        every = np.arange(self.streams)
         before = self._before(epoch * self.images, every)  # (V,)
         sizes = self._before((epoch + 1) * self.images, every) - before  # (V,)
         starts = np.cumsum(sizes) - sizes  # (V,)
-        turns = positions // self.lanes - before[lanes]  # (P,) how many of its positions the lane has had in this epoch
-        numbers, places = np.divmod(turns, self.window)
-        groups, inverse = np.unique(numbers * self.lanes + lanes, return_inverse=True)
+        turns = positions // self.streams - before[streams]  # (P,) positions of the stream earlier in this epoch
+        numbers, offsets = np.divmod(turns, self.buffer)
+        groups, inverse = np.unique(numbers * self.streams + streams, return_inverse=True)
         for group, members in enumerate(np.split(np.argsort(inverse, kind="stable"), _ends(inverse, len(groups)))):
-            number, lane = divmod(int(groups[group]), self.lanes)
-            size = min(self.window, int(sizes[lane]) - number * self.window)
-            places[members] = self._shuffled(epoch, lane, number, size)[places[members]]
-        return starts[lanes] + numbers * self.window + places
+            number, stream = divmod(int(groups[group]), self.streams)
+            size = min(self.buffer, int(sizes[stream]) - number * self.buffer)
+            offsets[members] = self._shuffled(epoch, stream, number, size)[offsets[members]]
+        return starts[streams] + numbers * self.buffer + offsets
 
-    def _shuffled(self, epoch: int, lane: int, number: int, size: int) -> np.ndarray:
-        """The permutation (size,) of one window."""
-        name = (epoch, lane, number)
-        if name not in self._windows:
-            bits = _philox(self._seed, _WINDOW, self._source, *name)
-            self._windows[name] = _permutation(size, bits)
-            if len(self._windows) > 4 * self.lanes:
-                self._windows.popitem(last=False)
-        self._windows.move_to_end(name)
-        return self._windows[name]
+    def _shuffled(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
+        """Permutation (size,) of one shuffle buffer."""
+        name = (epoch, stream, number)
+        if name not in self._buffers:
+            bits = _philox(self._seed, _BUFFER, self._source, *name)
+            self._buffers[name] = _permutation(size, bits)
+            if len(self._buffers) > 4 * self.streams:
+                self._buffers.popitem(last=False)
+        self._buffers.move_to_end(name)
+        return self._buffers[name]
 
-    def _find(self, epoch: int, dealt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and number in the shard (P,) of places in the epoch's sequence of blocks."""
+    def _find(self, epoch: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Shard and number within the shard, (P,) each, from offsets in the epoch's sequence of blocks."""
         if epoch not in self._epochs:
             self._epochs[epoch] = self._tables(epoch)
             if len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
         self._epochs.move_to_end(epoch)
         blocks, ends = self._epochs[epoch]
-        turn = np.searchsorted(ends, dealt, side="right")
+        turn = np.searchsorted(ends, offsets, side="right")
         block = blocks[turn]
         shards = np.searchsorted(self._first_blocks, block, side="right") - 1
         start = (block - self._first_blocks[shards]) * self.block
         length = np.minimum(self.block, self._counts[shards] - start)
-        return shards, start + dealt - (ends[turn] - length)
+        return shards, start + offsets - (ends[turn] - length)
 
     def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shuffled blocks and where each ends in the epoch's sequence."""
+        """Shuffled blocks of an epoch, and the offset at which each block ends."""
         count = int(self._first_blocks[-1])
         blocks = _permutation(count, _philox(self._seed, _BLOCKS, self._source, epoch)).astype(np.int32)
-        lengths = np.full(count, self.block, dtype=np.int32)  # of billions of samples, memory counts
+        lengths = np.full(count, self.block, dtype=np.int32)  # int32: these arrays are large for billions of samples
         lengths[self._first_blocks[1:] - 1] = (self._counts - 1) % self.block + 1
         return blocks, np.cumsum(lengths[blocks], dtype=np.int64)
 
@@ -172,60 +188,64 @@ def _suitable_block(counts: np.ndarray) -> int:
 
 
 def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
-    """Where to split the sorted `inverse` so that each part is one group."""
+    """Indices that split the sorted `inverse` into its groups."""
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
-class Mixture:
-    """Draws positions from several orders in fixed shares.
+class MixtureSampler:
+    """Mixture of several samplers in fixed shares.
 
-    Each position belongs to one source by a shuffled pattern of 1,024 entries, and each source counts its positions by
-    itself, so that an epoch is a matter of each source. With one source its positions are those of the run.
+    A shuffled pattern of 1,024 entries assigns each position to a source. Each source counts its own positions, so
+    every source has epochs of its own. With a single source, its positions are those of the run.
 
     Args:
-        orders: one a source.
-        weights: shares of the samples, relative to each other; rounded to parts of 1,024, at least one.
+        samplers: one per source.
+        weights: shares of the samples, relative to each other; rounded to 1 / 1,024, at least one such part each.
         seed: 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: the numbers of sources and weights differ, or a weight is not positive.
     """
 
-    def __init__(self, orders: Sequence[Order], weights: Sequence[float], seed: int):
-        if len(orders) != len(weights) or not 1 <= len(orders) <= PATTERN:
+    def __init__(self, samplers: Sequence[ShuffledSampler], weights: Sequence[float], seed: int) -> None:
+        if len(samplers) != len(weights) or not 1 <= len(samplers) <= PATTERN:
             raise ValueError(
-                f"{len(orders)} sources and {len(weights)} weights: give 1 to {PATTERN}, and one weight each"
+                f"There are {len(samplers)} sources and {len(weights)} weights. Give 1 to {PATTERN} sources, and one "
+                "weight each."
             )
-        self.orders = list(orders)
+        self.samplers = list(samplers)
         self.quotas = quotas(weights)  # (S,)
-        pattern = np.repeat(np.arange(len(orders)), self.quotas)
+        pattern = np.repeat(np.arange(len(samplers)), self.quotas)
         self._sources = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
         self._turns = np.empty(PATTERN, dtype=np.int64)
         for source, quota in enumerate(self.quotas):
             self._turns[self._sources == source] = np.arange(quota)
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Source, shard and number in the shard of each position; all are (P,) int64.
+        """Source, shard, and number within the shard of each position: three (P,) int64 arrays.
 
-        With `later`, those that come so many turns later in the lanes that the positions have in their source.
+        `later` moves each position that many turns ahead in its virtual stream: the replacements of corrupt samples.
         """
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
         sources = self._sources[entries]
-        places = rounds * self.quotas[sources] + self._turns[entries]
+        own = rounds * self.quotas[sources] + self._turns[entries]  # positions within the source
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
-            here, order = sources == source, self.orders[source]
-            _, shards[here], samples[here] = order(places[here] + later * order.lanes)
+            here, sampler = sources == source, self.samplers[source]
+            _, shards[here], samples[here] = sampler(own[here] + later * sampler.streams)
         return sources, shards, samples
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Shares of 1,024 positions by largest remainder, at least one each: (S,) int64.
+    """Parts of 1,024 positions for each source, by largest remainder, at least one each: (S,) int64.
 
     Raises:
         ValueError: a weight is not a positive number.
     """
     shares = np.asarray(weights, dtype=np.float64)
     if not (np.isfinite(shares).all() and (shares > 0).all()):
-        raise ValueError(f"weights are positive numbers, not {list(weights)}")
+        raise ValueError(f"Weights must be positive numbers, not {list(weights)}.")
     shares = shares / shares.sum() * PATTERN
     parts = np.maximum(np.floor(shares).astype(np.int64), 1)
     while parts.sum() < PATTERN:
@@ -235,30 +255,57 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     return parts
 
 
-def step_positions(
-    step: int,
-    batch_size: int,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    micro: int = 0,
-    accumulation: int = 1,
-    lanes: int = LANES,
-) -> np.ndarray:
-    """Positions that one process takes in one of the `accumulation` forward passes of a step: (P,) int64.
+@dataclass(frozen=True)
+class BatchSampler(Sampler[np.ndarray]):
+    """Positions (P,) of each forward pass of one process: `accumulation` passes per optimizer step.
 
-    A step is positions step * batch_size to (step + 1) * batch_size - 1, lane after lane if each lane has equally many.
-    The parts of ranks, and of the passes of a rank, follow each other in that sequence: put together they are what one
-    process takes in one pass, and a rank reads as few lanes as it can.
+    Step s takes positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream if all streams have
+    equally many of them. The passes of all processes are consecutive parts of that sequence, so together they are
+    what one process takes in one pass, and each process reads from as few streams as possible.
 
     Raises:
         ValueError: the batch does not split evenly.
     """
-    if batch_size % (world_size * accumulation):
-        raise ValueError(f"{batch_size} samples do not split over {world_size} processes and {accumulation} passes")
-    size = batch_size // (world_size * accumulation)
-    places = np.arange(size) + (rank * accumulation + micro) * size
-    if batch_size % lanes == 0:
-        lane, turn = np.divmod(places, batch_size // lanes)
-        places = turn * lanes + lane
-    return step * batch_size + places
+
+    batch_size: int
+    """Images of one optimizer step, over all processes and passes."""
+    first_step: int = 0
+    steps: int = 1
+    """Step at which the run ends, counted from 0."""
+    rank: int = 0
+    world_size: int = 1
+    accumulation: int = 1
+    """Forward passes of an optimizer step."""
+    streams: int = STREAMS
+    """Virtual streams of the order (V)."""
+
+    def __post_init__(self) -> None:
+        unit = self.world_size * self.accumulation
+        if self.batch_size < 1 or self.batch_size % unit:
+            lower = self.batch_size // unit * unit
+            near = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
+            raise ValueError(
+                f"A batch of {self.batch_size} images does not split evenly over {self.world_size} processes and "
+                f"{self.accumulation} accumulated passes. The nearest batch size that does is {near}."
+            )
+
+    @property
+    def pass_size(self) -> int:
+        """Images of one forward pass of one process (P)."""
+        return self.batch_size // (self.world_size * self.accumulation)
+
+    def __len__(self) -> int:
+        return max(self.steps - self.first_step, 0) * self.accumulation
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for step in range(self.first_step, self.steps):
+            for micro in range(self.accumulation):
+                yield self.positions(step, micro)
+
+    def positions(self, step: int, micro: int = 0) -> np.ndarray:
+        """Positions (P,) int64 of one of the forward passes of a step."""
+        numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
+        if self.batch_size % self.streams == 0:
+            stream, turn = np.divmod(numbers, self.batch_size // self.streams)
+            numbers = turn * self.streams + stream
+        return step * self.batch_size + numbers

@@ -1,8 +1,9 @@
-"""Memory that worker processes share with their parent: batches travel in it without being copied or allocated anew.
+"""A ring of buffers in memory that worker processes share with their parent.
 
-A worker fills a slot and sends its number along with what else belongs to the batch; the parent copies the pixels to
-where it needs them, into pinned memory say, and the slot is free. The memory is made before the workers are forked,
-reused as long as they live, and belongs to no file: /dev/shm may be small.
+A worker fills a buffer and sends its index together with the rest of the batch; the parent copies the pixels to where
+it needs them, into pinned memory for example, and frees the buffer. Batches thus travel without being copied or
+allocated anew. The memory is anonymous, made before the workers are forked, and reused as long as they live: /dev/shm
+may be small.
 """
 
 import itertools
@@ -17,89 +18,96 @@ from torch import Tensor
 from data.batch import Batch
 
 UNRESERVED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
-"""shared, and not counted before it is used: MAP_NORESERVE, which Python's own module has no name for"""
+"""Shared, and not counted before it is used: 0x4000 is MAP_NORESERVE, for which Python's module has no name."""
 
 _numbers = itertools.count()
-_pools: "weakref.WeakValueDictionary[int, Pool]" = weakref.WeakValueDictionary()
+_rings: "weakref.WeakValueDictionary[int, BufferRing]" = weakref.WeakValueDictionary()
 
 
-class Pool:
-    """Slots of equal size for each of some workers.
+class BufferRing:
+    """Buffers of equal size for each of some workers.
 
     Args:
-        workers: processes that fill slots.
-        slots: of each worker.
-        size: of a slot, in bytes. Memory is taken when it is first written to: what no batch needs costs nothing.
+        workers: processes that fill buffers.
+        buffers: buffers of each worker.
+        size: bytes of a buffer. The system provides memory at the first write, so unused bytes cost nothing.
+
+    Raises:
+        OSError: the system does not promise more memory than it has.
     """
 
-    def __init__(self, workers: int, slots: int, size: int):
-        self.number, self.slots, self.size = next(_numbers), slots, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        whole = mmap.mmap(-1, max(workers * slots * self.size, 1), flags=UNRESERVED)
-        self._memory = torch.frombuffer(whole, dtype=torch.uint8)
-        self._taken = memoryview(mmap.mmap(-1, workers * slots))  # a byte each: 1 from the worker, 0 from the parent
-        _pools[self.number] = self
+    def __init__(self, workers: int, buffers: int, size: int) -> None:
+        self.number, self.buffers, self.size = next(_numbers), buffers, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        everything = mmap.mmap(-1, max(workers * buffers * self.size, 1), flags=UNRESERVED)
+        self._memory = torch.frombuffer(everything, dtype=torch.uint8)
+        self._taken = memoryview(mmap.mmap(-1, workers * buffers))  # a byte each: the worker sets 1, the parent 0
+        _rings[self.number] = self
 
-    def take(self, worker: int) -> "Slot | None":
-        """A free slot of a worker, in that worker; None: all are on their way or not yet emptied."""
-        for index in range(worker * self.slots, (worker + 1) * self.slots):
+    def take(self, worker: int) -> "Buffer | None":
+        """Take a free buffer of a worker, in that worker. Return None while all its buffers wait in the parent."""
+        for index in range(worker * self.buffers, (worker + 1) * self.buffers):
             if not self._taken[index]:
                 self._taken[index] = 1
-                return Slot(self, index)
+                return Buffer(self, index)
         return None
 
     def memory(self, index: int) -> Tensor:
-        """(size,) uint8."""
+        """Memory of a buffer: (size,) uint8."""
         return self._memory[index * self.size : (index + 1) * self.size]
 
     def free(self, index: int) -> None:
+        """Let the worker use a buffer again."""
         self._taken[index] = 0
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One slot, in the worker and in its parent."""
+class Buffer:
+    """One buffer of a ring. It is sent between processes as its index."""
 
-    pool: Pool
+    ring: BufferRing
     index: int
 
     @property
     def memory(self) -> Tensor:
-        return self.pool.memory(self.index)
+        """(size,) uint8."""
+        return self.ring.memory(self.index)
 
     def free(self) -> None:
-        self.pool.free(self.index)
+        """Let the worker use the buffer again."""
+        self.ring.free(self.index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _slot, (self.pool.number, self.index)
+        return _buffer, (self.ring.number, self.index)
 
 
-def _slot(number: int, index: int) -> Slot:
-    return Slot(_pools[number], index)
+def _buffer(number: int, index: int) -> Buffer:
+    return Buffer(_rings[number], index)
 
 
 @dataclass
-class Parcel:
-    """A batch on its way from a worker, without its pixels: they stay in the slot until it is opened."""
+class SharedBatch:
+    """A batch on its way from a worker. Its pixels stay in the buffer until it is opened."""
 
     batch: Batch
-    slot: Slot
+    buffer: Buffer
 
     @classmethod
-    def packed(cls, batch: Batch, slot: Slot) -> "Parcel | Batch":
-        """A batch whose memory is the beginning of the slot; any other is left as it is, and the slot is free."""
-        if batch.memory is None or batch.memory.data_ptr() != slot.memory.data_ptr():
-            slot.free()
+    def from_batch(cls, batch: Batch, buffer: Buffer) -> "SharedBatch | Batch":
+        """Wrap a batch whose memory is the beginning of the buffer. Any other batch is returned, and the buffer
+        freed."""
+        if batch.memory is None or batch.memory.data_ptr() != buffer.memory.data_ptr():
+            buffer.free()
             return batch
-        return cls(batch.over(torch.empty_like(batch.memory, device="meta")), slot)
+        return cls(batch.in_memory(torch.empty_like(batch.memory, device="meta")), buffer)
 
     def open(self, *, pinned: bool = False) -> Batch:
-        """The batch with pixels of its own."""
-        assert self.batch.memory is not None
-        pixels = self.slot.memory[: len(self.batch.memory)]
-        batch = self.batch.over(pixels).pin_memory() if pinned else self.batch.over(pixels.clone())
-        self.slot.free()
-        return batch
+        """Return the batch with a copy of its pixels, and free the buffer."""
+        size = 0 if self.batch.memory is None else len(self.batch.memory)
+        batch = self.batch.in_memory(self.buffer.memory[:size])
+        opened = batch.pin_memory() if pinned else self.batch.in_memory(self.buffer.memory[:size].clone())
+        self.buffer.free()
+        return opened
 
     def pin_memory(self) -> Batch:
-        """What torch's loader calls in a thread of its own."""
+        """Return the batch in pinned memory; torch's loader calls this in a thread of its own."""
         return self.open(pinned=True)

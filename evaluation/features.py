@@ -16,9 +16,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import encoders
-from data.augment import finish
+from data.augment import to_model_input
+from data.collate import Transform
 from data.crops import CenterCrop
-from data.loader import Transform, evaluation_batches, require_labels
+from data.loader import Reading, evaluation_batches, require_labels
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, expand, open_shards
 from data.workers import free_cores
 from encoders.base import Encoder, Features
@@ -183,12 +184,14 @@ def extract(
     batches = evaluation_batches(
         shards,
         transform or CenterCrop(size, resize=resize_size(size, resize)),
-        batch_size=batch_size,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        workers=free_cores(accelerator.num_processes) if workers is None else workers,
+        batch_size,
+        part=(accelerator.process_index, accelerator.num_processes),
         labels=labels,
-        source=source,
+        reading=Reading(
+            workers=free_cores(accelerator.num_processes) if workers is None else workers,
+            source=source,
+            preprocessing=encoder.preprocessing,
+        ),
     )
     totals = {int(total) for total in all_gather(torch.tensor([batches.total]), accelerator)}
     if len(totals) > 1:  # a process more or less would read the stretches of others
@@ -197,7 +200,7 @@ def extract(
     found, found_labels = [], []
     shown = progress and accelerator.is_main_process
     for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=not shown):
-        images = cast(Tensor, finish(batch.to(device, non_blocking=True)).views[0])  # (B, 3, S, S)
+        images = cast(Tensor, to_model_input(batch.to(device, non_blocking=True)).views[0].images)  # (B, 3, S, S)
         found.append(_take(encoder, images, take, precision))
         found_labels.append(batch.labels if batch.labels is not None else torch.full((len(images),), -1))
         if keys is not None:

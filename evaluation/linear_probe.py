@@ -31,7 +31,8 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.batch import Drawn
+from data.batch import ViewParameters
+from data.collate import ViewShape
 from data.crops import RandomCrop, RandomCropConfig
 from encoders.base import Encoder
 from evaluation.features import (
@@ -129,14 +130,13 @@ def held_out(keys: Sequence[str], share: float) -> Tensor:
 class EpochCrop:
     """The random crop of an image in one epoch, a function of seed, epoch and place of the image."""
 
-    crops = (1,)
     packing = None
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self.crop = RandomCrop(RandomCropConfig(size=size, scale=(0.08, 1.0)))
-        self.sizes, self.seed, self.epoch = (size,), seed, epoch
+        self.views, self.seed, self.epoch = (ViewShape(1, size),), seed, epoch
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> Drawn:
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         """From the `size` (H, W) of an image."""
         return self.crop.draw(size, np.random.default_rng([self.seed, self.epoch, int(rng.integers(2**63))]))
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, create_model
 
 import encoders
-from data.loader import LoaderConfig
+from data.loader import LoaderConfig, StreamConfig
 from data.shards import SourceConfig
 from pretrain.methods import METHODS
 from pretrain.monitoring.collapse import HealthConfig
@@ -19,18 +19,6 @@ from pretrain.optim.adamw import OptimConfig
 from runtime.settings import Section, Settings, SettingsError, flags, merge, read_yaml, suggestion, validate
 
 PRESETS = Path(__file__).parent.parent / "configs"
-
-
-class StreamConfig(Section):
-    """The order of the samples. A change of these, of the seed or of the shards is a change of the order."""
-
-    block: int | None = Field(default=None, ge=1)
-    """neighbours in a shard that stay together until the last shuffle; without it 1 for small data, 16 at a million"""
-    window: int = Field(default=1024, ge=1)
-    """samples that are shuffled together in each of the 64 lanes"""
-    window_gb: float = Field(default=8, gt=0)
-    """GB of encoded images that the windows of all lanes may span; they are shortened to that. A window holds numbers
-    of samples: its bytes stay on the disk, or in the node's cache of remote shards"""
 
 
 class CheckpointConfig(Section):

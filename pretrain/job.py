@@ -14,8 +14,8 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 
 import encoders
 from data.demo import demo_shards
-from data.loader import Batches, training_batches
-from data.sampler import bounded_windows
+from data.loader import Batches, Reading, training_batches
+from data.sampler import BatchSampler, bounded_buffers
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, open_sources
 from data.workers import free_cores
 from evaluation.features import resolve_checkpoint
@@ -54,8 +54,9 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     with accelerator.local_main_process_first():  # the first one fills the caches of indices and of the embedded data
         shards, config = sources(config)
         opened = open_sources(shards, source=config.source)
-    windows = bounded_windows([one.mean_bytes for one in opened.lists], config.stream.window, config.stream.window_gb)
-    shards_seen = agree(opened.lists, windows)
+    sizes = [one.mean_bytes for one in opened.lists]
+    buffers = bounded_buffers(sizes, config.stream.window, config.stream.window_gb)
+    shards_seen = agree(opened.lists, buffers)
     images = sum(source.images for source in opened.lists)
     given, config = config, resolve(config, images)
     output, newest = run_folder(config)
@@ -119,18 +120,17 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
         return training_batches(
             shards,
             transform,
-            batch_size=config.batch_size,
+            BatchSampler(
+                batch_size=config.batch_size,
+                first_step=first_step,
+                steps=config.steps,
+                rank=accelerator.process_index,
+                world_size=accelerator.num_processes,
+                accumulation=config.accumulate,
+            ),
             seed=config.seed,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            workers=workers(config, accelerator),
-            first_step=first_step,
-            steps=config.steps,
-            accumulation=config.accumulate,
-            block=config.stream.block,
-            window=config.stream.window,
-            window_gb=config.stream.window_gb,
-            config=config.loader,
+            stream=config.stream,
+            reading=Reading(workers(config, accelerator), config.loader),
         )
     except ShardError:
         raise

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.augment import finish
+from data.augment import to_model_input
 from data.batch import Batch
 from encoders.base import Encoder
 from pretrain.checkpoints.resume import Position
@@ -203,7 +203,7 @@ class Window:
 
 def _on_device(run: Run, batch: Batch) -> Batch:
     """A batch of the loader as the network sees it."""
-    return finish(batch.to(run.accelerator.device, non_blocking=True))
+    return to_model_input(batch.to(run.accelerator.device, non_blocking=True))
 
 
 def _due(every: int | None, step: int) -> bool:

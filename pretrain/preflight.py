@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 import encoders
-from data.augment import finish
+from data.augment import to_model_input
 from data.collate import collate
 from data.shards import plan
 from pretrain.config import RunConfig, to_yaml
@@ -26,12 +26,13 @@ def rehearse(method: Method, encoder: encoders.Encoder) -> None:
     """
     transform = method.transform()
     pictures = [torch.zeros(3, *size, dtype=torch.uint8) for size in ((64, 64), (32, 256), (256, 32))]
-    batch = finish(collate(transform, pictures, [np.random.default_rng(0) for _ in pictures])).to("meta")
+    batch = to_model_input(collate(transform, pictures, [np.random.default_rng(0) for _ in pictures])).to("meta")
     with torch.device("meta"):
         phantom = encoders.build(**encoder.settings).train()
     with torch.random.fork_rng(devices=[]):
         for view in batch.views:
-            phantom(view, batch.masks, drop=method.drop)
+            for mask in view.masks or (None,):
+                phantom(view.images, mask, drop=method.drop)
 
 
 def state_bytes(method: Method) -> int:
@@ -58,7 +59,7 @@ def _kept_bytes(method: Method, config: RunConfig, images: int) -> int:
         return tensor
 
     pictures = [torch.zeros(3, 64, 64, dtype=torch.uint8)] * images
-    batch = finish(collate(method.transform(), pictures, [np.random.default_rng(0) for _ in pictures]))
+    batch = to_model_input(collate(method.transform(), pictures, [np.random.default_rng(0) for _ in pictures]))
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),

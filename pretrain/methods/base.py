@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.loader import Transform
+from data.collate import Transform
 from encoders.base import Encoder
 
 

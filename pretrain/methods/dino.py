@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.batch import Batch
+from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.images import Images, pack
@@ -216,13 +216,13 @@ class DINO(Method):
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of B images with `batch.views` (G * B, C, H, W) and (L * B, C, h, w)."""
-        target, spread = self._targets(batch.views[0], batch.crops[0], step)  # (G, B, K)
-        pooled = self._pooled(self.student["encoder"], batch.views)  # (S * B, D)
+        """Loss of B images with two views: images (G * B, C, H, W) and (L * B, C, h, w)."""
+        target, spread = self._targets(batch.views[0], step)  # (G, B, K)
+        pooled = self._pooled(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
         with torch.autocast(logits.device.type, enabled=False):
             log_probabilities = F.log_softmax(logits.float() / self.config.student_temperature, dim=-1)
-            loss = dino_loss(log_probabilities.unflatten(0, (sum(batch.crops), -1)), target)
+            loss = dino_loss(log_probabilities.unflatten(0, (sum(view.crops for view in batch.views), -1)), target)
         entropy = -torch.special.xlogy(target, target).sum(-1).mean()
         metrics = {"teacher_entropy": entropy, "teacher_student_kl": loss.detach() - entropy, "teacher_spread": spread}
         return loss, metrics
@@ -235,9 +235,9 @@ class DINO(Method):
         return torch.cat([encoder(view).pooled for view in views])
 
     @torch.no_grad()
-    def _targets(self, images: Images, crops: int, step: int) -> tuple[Tensor, Tensor]:
-        """The teacher's distributions (G, B, K) for `images` (G * B, C, H, W), and the spread of its logits ()."""
-        pooled = self.teacher["encoder"](images).pooled  # (G * B, D)
+    def _targets(self, view: View, step: int) -> tuple[Tensor, Tensor]:
+        """The teacher's distributions (G, B, K) for images (G * B, C, H, W), and the spread of its logits ()."""
+        pooled = self.teacher["encoder"](view.images).pooled  # (G * B, D)
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
         temperature = self.temperature(step)
         with torch.autocast(logits.device.type, enabled=False):
@@ -250,7 +250,7 @@ class DINO(Method):
         self._sums = (step, pending[1] + logits.sum(0), pending[2] + len(logits))
         self._last = (pooled.float(), target.argmax(-1))  # the targets themselves would be held to the next step
         spread = (logits - self.center).std(0).mean() / temperature
-        return target.unflatten(0, (crops, -1)), spread
+        return target.unflatten(0, (view.crops, -1)), spread
 
     def temperature(self, step: int) -> float:
         c = self.config

@@ -212,20 +212,18 @@ class MAE(Method):
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of B images with `batch.views` one of (B, C, H, W) or packed, and `batch.masks`."""
-        (images,), mask = batch.views, batch.masks
-        assert mask is not None
+        """Loss of B images with one view: images (B, C, H, W) or packed, and one mask."""
+        images, mask = _masked_view(batch)
         features = self.encoder(images, mask, drop=self.drop)
         predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
         with torch.autocast(predicted.device.type, enabled=False):
-            loss = mae_loss(predicted, self._targets(batch), mask, features.grids)
+            loss = mae_loss(predicted, self._targets(images), mask, features.grids)
         self._pooled = features.pooled.detach().float()
         # an encoder that tells the decoder nothing gives the same prediction everywhere
         return loss, {"prediction_spread": predicted.detach().std(0).mean()}
 
-    def _targets(self, batch: Batch) -> Tensor:
+    def _targets(self, images: Images) -> Tensor:
         """(T, P) float32."""
-        (images,) = batch.views
         pixels = images.patches if isinstance(images, PackedImages) else patchify(images, self.encoder.stride)
         return normalized(pixels.float()) if self.config.normalize_targets else pixels.float()
 
@@ -246,8 +244,7 @@ class MAE(Method):
     @torch.no_grad()
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
         """Each image as it is, as the encoder sees it, and with its hidden part predicted."""
-        (view,), mask = batch.views, batch.masks
-        assert mask is not None
+        view, mask = _masked_view(batch)
         stride = self.encoder.stride
         pixels = view.patches if isinstance(view, PackedImages) else patchify(view, stride)  # (T, P)
         training = self.training
@@ -261,6 +258,13 @@ class MAE(Method):
         shown = [pixels, pixels.masked_fill(hidden, 0.0), torch.where(hidden, predicted, pixels)]
         columns = [PackedImages(patches, grids, stride).unpack()[:images] for patches in shown]
         return {"reconstruction": [list(row) for row in zip(*columns, strict=True)]}
+
+
+def _masked_view(batch: Batch) -> tuple[Images, Mask]:
+    """Images and mask of the only view."""
+    (view,) = batch.views
+    (mask,) = view.masks
+    return view.images, mask
 
 
 def _sequences(images: Images) -> Tensor | None:

@@ -6,9 +6,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.augment import finish
+from data.augment import to_model_input
 from data.crops import CenterCrop
-from data.loader import evaluation_batches
+from data.loader import Reading, evaluation_batches
 from data.shards import DEFAULT, SourceConfig
 from encoders.base import Encoder
 from evaluation.features import check_disjoint, extract, resize_size
@@ -37,10 +37,9 @@ class Scorer:
     def _first_images(self, count: int) -> Tensor:
         """(count, 3, H, W) normalised: the first held-out images as they are scored, for pictures."""
         transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
-        batches = evaluation_batches(
-            self.val, transform, batch_size=max(count, 1), workers=0, labels=False, source=self.source
-        )
-        return cast(Tensor, finish(next(iter(batches)).to(self.accelerator.device)).views[0])[:count]
+        reading = Reading(source=self.source)
+        batches = evaluation_batches(self.val, transform, max(count, 1), labels=False, reading=reading)
+        return cast(Tensor, to_model_input(next(iter(batches)).to(self.accelerator.device)).views[0].images)[:count]
 
     def score(self, encoder: Encoder) -> dict[str, float]:
         """`knn_top1`, 0 to 1. Leaves the encoder in the mode it was in and draws no random numbers."""

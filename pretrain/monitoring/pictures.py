@@ -8,20 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.augment import IMAGENET_MEAN, IMAGENET_STD
 from data.batch import Batch
-from encoders.base import Encoder
+from encoders.base import IMAGENET, Encoder
 from encoders.images import PackedImages
 
 
 def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
     """The crops of the first images as the network sees them: one row an image, global crops first."""
     rows = []
-    shown = min(images, batch.images)
-    for view, count in zip(batch.views, batch.crops, strict=True):
-        if isinstance(view, PackedImages):  # one crop each, of many sizes
-            return panels([[image] for image in view.unpack()[:shown]], side)
-        per_crop = view.unflatten(0, (count, -1))[:, :shown].float()  # (count, shown, C, H, W)
+    shown = min(images, len(batch))
+    for view in batch.views:
+        if isinstance(view.images, PackedImages):  # one crop each, of many sizes
+            return panels([[image] for image in view.images.unpack()[:shown]], side)
+        per_crop = view.images.unflatten(0, (view.crops, -1))[:, :shown].float()  # (count, shown, C, H, W)
         for crop in per_crop:
             rows.append(_enlarge(_unnormalise(crop), side))
     return _grid(torch.stack(rows, dim=1))
@@ -75,7 +74,7 @@ def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
 
 
 def _unnormalise(images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
+    mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (IMAGENET.mean, IMAGENET.std))
     return (images.float() * std + mean).clamp(0, 1)
 
 
