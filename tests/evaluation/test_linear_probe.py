@@ -103,7 +103,7 @@ def test_crops_change_with_the_epoch_and_nothing_else():
     image = torch.randint(256, (3, 40, 50), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     def crop(seed, epoch, place):
-        return collate(EpochCrop(16, seed, epoch), [image], [np.random.default_rng(place)]).views[0]
+        return collate(EpochCrop(16, seed, epoch), [image], [np.random.default_rng(place)]).views[0].images
 
     assert crop(0, 0, 0).shape == (1, 3, 16, 16)
     assert torch.equal(crop(0, 3, 8), crop(0, 3, 8))

@@ -27,6 +27,7 @@ from pretrain.monitoring.collapse import CollapseError, effective_rank
 from pretrain.monitoring.metrics import Recorder
 from pretrain.optim import ema
 from runtime import preemption
+from tests.views import batch_of
 
 MOMENTUM = 0.9
 
@@ -67,7 +68,7 @@ class Quadratic(Method):
         self.dtypes: set[torch.dtype] = set()
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        y = self.student(batch.views[0].flatten(1))
+        y = self.student(batch.views[0].images.flatten(1))
         self.dtypes.add(y.dtype)
         loss = (y.float() - 1).square().mean()
         if "bad" in batch.keys:
@@ -102,11 +103,11 @@ def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
 
 def integers(images: int, seed: int = 0, keys: list[str] | None = None) -> Batch:
     x = torch.randint(-4, 5, (images, 3, 1, 1), generator=torch.Generator().manual_seed(seed)).float()
-    return Batch([x], (1,), keys or [])
+    return batch_of([x], keys=keys or [])
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    return [Batch([view], batch.crops) for view in batch.views[0].chunk(parts)]
+    return [batch_of([images]) for images in batch.views[0].images.chunk(parts)]
 
 
 def state(method: nn.Module) -> dict[str, Tensor]:
@@ -194,7 +195,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
     run, twin = make(Quadratic(), settings()), make(Quadratic(), settings())
     bad = integers(8, 5, keys=["bad"])
     if poison == "loss":
-        bad = Batch([torch.full_like(bad.views[0], torch.nan)], (1,))
+        bad = batch_of([torch.full_like(bad.views[0].images, torch.nan)])
     for other in (run, twin):
         training_step(other, [integers(8, 0)])
     before, moments = state(run.method), copy.deepcopy(run.engine.optimizer.state_dict()["state"])
@@ -259,7 +260,8 @@ def raw(step: int, rank: int, images: int, key: str = "fine", skipped: int = 0) 
     generator = torch.Generator().manual_seed(10 * step + rank)
     views = [torch.randint(0, 256, (n * images, 3, s, s), dtype=torch.uint8, generator=generator)
              for n, s in ((2, 16), (1, 8))]  # fmt: skip
-    return Batch(views, (2, 1), [f"{rank}-{step}-{i}-{key}" for i in range(images)], skipped=["x"] * skipped)
+    keys = [f"{rank}-{step}-{i}-{key}" for i in range(images)]
+    return batch_of(views, (2, 1), keys=keys, skipped=["x"] * skipped)
 
 
 def lines(path: Path) -> list[dict]:

@@ -17,6 +17,7 @@ from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.preflight import activation_bytes, rehearse, report, state_bytes
 from tests.evaluation.conftest import write_shard
+from tests.views import batch_of
 
 WIDTH, HIDDEN = 3 * 16 * 16, 32
 
@@ -34,7 +35,7 @@ class TwoLayers(Method):
         return MultiCrop(MultiCropConfig(global_size=16, local_crops=0))
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.student(batch.views[0].flatten(1)).float().mean(), {}
+        return self.student(batch.views[0].images.flatten(1)).float().mean(), {}
 
 
 def settings(*arguments: str) -> RunConfig:
@@ -75,7 +76,7 @@ def test_activations_equal_those_of_a_real_forward_pass() -> None:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    batch = Batch([torch.randn(2 * 4, 3, 16, 16), torch.randn(3 * 4, 3, 8, 8)], (2, 3))
+    batch = batch_of([torch.randn(2 * 4, 3, 16, 16), torch.randn(3 * 4, 3, 8, 8)], (2, 3))
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         method(batch, 0)
     real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)

@@ -12,6 +12,7 @@ import encoders
 from data.batch import Batch
 from pretrain.methods.dino import DINO, BatchNorm, DINOConfig, Head, dino_loss, resolve, sinkhorn
 from pretrain.optim.adamw import OptimConfig, parameter_groups
+from tests.views import batch_of, crops_of
 
 
 def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:
@@ -28,7 +29,7 @@ def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:
     method = DINO(encoders.build("vit_micro", depth=2, dim=24, heads=2), config, steps)
     generator = torch.Generator().manual_seed(1)
     views = [torch.randn(n * images, 3, s, s, generator=generator) for n, s in ((2, 16), (config.local_crops, 8))]
-    return method, Batch(views, (2, config.local_crops))
+    return method, batch_of(views, (2, config.local_crops))
 
 
 def naive_head(head: Head, x: np.ndarray) -> np.ndarray:
@@ -87,10 +88,10 @@ def test_method_loss_and_gradients_equal_naive_float64() -> None:
     twin, _ = make()
     twin.load_state_dict(method.state_dict())
     twin.double()
-    views = [v.double() for v in batch.views]
+    views = [view.images.double() for view in batch.views]
     logits = [torch.cat([twin.student["head"](twin.student["encoder"](c).pooled) for c in v.chunk(n)])
-              for v, n in zip(views, batch.crops, strict=True)]  # fmt: skip
-    student = torch.cat([v.unflatten(0, (n, -1)) for v, n in zip(logits, batch.crops, strict=True)])
+              for v, n in zip(views, crops_of(batch), strict=True)]  # fmt: skip
+    student = torch.cat([v.unflatten(0, (n, -1)) for v, n in zip(logits, crops_of(batch), strict=True)])
     with torch.no_grad():
         teacher = twin.teacher["head"](twin.teacher["encoder"](views[0]).pooled).unflatten(0, (2, -1))
     naive = naive_loss(student, teacher, twin.center, (0.1, method.temperature(3)))
@@ -112,7 +113,7 @@ def test_teacher_and_centre_follow_the_formula_over_three_steps() -> None:
     center = method.center.double()
     for step in range(3):
         with torch.no_grad():
-            logits = method.teacher["head"](method.teacher["encoder"](batch.views[0]).pooled).double()
+            logits = method.teacher["head"](method.teacher["encoder"](batch.views[0].images).pooled).double()
         loss, _ = method(batch, step)
         loss.backward()
         optimizer.step()
@@ -132,7 +133,7 @@ def test_teacher_and_centre_follow_the_formula_over_three_steps() -> None:
 
 def test_a_skipped_step_leaves_no_trace_in_the_centre() -> None:
     method, batch = make()
-    method(Batch([v * 7 for v in batch.views], batch.crops), 0)  # skipped: after_step is not called
+    method(batch_of([view.images * 7 for view in batch.views], crops_of(batch)), 0)  # skipped: after_step is not called
     method(batch, 1)
     method.after_step(1)
     other, _ = make()
@@ -153,7 +154,7 @@ def test_every_trained_parameter_gets_a_gradient_and_the_teacher_none() -> None:
 def test_parts_that_dino_does_not_use_are_frozen() -> None:
     config, _ = resolve(DINOConfig(prototypes=8, global_size=16, local_size=8), OptimConfig(), 1000, 4, 10)
     method = DINO(encoders.build("vit_micro", depth=1, mask_token=True, classes=3), config, 10)
-    method(Batch([torch.randn(8, 3, 16, 16), torch.randn(32, 3, 8, 8)], (2, 8)), 0)[0].backward()
+    method(batch_of([torch.randn(8, 3, 16, 16), torch.randn(32, 3, 8, 8)], (2, 8)), 0)[0].backward()
     assert [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
@@ -206,9 +207,9 @@ def _two_ranks(rank: int, port: int, centering: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
     method, batch = make(images=6, batch_norm=True, centering=centering)
-    own = [v.unflatten(0, (n, -1))[:, rank * 3 : rank * 3 + 3].flatten(0, 1)
-           for v, n in zip(batch.views, batch.crops, strict=True)]  # fmt: skip
-    loss, _ = method(Batch(own, batch.crops), 0)
+    own = [view.images.unflatten(0, (view.crops, -1))[:, rank * 3 : rank * 3 + 3].flatten(0, 1)
+           for view in batch.views]  # fmt: skip
+    loss, _ = method(batch_of(own, crops_of(batch)), 0)
     loss.backward()
     for p in method.student.parameters():
         if p.grad is not None:

@@ -8,12 +8,13 @@ import torch
 from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEForPreTraining
 
 import encoders
-from data.augment import finish
+from data.augment import to_model_input
 from data.batch import Batch
 from data.collate import collate
 from encoders.images import Mask, PackedImages, pack
 from pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
 from pretrain.optim.adamw import OptimConfig
+from tests.views import batch_of
 
 TINY = {"dim": 24, "depth": 2, "heads": 2, "patch_size": 8}
 SMALL = {"size": 32, "decoder_dim": 16, "decoder_depth": 2, "decoder_heads": 2}
@@ -46,7 +47,7 @@ def batch_for(method: MAE, images: int = 3, seed: int = 0) -> Batch:
     """Noise pictures of many sizes through the method's own transform."""
     rngs = [np.random.default_rng([seed, i]) for i in range(images)]
     pictures = [torch.from_numpy(r.integers(0, 256, (3, *r.integers(20, 90, 2)), dtype=np.uint8)) for r in rngs]
-    return finish(collate(method.transform(), pictures, rngs, [str(i) for i in range(images)]))
+    return to_model_input(collate(method.transform(), pictures, rngs))
 
 
 def oracle_of(method: MAE, *, normalize: bool) -> ViTMAEForPreTraining:
@@ -99,10 +100,10 @@ def test_loss_and_gradients_equal_those_of_transformers(normalize: bool) -> None
     method = make(normalize_targets=normalize)
     oracle = oracle_of(method, normalize=normalize)
     batch = batch_for(method)
-    assert batch.masks is not None
-    assert batch.masks.lengths.tolist() == [4, 4, 4]  # int(16 * 0.25)
-    noise = torch.arange(16.0) + 100 * batch.masks.hidden.view(3, 16)  # visible ones first, in their order
-    expected = oracle(batch.views[0], noise=noise).loss
+    (mask,) = batch.views[0].masks
+    assert mask.lengths.tolist() == [4, 4, 4]  # int(16 * 0.25)
+    noise = torch.arange(16.0) + 100 * mask.hidden.view(3, 16)  # visible ones first, in their order
+    expected = oracle(batch.views[0].images, noise=noise).loss
     loss, _ = method(batch, 0)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     loss.backward()
@@ -179,27 +180,27 @@ def test_every_trained_parameter_gets_a_gradient(variant, encoder, settings, dro
 def test_packed_images_have_the_losses_of_single_ones() -> None:
     method = make("navit_micro", {}, native=True, size=16, smallest_size=12, token_budget=40)
     batch = batch_for(method, 5)
-    assert isinstance(batch.views[0], PackedImages)
-    assert len({tuple(grid) for grid in batch.views[0].grids.tolist()}) > 1
-    assert batch.masks is not None
+    assert isinstance(batch.views[0].images, PackedImages)
+    assert len({tuple(grid) for grid in batch.views[0].images.grids.tolist()}) > 1
+    (mask,) = batch.views[0].masks
     loss, _ = method(batch, 0)
     singles = []
-    hidden = batch.masks.hidden.split(batch.views[0].lengths.tolist())
-    for image, h in zip(batch.views[0].unpack(), hidden, strict=True):
+    hidden = mask.hidden.split(batch.views[0].images.lengths.tolist())
+    for image, h in zip(batch.views[0].images.unpack(), hidden, strict=True):
         alone = pack([image[None]], 4)
-        singles.append(method(Batch([alone], (1,), masks=Mask.from_hidden(h, alone.grids)), 0)[0])
+        singles.append(method(batch_of([alone], mask=Mask.from_hidden(h, alone.grids)), 0)[0])
     torch.testing.assert_close(loss, torch.stack(singles).mean(), rtol=1e-5, atol=0)
 
 
 def test_hidden_pixels_reach_the_loss_only_as_targets() -> None:
     method = make(normalize_targets=False).eval()
     batch = batch_for(method)
-    assert batch.masks is not None
+    (mask,) = batch.views[0].masks
     seen: list[torch.Tensor] = []
     method.decoder.register_forward_hook(lambda _, __, out: seen.append(out))
     method(batch, 0)
-    hidden = batch.masks.hidden.view(3, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
-    changed = Batch([torch.where(hidden, 7.0, batch.views[0])], (1,), masks=batch.masks)
+    hidden = mask.hidden.view(3, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    changed = batch_of([torch.where(hidden, 7.0, batch.views[0].images)], mask=mask)
     method(changed, 0)
     assert torch.equal(seen[0], seen[1])
 
@@ -210,9 +211,9 @@ def test_panels_show_the_image_what_is_visible_and_what_is_predicted() -> None:
     rows = method.panels(batch, 2)["reconstruction"]
     assert method.training
     assert len(rows) == 2
-    assert batch.masks is not None
-    hidden = batch.masks.hidden.view(3, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
-    for (original, seen, filled), image, h in zip(rows, batch.views[0], hidden, strict=False):
+    (mask,) = batch.views[0].masks
+    hidden = mask.hidden.view(3, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3)
+    for (original, seen, filled), image, h in zip(rows, batch.views[0].images, hidden, strict=False):
         torch.testing.assert_close(original, image, rtol=0, atol=0)
         assert torch.equal(seen, torch.where(h, 0.0, image))
         assert torch.equal(filled.masked_fill(h, 0.0), seen)
@@ -262,7 +263,7 @@ def test_images_that_are_not_square(variant) -> None:
     mask = Mask.from_hidden(hidden.flatten(), method.encoder.grids(images))
     seen: list[torch.Tensor] = []
     method.decoder.register_forward_hook(lambda _, __, out: seen.append(out))
-    loss, _ = method(Batch([images], (1,), masks=mask), 0)
+    loss, _ = method(batch_of([images], mask=mask), 0)
     errors = []
     for b, row, column in ((b, r, c) for b in range(2) for r in range(4) for c in range(6)):
         if hidden[b, 6 * row + column]:

@@ -14,8 +14,7 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 import encoders
-from data.augment import IMAGENET_MEAN, IMAGENET_STD
-from encoders.base import Encoder
+from encoders.base import IMAGENET, Encoder
 from pretrain.config import EvaluationConfig
 from pretrain.monitoring.online_knn import Scorer
 from runtime.processes import accelerator
@@ -53,7 +52,7 @@ def make(paths: dict[str, str], pictures: int = 2) -> tuple[Scorer, Encoder]:
 
 
 def normalised(images: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy((images / 255.0 - IMAGENET_MEAN) / IMAGENET_STD).permute(0, 3, 1, 2).float()
+    return torch.from_numpy((images / 255.0 - IMAGENET.mean) / IMAGENET.std).permute(0, 3, 1, 2).float()
 
 
 def test_equals_scikit_learn(shards) -> None:

@@ -6,10 +6,10 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 import encoders
-from data.augment import finish
-from data.batch import Batch
+from data.augment import to_model_input
 from encoders.base import Encoder, Features
 from pretrain.monitoring import pictures
+from tests.views import batch_of
 
 GAP = 2
 
@@ -42,7 +42,7 @@ def pixels(*shape: int) -> Tensor:
 
 def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
     raw = [pixels(2 * 3, 3, 8, 8), pixels(3 * 3, 3, 4, 4)]  # 3 images with 2 global and 3 local crops
-    picture = pictures.crops(finish(Batch(raw, (2, 3))), images=2, side=8)
+    picture = pictures.crops(to_model_input(batch_of(raw, (2, 3))), images=2, side=8)
     assert picture.shape == (2 * (8 + GAP), 5 * (8 + GAP), 3)
     assert picture.dtype == np.uint8
     for image in range(2):
@@ -52,7 +52,7 @@ def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
             expected = np.kron(expected, np.ones((8 // len(expected),) * 2 + (1,), np.uint8))
             np.testing.assert_array_equal(cell(picture, image, crop, 8), expected)
     assert (picture[:, 8:10] == 255).all()
-    assert pictures.crops(finish(Batch(raw, (2, 3))), images=9, side=8).shape[0] == 3 * (8 + GAP)
+    assert pictures.crops(to_model_input(batch_of(raw, (2, 3))), images=9, side=8).shape[0] == 3 * (8 + GAP)
 
 
 def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
@@ -60,7 +60,7 @@ def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
     attention = torch.rand(1, heads, 1 + registers + 4, 1 + registers + 4)
     row = torch.tensor([[0.9, 0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.0], [0.0, 0.5, 0.3, 0.1, 0.05, 0.05, 0.0, 0.025]])
     attention[0, :, 0] = row
-    images = finish(Batch([pixels(1, 3, 8, 8)], (1,))).views[0]
+    images = to_model_input(batch_of([pixels(1, 3, 8, 8)])).views[0].images
     picture = pictures.attention(Known(torch.zeros(1, 4, 5), attention), images, side=8)
     assert picture is not None
     np.testing.assert_array_equal(cell(picture, 0, 0, 8), pixels(1, 3, 8, 8)[0].permute(1, 2, 0).numpy())
@@ -85,7 +85,7 @@ def test_pca_shows_the_components_of_all_images_together() -> None:
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([9.0, 5.0, 3.0, 0.1, 0.1, 0.1])
     tokens = torch.randn(3, 4, 6, generator=generator) * scales + 4.0
-    images = finish(Batch([pixels(3, 3, 8, 8)], (1,))).views[0]
+    images = to_model_input(batch_of([pixels(3, 3, 8, 8)])).views[0].images
     picture = pictures.pca(Known(tokens, tokens), images, side=8)
     assert picture.shape == (2 * (8 + GAP), 3 * (8 + GAP), 3)
     flat = tokens.flatten(0, 1).double().numpy()
