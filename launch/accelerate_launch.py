@@ -1,22 +1,23 @@
 """`accelerate launch` for schedulers: `python launch/accelerate_launch.py <arguments of accelerate launch>`.
 
-What it does otherwise than `accelerate launch`:
+There are two differences from `accelerate launch`:
 
-- Its exit code is the trainer's own (75: stopped and saved, 2: something to change, ...), and nothing is printed after
-  the trainer's own message.
-- SIGTERM and SIGUSR1 go to the trainers, and nothing else happens: they may save for as long as they need. `accelerate
-  launch` ends of SIGUSR1, and after SIGTERM leaves them alone (one process) or kills them after 30 seconds (several).
+- The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
+  printed after the trainer's last message.
+- SIGTERM and SIGUSR1 are passed on to the trainers, which may take any time to save. `accelerate launch` dies of
+  SIGUSR1. After SIGTERM it leaves one trainer running, or kills several trainers after 30 seconds.
 
-Before the trainers are started, both signals end it as they end any program: there is nothing to save.
+Before the trainers start, both signals end the launcher as they end any program, because nothing needs saving yet.
 """
 
+import argparse
 import contextlib
 import os
 import signal
 import sys
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed.run as elastic
 from accelerate.commands import launch
@@ -24,13 +25,16 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-TRY_AGAIN = 75
-"""the trainers' exit code for: stopped and saved, as a signal asked"""
+STOPPED_AND_SAVED = 75
+"""Exit code of a trainer that a signal stopped and that has saved a checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def become_the_trainer(args: Any) -> NoReturn:
-    """In place of accelerate's launcher of one process: with nobody in between, signals and exit code are its own."""
+def exec_trainer(args: argparse.Namespace) -> NoReturn:
+    """Replace this process by the only trainer, so that signals and the exit code need no forwarding.
+
+    Replaces accelerate's launcher for one process.
+    """
     command, environment = prepare_simple_launcher_cmd_env(args)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -38,63 +42,72 @@ def become_the_trainer(args: Any) -> NoReturn:
 
 
 class Trainers:
-    """The processes that torch's elastic agent starts, which runs in this one."""
+    """Trainer processes of this machine, started by torch's elastic agent inside this process."""
 
     def __init__(self) -> None:
         self.context: PContext | None = None
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._start, self._run = PContext.start, elastic.run
 
     def start(self, context: PContext) -> None:
-        """In place of `PContext.start`, which starts them and arranges signals as torch wants them."""
-        if self.asked:  # `--max_restarts`: who was asked to stop is not started again
-            sys.exit(TRY_AGAIN)
-        # where torch heeds this, there is no moment in which SIGTERM is its own
+        """Start the trainers and forward signals to them. Replaces `PContext.start`."""
+        if self.received:  # `--max_restarts` must not restart trainers that were told to stop
+            sys.exit(STOPPED_AND_SAVED)
+        # torch versions that read this variable never install a SIGTERM handler of their own
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
         self._listen()
         self._start(context)
         self._listen()
         self.context = context
-        if self.asked:
-            self.pass_on(self.asked, None)
+        if self.received:
+            self.forward(self.received, None)
 
     def _listen(self) -> None:
         for number in SIGNALS:
-            signal.signal(number, self.pass_on)
+            signal.signal(number, self.forward)
 
-    def pass_on(self, number: int, _: FrameType | None) -> None:
-        """Tell the trainers, and only them: each has a process group of its own, with its loader's processes."""
-        self.asked = signal.Signals(number)
+    def forward(self, number: int, _: FrameType | None) -> None:
+        """Send a signal to the trainers only.
+
+        Each trainer leads a process group that also contains its loader workers, which must not get the signal.
+        """
+        self.received = signal.Signals(number)
         for process in self.context.pids().values() if self.context else ():
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # the trainer has ended
                 os.kill(process, number)
 
-    def run(self, args: Any) -> None:
-        """In place of `torch.distributed.run.run`: ends this process with the trainers' exit code where they fail."""
+    def run(self, args: argparse.Namespace) -> None:
+        """Run the elastic agent. Exit with the trainers' exit code if they fail.
+
+        Replaces `torch.distributed.run.run`.
+        """
         try:
             self._run(args)
         except ChildFailedError as error:
-            sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.asked))
-        except SignalException as error:  # from the keyboard, or a closed terminal
+            sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
+        except SignalException as error:  # Ctrl-C, or a closed terminal
             sys.exit(128 + error.sigval)
 
 
-def exit_code(codes: Iterable[int], asked: signal.Signals | None) -> int:
-    """One exit code for the codes of this machine's trainers that did not end with 0, in the order in which they ended.
+def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
+    """Return one exit code for all trainers of this machine.
 
-    Negative ones are the signals of which they died. Once one has ended, the agent sends SIGTERM to the others.
+    Args:
+        codes: exit codes other than 0, in the order in which the trainers ended. A negative code is the signal that
+            killed the trainer. Once one trainer has ended, the agent sends SIGTERM to the others.
+        received: signal that was forwarded to the trainers, if any.
     """
     codes = list(codes)
     own = [code for code in codes if code != -signal.SIGTERM] or codes
-    if asked and all(code in (-asked, -signal.SIGTERM) for code in codes):  # too early for them to save, or to know
-        return TRY_AGAIN
-    code = next((code for code in own if code != TRY_AGAIN), TRY_AGAIN)
+    if received and all(code in (-received, -signal.SIGTERM) for code in codes):  # died before they could listen
+        return STOPPED_AND_SAVED
+    code = next((code for code in own if code != STOPPED_AND_SAVED), STOPPED_AND_SAVED)
     return code if code > 0 else 128 - code
 
 
 def main() -> None:
     trainers = Trainers()
-    launch.simple_launcher = become_the_trainer
+    launch.simple_launcher = exec_trainer
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
     launch.main()

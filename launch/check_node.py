@@ -1,8 +1,9 @@
-"""Before a job starts on a node: are its GPUs there, can it read the shards, can it write to the run folder?
+"""Check a node before a job starts there: its packages, its GPUs, the run folder and the shards.
 
     python launch/check_node.py [--sees FILE] [--writes FOLDER] -- FLAGS OF THE JOB
 
-The scripts in launch/ run it on every node. It prints what is wrong, naming the node, and exits with 2.
+The scripts in launch/ run this check on every node. Each problem is printed with the node's name. The exit code is 2 if
+there is a problem, else 0.
 """
 
 import argparse
@@ -22,71 +23,78 @@ from typing import Any
 import yaml
 from webdataset.shardlists import expand_urls
 
-SHARDS = ("data", "train", "val", "evaluation.train", "evaluation.val")
-"""settings that name shards, of pretraining and of evaluation"""
-MOST_READ = 64
-"""shards that are opened, spread over the list: N nodes that open all of 10,000 would only wait for the disk"""
-LEAST_FREE = 1e9
-"""bytes that a run needs at the very least for its records and a checkpoint"""
+SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
+"""Settings of pretraining and of evaluations whose values are shards."""
+MAX_OPENED = 64
+"""Largest number of shards that a node opens. More would make many nodes wait for one disk."""
+MIN_FREE_BYTES = 1e9
+"""Least free space for a run whose checkpoint size is not known yet."""
 PACKAGES = ("torch", "accelerate", "encoders", "data", "evaluation", "pretrain")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 all is well, 2 the user has something to change."""
-    parser = argparse.ArgumentParser(description="Check this node before a job starts on it.", allow_abbrev=False)
-    parser.add_argument("--sees", type=Path, metavar="FILE", help="written by the first node: is the disk shared?")
-    parser.add_argument("--writes", type=Path, metavar="FOLDER", help="where the job will write")
+    """Return the exit code: 0 if the node is fine, 2 if there is a problem."""
+    parser = argparse.ArgumentParser(description="Check this node before a job starts.", allow_abbrev=False)
+    parser.add_argument("--sees", type=Path, metavar="FILE", help="file that the first node wrote on the shared disk")
+    parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the job, which name its shards")
     arguments = sys.argv[1:] if argv is None else argv
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
-    problems = list(software())
-    problems += gpus(int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)) if not problems else []
-    problems += folder(options.sees, options.writes)
-    problems += shards(arguments[split + 1 :])
+    problems = list(check_packages())
+    if not problems:
+        problems += check_gpus(int(os.environ.get("SLURM_GPUS_ON_NODE") or 0))
+    problems += check_folder(options.sees, options.writes)
+    problems += check_shards(arguments[split + 1 :])
     for problem in problems:
         print(f"{node()}: {problem}", file=sys.stderr)
     return 2 if problems else 0
 
 
 def node() -> str:
-    """What SLURM calls this node."""
+    """Return the name of this node in SLURM, or else its host name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def software() -> Iterator[str]:
-    """Packages that this node's Python does not find."""
+def check_packages() -> Iterator[str]:
+    """Yield a problem if the node's Python lacks packages."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        yield f"{sys.executable} has no {', '.join(missing)}: is the environment on a disk that this node sees?"
+        yield f"{sys.executable} has no {', '.join(missing)}. Put the environment on a disk that this node sees"
 
 
-def gpus(count: int) -> Iterator[str]:
-    """What is wrong with the `count` GPUs that were allocated here; each computes something."""
+def check_gpus(count: int) -> Iterator[str]:
+    """Yield the problems of the `count` GPUs that SLURM allocated. Every GPU multiplies two matrices."""
     if not count:
         return
-    import torch  # takes seconds, which a node without GPUs can save
+    import torch  # the import takes seconds that a node without GPUs does not need
 
     seen = torch.cuda.device_count()
     if seen < count:
         yield (
-            f"{count} GPU(s) were allocated and torch sees {seen}: see nvidia-smi on this node, or leave it out "
-            f"with sbatch --exclude={node()}"
+            f"{count} GPU(s) were allocated and torch sees {seen}. Run nvidia-smi on this node, or avoid the node with "
+            f"sbatch --exclude={node()}"
         )
     for number in range(min(seen, count)):
         try:
             ones = torch.ones(256, 256, device=f"cuda:{number}")
             total = float((ones @ ones).sum())
             if total != 256**3:
-                raise RuntimeError(f"256 x 256 ones times themselves sum to {total}, not {256**3}")
+                raise RuntimeError(f"the sum of the product of two 256 x 256 matrices of ones is {total}, not {256**3}")
         except RuntimeError as error:
-            yield f"GPU {number} does not compute: {str(error).splitlines()[0]}; sbatch --exclude={node()} avoids it"
+            reason = str(error).splitlines()[0]
+            yield f"GPU {number} does not compute: {reason}. Avoid the node with sbatch --exclude={node()}"
 
 
-def folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
-    """What is wrong with the run folder, seen from here."""
+def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
+    """Yield the problems of the run folder: not shared between nodes, not writable, or a full disk.
+
+    Args:
+        sees: file that the first node wrote.
+        writes: run folder.
+    """
     if sees and not appears(sees):
-        yield f"does not see {sees}, which another node wrote: --output must lie on a disk that all nodes share"
+        yield f"{sees}, written by the first node, is not visible. --output must lie on a disk that all nodes share"
         return
     if writes is None:
         return
@@ -96,15 +104,18 @@ def folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
             file.flush()
         free = shutil.disk_usage(writes).free
     except OSError as error:
-        yield f"cannot write to {writes}: {error.strerror}; choose another --output"
+        yield f"cannot write to {writes}: {error.strerror}. Choose another --output"
         return
-    needed = max(LEAST_FREE, newest_checkpoint_bytes(writes))
+    needed = max(MIN_FREE_BYTES, newest_checkpoint_bytes(writes))
     if free < needed:
-        yield f"the disk of {writes} has {free / 1e9:.2f} GB free, and a checkpoint needs {needed / 1e9:.2f} GB"
+        yield (
+            f"the disk of {writes} has {free / 1e9:.2f} GB free, and a checkpoint needs {needed / 1e9:.2f} GB. "
+            "Free some space, or choose another --output"
+        )
 
 
 def appears(file: Path, seconds: float = 10) -> bool:
-    """Whether a file is there, or comes: a network disk may show it some seconds late."""
+    """Wait until a file exists and return True, or False after `seconds`. A network disk may show new files late."""
     end = time.monotonic() + seconds
     while not file.exists():
         if time.monotonic() > end:
@@ -114,37 +125,38 @@ def appears(file: Path, seconds: float = 10) -> bool:
 
 
 def newest_checkpoint_bytes(run: Path) -> int:
-    """Size of the newest checkpoint of a run, which the next will have too; 0 without one."""
+    """Return the size of a run's newest checkpoint, or 0 if the run has no checkpoint."""
     newest = run / "checkpoints" / "latest"
     return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) if newest.exists() else 0
 
 
-def shards(flags: list[str]) -> Iterator[str]:
-    """Shards of the job that this node cannot read."""
+def check_shards(flags: list[str]) -> Iterator[str]:
+    """Yield a problem for each pattern of shards that this node cannot read."""
     try:
-        named = list(shard_patterns(flags))
+        patterns = list(shard_patterns(flags))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        yield f"cannot tell which shards to read: {error}"
+        yield f"cannot tell which shards the job reads: {error}. Check --config, --data and the evaluation's shards"
         return
-    for pattern in dict.fromkeys(named):
+    for pattern in dict.fromkeys(patterns):
         paths = expand(pattern)
         if not paths:
-            yield f"no shard matches {pattern}"
-        bad = [(path, problem) for path in spread(paths) if (problem := unreadable(path))]
+            yield f"no shard matches {pattern}. Check the pattern, and that this node sees its disk"
+        bad = [(path, reason) for path in sample(paths) if (reason := why_unreadable(path))]
         if bad:
-            many = f" (and {len(bad) - 1} more of {len(paths)})" if len(bad) > 1 else ""
-            yield f"cannot read {bad[0][0]}: {bad[0][1]}{many}"
+            path, reason = bad[0]
+            others = f" (and {len(bad) - 1} more of {len(paths)})" if len(bad) > 1 else ""
+            yield f"cannot read {path}: {reason}{others}. Check that this node sees its disk"
 
 
 def shard_patterns(flags: list[str]) -> Iterator[str]:
-    """Paths, globs and brace ranges that the flags name, or else the settings file.
+    """Yield the paths, globs and brace ranges of shards in the flags, or else in the settings file.
 
     Raises:
         OSError, yaml.YAMLError: the settings file cannot be read.
-        ValueError: it holds no settings, or JSON among the flags is none.
+        ValueError: the settings file holds no settings, or a flag holds broken JSON.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in SHARDS:
+    for name in SHARD_SETTINGS:
         parser.add_argument(f"--{name}", action="append")
     for name in ("config", "output"):
         parser.add_argument(f"--{name}")
@@ -154,36 +166,35 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
     if file is None and "resume" in given and "output" in given:
         file = Path(given["output"]) / "config.yaml"
         file = file if file.exists() else None
-    settings = yaml.safe_load(Path(file).read_text()) if file else {}
-    if not isinstance(settings or {}, dict):
+    settings = (yaml.safe_load(Path(file).read_text()) if file else None) or {}
+    if not isinstance(settings, dict):
         raise ValueError(f"{file} holds no settings")
-    settings = settings or {}
-    for name in SHARDS:
-        yield from several(given.get(name) or looked_up(settings, name))
+    for name in SHARD_SETTINGS:
+        yield from as_patterns(given.get(name) or look_up(settings, name))
 
 
-def looked_up(settings: dict[str, Any], name: str) -> Any:
-    """`settings["a"]["b"]` for `a.b`; None where there is none."""
+def look_up(settings: dict[str, Any], name: str) -> Any:
+    """Return `settings["a"]["b"]` for the name `a.b`, or None if there is no such setting."""
     value: Any = settings
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def several(value: Any) -> list[str]:
-    """Patterns in any of the forms that a setting of shards takes: one, a list, a mapping to weights, JSON of these."""
+def as_patterns(value: Any) -> list[str]:
+    """Return the patterns in a setting: a pattern, a list, a mapping from patterns to weights, or JSON of these."""
     if value is None:
         return []
     if isinstance(value, dict):
         return list(value)
     if isinstance(value, list):
-        return [pattern for one in value for pattern in several(one)]
+        return [pattern for one in value for pattern in as_patterns(one)]
     value = str(value)
-    return several(json.loads(value)) if value.startswith(('["', '{"')) else [value]
+    return as_patterns(json.loads(value)) if value.startswith(('["', '{"')) else [value]
 
 
 def expand(pattern: str) -> list[str]:
-    """Paths of a pattern; a URL is none that a node could look at, and passes."""
+    """Return the paths that a pattern matches. A URL is returned unchanged, because the node cannot list its server."""
     pattern = os.path.expanduser(pattern)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", pattern) or os.path.exists(pattern):
         return [pattern]
@@ -194,20 +205,20 @@ def expand(pattern: str) -> list[str]:
     ]
 
 
-def spread(paths: list[str]) -> list[str]:
-    """At most `MOST_READ` of them, evenly spread, the first and the last among them."""
-    if len(paths) <= MOST_READ:
+def sample(paths: list[str]) -> list[str]:
+    """Return at most `MAX_OPENED` evenly spaced paths, including the first and the last."""
+    if len(paths) <= MAX_OPENED:
         return paths
-    return [paths[place * (len(paths) - 1) // (MOST_READ - 1)] for place in range(MOST_READ)]
+    return [paths[number * (len(paths) - 1) // (MAX_OPENED - 1)] for number in range(MAX_OPENED)]
 
 
-def unreadable(path: str) -> str | None:
-    """Why the beginning of a file cannot be read, or None."""
+def why_unreadable(path: str) -> str | None:
+    """Return the reason why a file cannot be read, or None if its first bytes can be read. URLs are not opened."""
     if "://" in path or path.startswith("pipe:"):
         return None
     try:
         with open(path, "rb") as file:
-            return None if file.read(512) else "it is empty"
+            return None if file.read(512) else "the file is empty"
     except OSError as error:
         return error.strerror
 

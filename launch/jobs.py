@@ -1,4 +1,4 @@
-"""The jobs of a run: their command lines, what was submitted, and what SLURM says of them."""
+"""Jobs of a run: their sbatch command lines, the record of what was submitted, and their states in SLURM."""
 
 import json
 import os
@@ -9,145 +9,172 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 
 LAUNCH = Path(__file__).resolve().parent
 EVALUATIONS = {"knn": "knn", "probe": "linear_probe"}
-"""what the command line calls an evaluation, and what its script and its result are called"""
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
-"""states that a job does not leave"""
+"""Name of each evaluation on the command line, and the stem of its script and of its result file."""
+FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+"""States that a job never leaves."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
+"""State of a job that SLURM no longer knows."""
 
 
 class LaunchError(RuntimeError):
-    """Something that cannot be done as asked. The message is meant for the user."""
+    """Request that cannot be carried out. The message tells the user what to do."""
 
 
 @dataclass
 class Job:
-    """One sbatch command line."""
+    """A job and its sbatch command line."""
 
     name: str
     options: list[str]
-    """of sbatch"""
+    """Options of sbatch."""
     script: str
-    """in launch/"""
+    """File name of the script in launch/."""
     flags: list[str]
-    """of what the script runs"""
+    """Flags of the Python program that the script runs."""
     environment: dict[str, str] = field(default_factory=dict)
-    """what the script reads beside its flags"""
+    """Environment variables that the script reads."""
     after: str | None = None
-    """name of the job that has to succeed before"""
-    id: str | None = None
-    """what SLURM calls it"""
+    """Name of the job that has to succeed before this job starts."""
+    id: str = ""
+    """Id that SLURM gave to the job. Empty before the job is submitted."""
 
     def command(self, *, hold: bool = False, dependency: str | None = None) -> list[str]:
-        """What runs; `dependency` is the id of `after`."""
-        waits = [f"--dependency=afterok:{dependency}", "--kill-on-invalid-dep=yes"] if dependency else []
-        script = str(LAUNCH / self.script)
-        return ["sbatch", "--parsable", *["--hold"] * hold, *waits, *self.options, script, *self.flags]
+        """Return the command line of sbatch.
 
-    def shown(self, *, hold: bool = False) -> str:
-        """The same for a shell, where the variable of the name `after` holds its id."""
+        Args:
+            hold: submit the job without starting it.
+            dependency: id of the job `after`.
+        """
+        words = ["sbatch", "--parsable"]
+        if hold:
+            words += ["--hold"]
+        if dependency:
+            words += [f"--dependency=afterok:{dependency}", "--kill-on-invalid-dep=yes"]
+        return [*words, *self.options, str(LAUNCH / self.script), *self.flags]
+
+    def shell_line(self, *, hold: bool = False) -> str:
+        """Return the command as a shell line. The shell variable named after the job `after` holds that job's id."""
         words = self.command(hold=hold, dependency="ID" if self.after else None)
         line = shlex.join(words).replace("--dependency=afterok:ID", f'--dependency=afterok:"${self.after}"', 1)
-        before = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
-        return before + line
+        environment = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        return environment + line
 
 
-def log(folder: Path, name: str) -> str:
-    """Option of sbatch for the log of a job; %j is its id."""
+class Record(TypedDict):
+    """Contents of jobs.json, except for the jobs."""
+
+    every_checkpoint: list[str]
+    """Evaluations of each checkpoint."""
+    options: list[str]
+    """Options of sbatch for evaluations."""
+    flags: dict[str, list[str]]
+    """Flags of each evaluation."""
+
+
+def log_option(folder: Path, name: str) -> str:
+    """Return the option of sbatch that names the log of a job. SLURM replaces %j by the job's id."""
     return f"--output={str(folder).replace('%', '%%')}/{name}-%j.log"
 
 
-def evaluation(kind: str, options: list[str], flags: list[str], output: Path, step: str | None = None) -> Job:
-    """The job that evaluates the finished run in `output`, or the encoder that was kept of its checkpoint `step`."""
+def evaluation_job(kind: str, record: Record, output: Path, step: str | None = None) -> Job:
+    """Return the job that evaluates the finished run in `output`, or the encoder of one checkpoint.
+
+    Args:
+        kind: key of `EVALUATIONS`.
+        record: options and flags of the evaluation.
+        output: run folder.
+        step: name of the checkpoint folder, whose encoder lies in OUTPUT/evaluation/STEP.
+    """
     result = EVALUATIONS[kind]
-    what, name, after = ["--checkpoint", str(output)], kind, "pretrain"
+    source, name, after = ["--checkpoint", str(output)], kind, "pretrain"
     if step is not None:
         kept = output / "evaluation" / step
-        what = ["--checkpoint", str(kept / "encoder.safetensors"), "--output", str(kept / f"{result}.json")]
+        source = ["--checkpoint", str(kept / "encoder.safetensors"), "--output", str(kept / f"{result}.json")]
         name, after = f"{kind}-{step}", None
-    own = [f"--job-name={output.name}-{name}", log(output / "submitted", name)]
-    return Job(name, own + options, f"{result}.sbatch", what + flags, after=after)
+    own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name)]
+    return Job(name, own + record["options"], f"{result}.sbatch", source + record["flags"][kind], after=after)
 
 
 def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> None:
-    """Submit one job; it has an id then.
+    """Submit one job and set its id.
 
     Raises:
-        LaunchError: SLURM does not take it, in SLURM's words.
+        LaunchError: SLURM refuses the job. The message quotes SLURM.
     """
-    # a job that submits another must not hand it its own allocation
+    # a job that submits another job must not pass on its own allocation
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
     command = job.command(hold=hold, dependency=dependency)
     done = _run(command, inherited | job.environment)
     if done.returncode:
-        said = done.stderr.strip() or f"sbatch ended with {done.returncode}"
-        raise LaunchError(f"SLURM does not take the job {job.name}: {said}\nsubmitted was: {shlex.join(command)}")
-    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # ID;CLUSTER where there are several
+        answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
+        raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {shlex.join(command)}")
+    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # ID;CLUSTER where there are several clusters
 
 
 def submit_chain(jobs: Sequence[Job]) -> None:
-    """Submit all of them or none.
+    """Submit all jobs. If SLURM refuses one, cancel those that were submitted before it.
 
     Raises:
-        LaunchError: SLURM does not take one.
+        LaunchError: SLURM refuses a job.
     """
-    hold = len(jobs) > 1  # nothing starts before all are there
+    hold = len(jobs) > 1  # the first job must not start before the others exist
     ids: dict[str, str] = {}
     try:
         for job in jobs:
             submit(job, hold=hold and job.after is None, dependency=ids.get(job.after or ""))
-            ids[job.name] = job.id or ""
+            ids[job.name] = job.id
     except BaseException:
         scancel(list(ids.values()))
         raise
 
 
 def release(jobs: Sequence[Job]) -> None:
-    """Let a chain start.
+    """Let the first job of a chain start.
 
     Raises:
-        LaunchError: SLURM does not.
+        LaunchError: SLURM refuses.
     """
     if len(jobs) > 1:
-        done = _run(["scontrol", "release", jobs[0].id or ""])
+        done = _run(["scontrol", "release", jobs[0].id])
         if done.returncode:
             raise LaunchError(f"SLURM does not release the job {jobs[0].id}: {done.stderr.strip()}")
 
 
 def scancel(ids: Sequence[str]) -> None:
-    """Cancel jobs; those that are over are no error.
+    """Cancel jobs. Jobs that have ended already are not an error.
 
     Raises:
-        LaunchError: SLURM does not, in its words.
+        LaunchError: SLURM refuses. The message quotes SLURM.
     """
     if ids:
         done = _run(["scancel", *ids])
         if done.returncode:
-            raise LaunchError(f"could not cancel {', '.join(ids)}: {done.stderr.strip()}")
+            raise LaunchError(f"SLURM does not cancel the jobs {', '.join(ids)}: {done.stderr.strip()}")
 
 
 def states(ids: Sequence[str]) -> dict[str, str]:
-    """State of each job in SLURM's words, with the reason why it waits.
+    """Return the state of each job as SLURM names it. A pending job has SLURM's reason in parentheses.
 
     Raises:
-        LaunchError: SLURM cannot be asked.
+        LaunchError: SLURM does not answer.
     """
     found = dict.fromkeys(ids, FORGOTTEN)
     if not ids:
         return found
     done = _run(["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"])
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise LaunchError(f"SLURM cannot be asked: {done.stderr.strip()}")
+        raise LaunchError(f"squeue failed: {done.stderr.strip()}")
     for line in done.stdout.splitlines():
         number, state, reason = line.split("|", 2)
         found[number] = f"{state} ({reason})" if state == "PENDING" else state
     gone = [number for number in ids if found[number] == FORGOTTEN]
-    if gone and shutil.which("sacct"):  # some minutes after its end only the accounting knows a job
+    if gone and shutil.which("sacct"):  # some minutes after the end of a job only the accounting knows its state
         done = _run(
             ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(gone)}", "-o", "JobID,State"]
         )
@@ -161,65 +188,72 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> subpr
     try:
         return subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not found: there is no SLURM here") from error
+        raise LaunchError(f"{command[0]} is not found. Call slurm.py where SLURM is installed") from error
 
 
 def is_over(state: str) -> bool:
-    return state.startswith((*OVER, FORGOTTEN))
+    return state.startswith((*FINAL_STATES, FORGOTTEN))
 
 
-def read_record(output: Path) -> dict[str, Any]:
-    """What was submitted for a run.
+def read_record(output: Path) -> tuple[Record, list[Job]]:
+    """Return the record and the jobs that were submitted for a run.
 
     Raises:
-        LaunchError: nothing was.
+        LaunchError: no job was submitted, or jobs.json cannot be read.
     """
     path = output / "submitted" / "jobs.json"
     try:
-        return json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except FileNotFoundError:
-        raise LaunchError(f"{output} has no jobs: `submit` leaves {path} there") from None
+        raise LaunchError(f"{output} has no jobs: there is no {path}. `submit` creates that file") from None
     except (OSError, ValueError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
+    entries = [{name: value for name, value in entry.items() if name != "command"} for entry in stored.pop("jobs")]
+    return stored, [Job(**entry) for entry in entries]
 
 
-def write_record(folder: Path, record: dict[str, Any], jobs: Sequence[Job]) -> None:
-    """jobs.json in OUTPUT/submitted, the old one or the new one, never half of it."""
-    part = folder / ".jobs.json.part"
+def write_record(folder: Path, record: Record, jobs: Sequence[Job]) -> None:
+    """Write jobs.json into OUTPUT/submitted. Readers see the old file or the new one, never a part."""
+    temporary = folder / ".jobs.json.part"
     entries = [asdict(job) | {"command": job.command()} for job in jobs]
-    part.write_text(json.dumps(record | {"jobs": entries}, indent=1) + "\n")
-    part.replace(folder / "jobs.json")
+    temporary.write_text(json.dumps({**record, "jobs": entries}, indent=1) + "\n")
+    temporary.replace(folder / "jobs.json")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A YAML file of settings.
+    """Read a YAML file of settings.
 
     Raises:
-        LaunchError: it cannot be read or holds something else.
+        LaunchError: the file cannot be read, or does not hold a mapping.
     """
     try:
         settings = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     if not isinstance(settings or {}, dict):
-        raise LaunchError(f"{path} must hold `name: value` lines, not a {type(settings).__name__}")
+        raise LaunchError(f"{path} holds a {type(settings).__name__}. It must hold `name: value` lines")
     return settings or {}
 
 
-def frozen(config: Path, engine: Path, folder: Path) -> dict[str, str]:
-    """Name and text of each file that the jobs will read in OUTPUT/submitted, `folder`.
+def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
+    """Return the name and the text of each settings file that the jobs will read.
+
+    Args:
+        config: settings of pretrain/run.py.
+        engine: accelerate's file.
+        folder: OUTPUT/submitted, where the files will lie.
 
     Raises:
-        LaunchError: a file that they name is not there.
+        LaunchError: the engine file names a DeepSpeed file that does not exist.
     """
     texts = {"config.yaml": config.read_text(), "engine.yaml": engine.read_text()}
     settings = read_settings(engine)
     section = settings.get("deepspeed_config") or {}
-    named = section.get("deepspeed_config_file")
-    if named:  # settings in a second file
-        if not Path(named).is_file():
-            raise LaunchError(f"{engine} names {named}, which is not there: submit from the folder where it is")
-        texts["deepspeed.json"] = Path(named).read_text()
+    deepspeed = section.get("deepspeed_config_file")
+    if deepspeed:
+        if not Path(deepspeed).is_file():
+            raise LaunchError(f"{engine} names {deepspeed}, which does not exist. Submit from the folder that holds it")
+        texts["deepspeed.json"] = Path(deepspeed).read_text()
         settings["deepspeed_config"] = section | {"deepspeed_config_file": str(folder / "deepspeed.json")}
         texts["engine.yaml"] = yaml.safe_dump(settings, sort_keys=False)
     return texts
@@ -227,10 +261,10 @@ def frozen(config: Path, engine: Path, folder: Path) -> dict[str, str]:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """`folder`, empty; as it was before when the context ends by an error.
+    """Make `folder` empty for the block. Restore its previous contents if the block raises.
 
     Raises:
-        LaunchError: it cannot be made.
+        LaunchError: the folder cannot be made.
     """
     previous = folder.with_name(f".{folder.name}.previous")
     made = [parent for parent in folder.parents if not parent.exists()]
@@ -240,7 +274,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
             folder.rename(previous)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise LaunchError(f"cannot make {folder}: {error.strerror}; choose another --output") from error
+        raise LaunchError(f"cannot make {folder}: {error.strerror}. Choose another --output") from error
     try:
         yield folder
     except BaseException:

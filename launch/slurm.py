@@ -1,12 +1,13 @@
-"""Submit a pretraining run and its evaluations to SLURM, see how far they are, cancel them.
+"""Submit a pretraining run and its evaluations to SLURM, show their progress, and cancel them.
 
     python launch/slurm.py submit --config X.yaml --nodes 2 --gpus 8 [--after-pretraining probe,knn]
                                   [--every-checkpoint knn] [--dry_run] [-- FLAGS OF pretrain/run.py]
     python launch/slurm.py status OUTPUT
     python launch/slurm.py cancel OUTPUT
 
-OUTPUT/submitted/ keeps what was submitted, and the jobs read their settings from there: the settings file, the engine
-file, the jobs with their ids and whole command lines (jobs.json), and their logs.
+OUTPUT/submitted/ holds copies of the settings file and of the engine file, which the jobs read. It also holds the jobs
+with their ids and command lines (jobs.json) and their logs. An engine file is a file that accelerate takes as
+`--config_file`, such as those in configs/accelerate/.
 """
 
 import argparse
@@ -15,20 +16,21 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from followed import follow, status
 from jobs import (
     EVALUATIONS,
     LAUNCH,
     Job,
     LaunchError,
-    evaluation,
+    Record,
+    evaluation_job,
     fresh_folder,
-    frozen,
+    frozen_files,
     is_over,
-    log,
+    log_option,
     read_record,
     read_settings,
     release,
@@ -37,15 +39,16 @@ from jobs import (
     submit_chain,
     write_record,
 )
+from progress import follow, status
 
 CPUS_PER_GPU = 8
 DDP = LAUNCH.parent / "configs" / "accelerate" / "ddp.yaml"
-OF_THE_CHAIN = ("--config", "--output", "--resume")
-"""flags of pretrain/run.py that `submit` takes itself"""
+FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
+"""Flags of pretrain/run.py that `submit` takes before the separator `--`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the user has something to change."""
+    """Return the exit code: 0 on success, 2 if the user has to change something."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser().parse_args(arguments[:split])
@@ -61,164 +64,185 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(description="Pretraining and its evaluations as jobs of SLURM.", allow_abbrev=False)
+    """Return the parser of the command line."""
+    top = argparse.ArgumentParser(description="Run pretraining and its evaluations as SLURM jobs.", allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True)
-    new = commands.add_parser(
-        "submit",
-        help="fill and submit the scripts in launch/",
-        epilog="Flags of pretrain/run.py follow after --.",
-        allow_abbrev=False,
-    )
-    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings of pretrain/run.py")
-    new.add_argument("--output", type=Path, help="run folder; without it, a fresh one under runs/")
-    new.add_argument("--resume", action="store_true", help="continue the run in --output")
-    new.add_argument(
-        "--accelerate", type=Path, default=DDP, metavar="FILE", help="engine (configs/accelerate/ddp.yaml)"
-    )
-    new.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
-    new.add_argument("--gpus", type=int, default=1, help="GPUs of each node (1); 0 trains on CPUs")
-    new.add_argument("--processes", type=int, help="with --gpus 0: trainers on each node (1)")
-    new.add_argument("--cpus", type=int, help=f"CPUs of each node ({CPUS_PER_GPU} for each GPU)")
-    new.add_argument("--mem", help="memory of each node that pretrains, as 200G")
-    new.add_argument("--time", help="time limit of pretraining, as 24:00:00; evaluations have those of their scripts")
-    for name in ("partition", "account", "qos"):
-        new.add_argument(f"--{name}", help="of all jobs")
-    new.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTIONS",
-        help="more options of sbatch for all jobs: --sbatch='--constraint=a100 --reservation=x'",
-    )
-    names = ",".join(EVALUATIONS)
-    new.add_argument("--after-pretraining", default="", metavar=names, help="evaluate once pretraining succeeded")
-    new.add_argument("--every-checkpoint", default="", metavar=names, help="evaluate each checkpoint meanwhile")
-    new.add_argument("--evaluation-gpus", type=int, help="GPUs of an evaluation (1, or 0 with --gpus 0)")
-    for kind in EVALUATIONS:
-        new.add_argument(
-            f"--{kind}-flags", default="", metavar="FLAGS", help=f"of {kind}: --{kind}-flags='--workers 2'"
+    add_submit_options(
+        commands.add_parser(
+            "submit",
+            help="submit the scripts in launch/",
+            epilog="Flags of pretrain/run.py follow after --.",
+            allow_abbrev=False,
         )
-    new.add_argument("--dry_run", "--dry-run", action="store_true", help="show all that would be done, and stop")
+    )
     for name, meaning in (
-        ("status", "jobs, steps and results of a run"),
+        ("status", "show the jobs, the position and the results of a run"),
         ("cancel", "cancel all jobs of a run"),
-        ("follow", "evaluate the checkpoints that are not yet; the pretraining job does so by itself"),
+        ("follow", "submit the missing evaluations of checkpoints; the pretraining job does this by itself"),
     ):
         commands.add_parser(name, help=meaning).add_argument("output", type=Path, metavar="OUTPUT", help="run folder")
     return top
 
 
+def add_submit_options(new: argparse.ArgumentParser) -> None:
+    """Add the options of the command `submit`."""
+    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings of pretrain/run.py")
+    new.add_argument("--output", type=Path, help="run folder (default: a new folder under runs/)")
+    new.add_argument("--resume", action="store_true", help="continue the run in --output")
+    new.add_argument(
+        "--accelerate",
+        type=Path,
+        default=DDP,
+        metavar="FILE",
+        help="engine file (default: configs/accelerate/ddp.yaml)",
+    )
+    new.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
+    new.add_argument("--gpus", type=int, default=1, help="GPUs per node; 0 trains on CPUs (default: 1)")
+    new.add_argument("--processes", type=int, help="trainers per node with --gpus 0 (default: 1)")
+    new.add_argument("--cpus", type=int, help=f"CPUs per node (default: {CPUS_PER_GPU} per GPU)")
+    new.add_argument("--mem", help="memory per node of pretraining, such as 200G")
+    new.add_argument(
+        "--time", help="time limit of pretraining, such as 24:00:00; evaluations use their scripts' limits"
+    )
+    for name in ("partition", "account", "qos"):
+        new.add_argument(f"--{name}", help=f"{name} of all jobs")
+    new.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTIONS",
+        help="further options of sbatch for all jobs: --sbatch='--constraint=a100 --reservation=x'",
+    )
+    names = ",".join(EVALUATIONS)
+    new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations of the finished run")
+    new.add_argument("--every-checkpoint", default="", metavar=names, help="evaluations of each checkpoint")
+    new.add_argument("--evaluation-gpus", type=int, help="GPUs per evaluation (default: 1, or 0 with --gpus 0)")
+    for kind in EVALUATIONS:
+        new.add_argument(
+            f"--{kind}-flags", default="", metavar="FLAGS", help=f"flags of {kind}: --{kind}-flags='--workers 2'"
+        )
+    new.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
+
+
 def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
-    """Freeze the settings and submit the chain of jobs, or show what that would do.
+    """Copy the settings and submit all jobs of a run. With `--dry_run`, only print what would be done.
 
     Raises:
-        LaunchError: something is missing, the folder holds another run, there is no SLURM, or SLURM refuses.
+        LaunchError: an option is missing or wrong, the folder holds another run, SLURM is not installed, or SLURM
+            refuses a job.
     """
     settings = read_settings(options.config)
-    after, every = chosen(options.after_pretraining), chosen(options.every_checkpoint)
-    check(options, settings, flags)
-    fresh = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(options.output or settings.get("output") or fresh).expanduser().absolute()
+    after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
+    check_options(options, settings, flags)
+    default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = Path(options.output or settings.get("output") or default).expanduser().absolute()
     check_folder(output, options.resume)
-    record: dict[str, Any] = {"every_checkpoint": every, "options": evaluation_options(options), "flags": {}}
+    record: Record = {"every_checkpoint": every, "options": evaluation_options(options), "flags": {}}
     for kind in {*after, *every}:
         own = shlex.split(getattr(options, f"{kind}_flags"))
         record["flags"][kind] = evaluation_shards(options.config, settings, flags) + own
-    jobs = [pretraining(options, output, flags)]
-    jobs += [evaluation(kind, record["options"], record["flags"][kind], output) for kind in after]
+    jobs = [pretraining_job(options, output, flags)]
+    jobs += [evaluation_job(kind, record, output) for kind in after]
     if options.dry_run:
-        preview(options, output, jobs, record)
+        print_plan(options, output, jobs, record)
         return
     if shutil.which("sbatch") is None:
-        raise LaunchError(f"there is no SLURM here (no sbatch). Without it:\n\n{by_hand(options, output, flags)}")
+        raise LaunchError(f"SLURM is not installed here (no sbatch). Without it:\n\n{by_hand(options, output, flags)}")
     check_queue(output)
     with fresh_folder(output / "submitted") as folder:
-        for name, text in frozen(options.config, options.accelerate, folder).items():
+        for name, text in frozen_files(options.config, options.accelerate, folder).items():
             (folder / name).write_text(text)
-        write_record(folder, record, [])  # the first job looks for it
+        write_record(folder, record, [])  # the pretraining job reads this file
         submit_chain(jobs)
         try:
             write_record(folder, record, jobs)
             release(jobs)
-        except BaseException:  # jobs that nobody knows of must not stay
-            scancel([job.id for job in jobs if job.id])
+        except BaseException:  # without a record `cancel` could not find these jobs
+            scancel([job.id for job in jobs])
             raise
     for job in jobs:
         print(f"job {job.id}: {job.name}")
-    print(f"run folder: {output}\nhow it is: python launch/slurm.py status {shlex.quote(str(output))}")
+    print(f"run folder: {output}\nits progress: python launch/slurm.py status {shlex.quote(str(output))}")
 
 
-def chosen(text: str) -> list[str]:
-    """`probe,knn` as a list.
+def evaluation_names(text: str) -> list[str]:
+    """Split a list of evaluations such as `probe,knn`.
 
     Raises:
-        LaunchError: there is no such evaluation.
+        LaunchError: an evaluation does not exist.
     """
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in EVALUATIONS:
-            raise LaunchError(f"there is no evaluation '{name}': choose from {', '.join(EVALUATIONS)}")
+            raise LaunchError(f"there is no evaluation '{name}'. Choose from {', '.join(EVALUATIONS)}")
     return names
 
 
-def check(options: argparse.Namespace, settings: dict[str, Any], flags: list[str]) -> None:
-    """Raises LaunchError for what would only fail in the queue."""
-    for name in OF_THE_CHAIN:
+def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: list[str]) -> None:
+    """Find mistakes that would otherwise only show when the job runs.
+
+    Raises:
+        LaunchError: an option or a flag is missing, misplaced or out of range.
+    """
+    for name in FLAGS_OF_SUBMIT:
         if any(flag.partition("=")[0] == name for flag in flags):
-            raise LaunchError(f"give {name} before --, to `submit` itself")
+            raise LaunchError(f"{name} is an option of `submit`. Give {name} before --")
     if any(flag.partition("=")[0] == "--dry_run" for flag in flags):
-        raise LaunchError("give --dry_run before --; `python pretrain/run.py --dry_run` shows what a run needs, here")
-    if "data" not in settings and not values("data", flags):
-        raise LaunchError(f"{options.config} names no data: give `data: SHARDS` there, or `-- --data SHARDS` here")
+        raise LaunchError(
+            "--dry_run is an option of `submit`. Give --dry_run before --; to see what a run needs, call "
+            "`python pretrain/run.py --dry_run`"
+        )
+    if "data" not in settings and not flag_values("data", flags):
+        raise LaunchError(f"{options.config} names no data. Add `data: SHARDS` there, or give `-- --data SHARDS`")
     if not options.accelerate.is_file():
-        raise LaunchError(f"there is no engine file {options.accelerate}: see configs/accelerate/")
+        raise LaunchError(f"there is no engine file {options.accelerate}. See configs/accelerate/")
     for name, least in (("nodes", 1), ("gpus", 0), ("processes", 1), ("cpus", 1), ("evaluation_gpus", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
-            raise LaunchError(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+            raise LaunchError(f"--{name.replace('_', '-')} is {value}. It must be {least} or more")
     if options.processes and options.gpus:
-        raise LaunchError("--processes is for nodes without GPUs (--gpus 0): each GPU has one trainer")
+        raise LaunchError("--processes is only for nodes without GPUs (--gpus 0). Each GPU has one trainer; remove it")
 
 
 def check_folder(output: Path, resume: bool) -> None:
-    """Raises LaunchError where another run would be in the way."""
-    held = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
-    if held and not resume:
-        raise LaunchError(f"{output} holds another run: continue it with --resume, or choose another --output")
+    """Raise `LaunchError` if a new run would overwrite another run."""
+    occupied = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
+    if occupied and not resume:
+        raise LaunchError(f"{output} holds another run. Continue that run with --resume, or choose another --output")
 
 
 def check_queue(output: Path) -> None:
-    """Raises LaunchError where jobs of the same folder are still in the queue."""
+    """Raise `LaunchError` if jobs of the run folder are still in the queue."""
     if (output / "submitted" / "jobs.json").exists():
-        known = states([job["id"] for job in read_record(output)["jobs"]])
+        _, jobs = read_record(output)
+        known = states([job.id for job in jobs])
         active = [f"{number} {state}" for number, state in known.items() if not is_over(state)]
         if active:
             raise LaunchError(
-                f"{output} has jobs in the queue ({', '.join(active)}): wait for them, or end them with `cancel`"
+                f"{output} has jobs in the queue ({', '.join(active)}). Wait until they end, or end them with `cancel`"
             )
 
 
-def values(name: str, flags: Sequence[str]) -> list[str]:
-    """What flags say of a setting, in either form: `--name value` or `--name=value`."""
+def flag_values(name: str, flags: Sequence[str]) -> list[str]:
+    """Return the values of a flag, given as `--name value` or `--name=value`."""
     found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}=")]
-    return found + [flags[place + 1] for place, flag in enumerate(flags[:-1]) if flag == f"--{name}"]
+    return found + [value for flag, value in pairwise(flags) if flag == f"--{name}"]
 
 
 def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str]) -> list[str]:
-    """`--train SHARDS --val SHARDS` from the flags or else the file.
+    """Return `--train SHARDS --val SHARDS` from the flags, or else from the settings file.
 
     Raises:
-        LaunchError: they are not named; the data of pretraining need not have the labels that evaluations need.
+        LaunchError: the shards are not named. The pretraining shards are no substitute: they may have no labels.
     """
     section = settings.get("evaluation")
     arguments = []
     for name in ("train", "val"):
-        shards = values(f"evaluation.{name}", flags) or (section.get(name) if isinstance(section, dict) else None)
+        shards = flag_values(f"evaluation.{name}", flags) or (section.get(name) if isinstance(section, dict) else None)
         if not shards:
             raise LaunchError(
-                f"an evaluation needs labelled shards: give `evaluation: {{train: SHARDS, val: SHARDS}}` in {config}, "
-                "or `-- --evaluation.train SHARDS --evaluation.val SHARDS` here"
+                f"an evaluation needs labelled shards. Add `evaluation: {{train: SHARDS, val: SHARDS}}` to {config}, "
+                "or give `-- --evaluation.train SHARDS --evaluation.val SHARDS`"
             )
         for pattern in [shards] if isinstance(shards, str) else shards:
             arguments += [f"--{name}", str(pattern)]
@@ -226,19 +250,23 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
 
 
 def common_options(options: argparse.Namespace) -> list[str]:
-    """Options of sbatch that all jobs share."""
+    """Return the options of sbatch that all jobs share."""
     given = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(options, name))]
     return given + [word for text in options.sbatch for word in shlex.split(text)]
 
 
-def pretraining(options: argparse.Namespace, output: Path, flags: list[str]) -> Job:
-    """The job that pretrains."""
+def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str]) -> Job:
+    """Return the pretraining job."""
     submitted = output / "submitted"
     cpus = options.cpus or CPUS_PER_GPU * max(options.gpus, 1)
-    wanted = [f"--job-name={output.name}", log(submitted, "pretrain"), f"--nodes={options.nodes}"]
-    wanted += [f"--cpus-per-task={cpus}", *[f"--gpus-per-node={options.gpus}"] * bool(options.gpus)]
+    wanted = [f"--job-name={output.name}", log_option(submitted, "pretrain"), f"--nodes={options.nodes}"]
+    wanted += [f"--cpus-per-task={cpus}"]
+    if options.gpus:
+        wanted += [f"--gpus-per-node={options.gpus}"]
     wanted += [f"--{name}={value}" for name in ("mem", "time") if (value := getattr(options, name))]
-    own = ["--config", str(submitted / "config.yaml"), "--output", str(output), *["--resume"] * options.resume]
+    own = ["--config", str(submitted / "config.yaml"), "--output", str(output)]
+    if options.resume:
+        own += ["--resume"]
     environment = {"TESSERA_ENGINE": str(submitted / "engine.yaml")}
     if options.processes:
         environment["TESSERA_PROCESSES_PER_NODE"] = str(options.processes)
@@ -246,50 +274,59 @@ def pretraining(options: argparse.Namespace, output: Path, flags: list[str]) -> 
 
 
 def evaluation_options(options: argparse.Namespace) -> list[str]:
-    """Options of sbatch for an evaluation: one node, and of its CPUs the share of its GPUs."""
+    """Return the options of sbatch for an evaluation on one node, with CPUs in proportion to its GPUs."""
     gpus = min(options.gpus, 1) if options.evaluation_gpus is None else options.evaluation_gpus
     cpus = CPUS_PER_GPU * max(gpus, 1)
     if options.cpus:
         cpus = max(options.cpus * max(gpus, 1) // max(options.gpus, 1), 1)
-    return [f"--cpus-per-task={cpus}", *[f"--gpus-per-node={gpus}"] * bool(gpus), *common_options(options)]
+    wanted = [f"--cpus-per-task={cpus}"]
+    if gpus:
+        wanted += [f"--gpus-per-node={gpus}"]
+    return wanted + common_options(options)
 
 
-def preview(options: argparse.Namespace, output: Path, jobs: list[Job], record: dict[str, Any]) -> None:
-    """Print what `submit` would do, as lines for a shell."""
+def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], record: Record) -> None:
+    """Print shell lines that do the work of `submit`."""
     folder = output / "submitted"
     print(f"# the settings that the jobs will read\nmkdir -p {shlex.quote(str(folder))}")
-    for name, text in frozen(options.config, options.accelerate, folder).items():
+    for name, text in frozen_files(options.config, options.accelerate, folder).items():
         print(f"cat > {shlex.quote(str(folder / name))} <<'END OF FILE'\n{text.rstrip()}\nEND OF FILE")
     print("# the jobs")
-    hold = len(jobs) > 1  # nothing starts before all are there
+    hold = len(jobs) > 1  # the first job must not start before the others exist
     for job in jobs:
-        print(f"{job.name}=$({job.shown(hold=hold and job.after is None)})")
+        print(f"{job.name}=$({job.shell_line(hold=hold and job.after is None)})")
     if hold:
         print('scontrol release "$pretrain"')
     for kind in record["every_checkpoint"]:
-        print("# and of each checkpoint, by the pretraining job:")
-        print(f"#     {evaluation(kind, record['options'], record['flags'][kind], output, 'step-XXXXXXXX').shown()}")
+        print("# the pretraining job submits for each checkpoint:")
+        print(f"#     {evaluation_job(kind, record, output, 'step-XXXXXXXX').shell_line()}")
 
 
 def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
-    """What starts the same pretraining without SLURM."""
+    """Return the command that starts the pretraining without SLURM."""
     trainers = options.nodes * (options.gpus or options.processes or 1)
     words = ["accelerate", "launch", "--config_file", str(options.accelerate), "--num_processes", str(trainers)]
-    before = ""
+    heading = ""
     if options.nodes > 1:
-        before = f"on each node, with its RANK from 0 to {options.nodes - 1} and the name of the first as FIRST_NODE:\n"
+        heading = (
+            f"Run this on each node. Replace RANK by the node's number, 0 to {options.nodes - 1}. "
+            "Replace FIRST_NODE by the name of node 0.\n"
+        )
         words += ["--num_machines", str(options.nodes), "--machine_rank", "RANK"]
         words += ["--main_process_ip", "FIRST_NODE", "--main_process_port", "29500"]
         words += ["--deepspeed_multinode_launcher", "standard"]
     words += [str(LAUNCH.parent / "pretrain" / "run.py"), "--config", str(options.config), "--output", str(output)]
-    return before + shlex.join([*words, *["--resume"] * options.resume, *flags])
+    if options.resume:
+        words += ["--resume"]
+    return heading + shlex.join([*words, *flags])
 
 
 def cancel(output: Path) -> None:
     """Cancel all jobs of a run."""
     cancelled: list[str] = []
-    for _ in range(2):  # until it ends the pretraining job submits others
-        known = states([job["id"] for job in read_record(output)["jobs"]])
+    for _ in range(2):  # the pretraining job may have submitted evaluations before it ended
+        _, jobs = read_record(output)
+        known = states([job.id for job in jobs])
         active = [number for number, state in known.items() if not is_over(state) and number not in cancelled]
         scancel(active)
         cancelled += active

@@ -34,11 +34,14 @@ def test_shards_that_can_be_read(tars: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ("b-{0..4}.tar", "cannot read {0}/b-0.tar: No such file or directory (and 4 more of 5)"),
-        ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory"),
-        ("b-*.tar", "no shard matches {0}/b-*.tar"),
-        ("empty.tar", "cannot read {0}/empty.tar: it is empty"),
-        ("folder.tar", "cannot read {0}/folder.tar: Is a directory"),
+        (
+            "b-{0..4}.tar",
+            "cannot read {0}/b-0.tar: No such file or directory (and 4 more of 5). Check that this node sees its disk",
+        ),
+        ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory. Check that this node sees its disk"),
+        ("b-*.tar", "no shard matches {0}/b-*.tar. Check the pattern, and that this node sees its disk"),
+        ("empty.tar", "cannot read {0}/empty.tar: the file is empty. Check that this node sees its disk"),
+        ("folder.tar", "cannot read {0}/folder.tar: Is a directory. Check that this node sees its disk"),
     ],
 )
 def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
@@ -75,19 +78,19 @@ def test_shards_of_an_evaluation() -> None:
 
 def test_settings_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_node.main(["--", "--config", str(tmp_path / "none.yaml")]) == 2
-    assert "cannot tell which shards to read" in capsys.readouterr().err
+    assert "cannot tell which shards the job reads" in capsys.readouterr().err
 
 
 def test_a_url_is_left_to_the_loader() -> None:
-    assert list(check_node.shards(["--data", "https://host/a-{0..3}.tar"])) == []
+    assert list(check_node.check_shards(["--data", "https://host/a-{0..3}.tar"])) == []
 
 
 def test_of_many_shards_some_are_opened() -> None:
     names = [str(number) for number in range(10_000)]
-    chosen = check_node.spread(names)
-    assert len(set(chosen)) == check_node.MOST_READ
+    chosen = check_node.sample(names)
+    assert len(set(chosen)) == check_node.MAX_OPENED
     assert (chosen[0], chosen[-1]) == ("0", "9999")
-    assert check_node.spread(names[:5]) == names[:5]
+    assert check_node.sample(names[:5]) == names[:5]
 
 
 def test_a_disk_that_is_not_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,24 +106,24 @@ def test_a_file_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytes
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    (problem,) = check_node.folder(tmp_path / "absent", tmp_path)
+    (problem,) = check_node.check_folder(tmp_path / "absent", tmp_path)
     assert "--output must lie on a disk that all nodes share" in problem
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (problem,) = check_node.folder(None, tmp_path / "absent")
-    assert problem == f"cannot write to {tmp_path / 'absent'}: No such file or directory; choose another --output"
+    (problem,) = check_node.check_folder(None, tmp_path / "absent")
+    assert problem == f"cannot write to {tmp_path / 'absent'}: No such file or directory. Choose another --output"
 
 
 def test_space_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_node.shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000_000))
-    assert list(check_node.folder(None, tmp_path)) == []
+    assert list(check_node.check_folder(None, tmp_path)) == []
     step = tmp_path / "checkpoints" / "step-00000010"
     step.mkdir(parents=True)
     (step.parent / "latest").symlink_to(step.name)
     with (step / "weights").open("wb") as file:
         file.truncate(3_000_000_000)  # a hole: takes no space
-    (problem,) = check_node.folder(None, tmp_path)
+    (problem,) = check_node.check_folder(None, tmp_path)
     assert "2.00 GB free, and a checkpoint needs 3.00 GB" in problem
 
 
@@ -143,9 +146,9 @@ def test_gpus_that_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch, "ones", ones)
-    second, third = check_node.gpus(3)
-    assert "GPU 1 does not compute: CUDA error: uncorrectable ECC error encountered;" in second
-    assert "GPU 2 does not compute: 256 x 256 ones times themselves sum to" in third
+    second, third = check_node.check_gpus(3)
+    assert "GPU 1 does not compute: CUDA error: uncorrectable ECC error encountered." in second
+    assert "GPU 2 does not compute: the sum of the product of two 256 x 256 matrices of ones is" in third
 
 
 def test_software_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,4 +163,4 @@ def test_software_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_gpus_that_compute() -> None:
-    assert list(check_node.gpus(torch.cuda.device_count())) == []
+    assert list(check_node.check_gpus(torch.cuda.device_count())) == []

@@ -189,7 +189,7 @@ def test_a_refused_requeue_is_said(script: Callable[[str], Script]) -> None:
     done = pretrain.run("--output", "run", SAVES="run")
     assert done.returncode == 75
     assert "Requeue is disabled" in done.stderr
-    assert "--resume continues" in done.stderr
+    assert "Continue with --output run --resume" in done.stderr
 
 
 def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:

@@ -204,18 +204,18 @@ def test_without_slurm_the_same_command_is_named(slurm: Slurm) -> None:
 @pytest.mark.parametrize(
     ("settings", "arguments", "said"),
     [
-        ("steps: 3", [], "names no data: give `data: SHARDS` there"),
+        ("steps: 3", [], "names no data. Add `data: SHARDS` there"),
         ("data: d.tar", ["--after-pretraining", "knn"], "an evaluation needs labelled shards"),
         ("data: d.tar\nevaluation: {val: v.tar}", ["--every-checkpoint", "probe"], "an evaluation needs labelled"),
-        ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk': choose from knn, probe"),
-        ("- a\n- b", [], "must hold `name: value` lines"),
+        ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk'. Choose from knn, probe"),
+        ("- a\n- b", [], "It must hold `name: value` lines"),
         ("data: [", [], "cannot read x.yaml"),
         ("data: d.tar", ["--accelerate", "zero9.yaml"], "there is no engine file zero9.yaml"),
-        ("data: d.tar", ["--nodes", "0"], "--nodes must be 1 or more"),
-        ("data: d.tar", ["--gpus", "2", "--processes", "2"], "--processes is for nodes without GPUs"),
-        ("data: d.tar", ["--", "--output=elsewhere"], "give --output before --"),
-        ("data: d.tar", ["--", "--resume"], "give --resume before --"),
-        ("data: d.tar", ["--", "--dry_run"], "give --dry_run before --"),
+        ("data: d.tar", ["--nodes", "0"], "--nodes is 0. It must be 1 or more"),
+        ("data: d.tar", ["--gpus", "2", "--processes", "2"], "--processes is only for nodes without GPUs"),
+        ("data: d.tar", ["--", "--output=elsewhere"], "Give --output before --"),
+        ("data: d.tar", ["--", "--resume"], "Give --resume before --"),
+        ("data: d.tar", ["--", "--dry_run"], "Give --dry_run before --"),
     ],
 )
 def test_what_would_fail_in_the_queue_is_said(slurm: Slurm, settings: str, arguments: list[str], said: str) -> None:
@@ -366,5 +366,5 @@ def test_launch_stands_alone() -> None:
     """Whoever submits jobs needs no torch, and the scripts start whatever project is installed."""
     for path in (ROOT / "launch").glob("*.py"):
         assert not imported(path) & {"encoders", "data", "evaluation", "pretrain"}, path
-    for name in ("slurm.py", "jobs.py", "followed.py"):
-        assert imported(ROOT / "launch" / name) <= sys.stdlib_module_names | {"yaml", "jobs", "followed"}
+    for name in ("slurm.py", "jobs.py", "progress.py"):
+        assert imported(ROOT / "launch" / name) <= sys.stdlib_module_names | {"yaml", "jobs", "progress"}

@@ -1,0 +1,132 @@
+"""Progress of a run: its position, its jobs and results, and the checkpoints that still have to be evaluated."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jobs import EVALUATIONS, evaluation_job, read_record, read_settings, states, submit, write_record
+
+ENCODER_FILES = ("encoder.json", "encoder.safetensors")
+
+
+def follow(output: Path) -> None:
+    """Submit the missing evaluations of all complete checkpoints, one job per checkpoint and evaluation.
+
+    The encoder of each checkpoint is kept in OUTPUT/evaluation/step-..., because pretraining may remove the checkpoint
+    before its evaluation starts. The encoder is removed once all its results exist. Only one process may call this
+    function at a time; it may call the function again at any moment.
+
+    Raises:
+        LaunchError: SLURM refuses a job. The next call submits that job again.
+    """
+    record, jobs = read_record(output)
+    kinds = record["every_checkpoint"]
+    if not kinds:
+        return
+    for kept in (output / "evaluation").glob("step-*"):
+        if _evaluated(kept, kinds):
+            for name in ENCODER_FILES:
+                (kept / name).unlink(missing_ok=True)
+    checkpoints = sorted((output / "checkpoints").glob("step-*"))
+    steps = [checkpoint.name for checkpoint in checkpoints if _keep_encoder(checkpoint, output, kinds)]
+    known = {job.name for job in jobs}
+    for step in steps:
+        for kind in kinds:
+            job = evaluation_job(kind, record, output, step)
+            if job.name not in known:
+                submit(job)
+                jobs.append(job)
+                write_record(output / "submitted", record, jobs)
+                print(f"job {job.id}: {job.name}")
+
+
+def _evaluated(kept: Path, kinds: list[str]) -> bool:
+    return all((kept / f"{EVALUATIONS[kind]}.json").exists() for kind in kinds)
+
+
+def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
+    """Link a checkpoint's encoder into OUTPUT/evaluation. Return False if there is nothing to evaluate."""
+    kept = output / "evaluation" / checkpoint.name
+    if _evaluated(kept, kinds):
+        return False
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in ENCODER_FILES:
+        if not (kept / name).exists():
+            try:
+                _link(checkpoint / name, kept / name)
+            except FileNotFoundError:  # pretraining has removed this checkpoint
+                return False
+    return True
+
+
+def _link(file: Path, name: Path) -> None:
+    """Make a hard link to a file, or copy the file if the disk has no hard links."""
+    try:
+        os.link(file, name)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        temporary = name.with_name(f".{name.name}.part")
+        shutil.copyfile(file, temporary)
+        temporary.replace(name)
+
+
+def status(output: Path) -> None:
+    """Print the position of a run, the states of its jobs and its results.
+
+    Raises:
+        LaunchError: the run has no jobs, or SLURM does not answer.
+    """
+    _, jobs = read_record(output)
+    known = states([job.id for job in jobs])
+    print(f"{output}: {_position(output)}\n")
+    _print_table([["job", "what", "state"], *([job.id, job.name, known[job.id]] for job in jobs)])
+    rows = _results(output)
+    print()
+    if rows:
+        _print_table([["result", "top-1"], *rows])
+    else:
+        print("no results yet")
+
+
+def _position(output: Path) -> str:
+    """Return a phrase with the last recorded step, the number of steps and the newest checkpoint."""
+    settings = read_settings(output / "config.yaml") if (output / "config.yaml").exists() else {}
+    checkpoints = sorted(folder.name for folder in (output / "checkpoints").glob("step-*"))
+    recorded = _last_record(output / "metrics.jsonl").get("step", 0)
+    parts = [f"step {recorded} of {settings['steps']}" if "steps" in settings else "not begun"]
+    if checkpoints:
+        parts.append(f"newest checkpoint {checkpoints[-1]}")
+    if (output / "encoder.safetensors").exists():
+        parts.append("finished")
+    return ", ".join(parts)
+
+
+def _last_record(path: Path) -> dict[str, Any]:
+    """Return the last complete line of metrics.jsonl. A killed run may leave a partial line after it."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in reversed(lines):
+        try:
+            return json.loads(line)
+        except ValueError:
+            continue
+    return {}
+
+
+def _results(output: Path) -> list[list[str]]:
+    """Return the name and the accuracy of each evaluation. Evaluations of checkpoints come first."""
+    rows = []
+    for path in sorted((output / "evaluation").rglob("*.json"), key=lambda path: (len(path.parts) * -1, path)):
+        result = json.loads(path.read_text())
+        if "top1" in result:
+            rows.append([str(path.relative_to(output / "evaluation").with_suffix("")), f"{100 * result['top1']:.2f} %"])
+    return rows
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    """Print rows with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
