@@ -29,7 +29,7 @@ MAX_OPENED = 64
 """Largest number of shards that a node opens. More would make many nodes wait for one disk."""
 MIN_FREE_BYTES = 1e9
 """Least free space for a run whose checkpoint size is not known yet."""
-PACKAGES = ("torch", "accelerate", "encoders", "data", "evaluation", "pretrain")
+PACKAGES = ("torch", "accelerate", "runtime", "encoders", "data", "evaluation", "pretrain")
 
 
 def main(argv: list[str] | None = None) -> int:

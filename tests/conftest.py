@@ -1,4 +1,4 @@
-"""What tests of several folders need."""
+"""Fixtures for tests of several folders, and the three suites: fast, default and slow."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -8,10 +8,52 @@ import pytest
 
 from tests.launched import ROOT, Launched
 
+SUITES = {
+    "fast": ("fast_suite", "run only the fast tests: neither those marked `processes` nor those marked `slow`"),
+    "slow": ("slow_suite", "run only the tests marked `slow`, which a plain `pytest` leaves out"),
+    "all": ("all_suites", "run all tests"),
+}
+LEFT_OUT = pytest.StashKey[int]()
+"""Number of tests that the chosen suite does not contain."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("suites", "suites (default: all tests that are not marked `slow`)")
+    for name, (destination, meaning) in SUITES.items():
+        group.addoption(f"--{name}", dest=destination, action="store_true", help=meaning)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the chosen suite. Tests that are named one by one (FILE::TEST) always run."""
+    if config.option.all_suites or config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    if config.option.slow_suite:
+        unwanted = [item for item in items if not item.get_closest_marker("slow")]
+    elif config.option.fast_suite:
+        unwanted = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("processes")]
+    else:
+        unwanted = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=unwanted)
+    config.stash[LEFT_OUT] = len(unwanted)
+    kept = set(items).difference(unwanted)
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many tests were left out, and how to run them."""
+    count = config.stash.get(LEFT_OUT, 0)
+    if not count or config.option.slow_suite:
+        return
+    if config.option.fast_suite:
+        terminalreporter.write_line(f"{count} tests that take longer were left out: `pytest --all` runs everything")
+    else:
+        terminalreporter.write_line(f"{count} slow tests were left out: `pytest --slow` runs them")
+
 
 @pytest.fixture
 def free_port() -> int:
-    """A port nobody listens on."""
+    """TCP port that no process listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -19,8 +61,11 @@ def free_port() -> int:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start a run: `launch(["--output", ...], processes=2, engine="zero2")`, the engine being a file of
-    configs/accelerate/; `wrapped` by launch/accelerate_launch.py. What still runs at the end of the test is killed."""
+    """Start a run, for example `launch(["--output", ...], processes=2, engine="zero2")`.
+
+    `engine` names a file of configs/accelerate/. With `wrapped`, launch/accelerate_launch.py starts the run. Processes
+    that still run at the end of the test are killed.
+    """
     started: list[Launched] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""Runs of the real command, small enough for a test."""
+"""Runs of the real command that are small enough for a test."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# the embedded digits, an encoder of two narrow blocks, seconds for a dozen steps
+# the embedded digits and an encoder of two narrow blocks: a dozen steps take seconds
 TINY = [
     "--method", "dino", "--steps", "12", "--batch_size", "16", "--record_every", "1", "--checkpoint_every", "4",
     "--workers", "1", "--encoder.depth", "2", "--encoder.dim", "24", "--encoder.heads", "2", "--dino.hidden_dim", "32",
@@ -19,7 +19,17 @@ TINY = [
 
 
 class Launched:
-    """A running `accelerate launch pretrain/run.py`, or our launcher's, in a process group of its own."""
+    """A running `accelerate launch pretrain/run.py`, in a process group of its own.
+
+    Args:
+        arguments: flags of the script.
+        processes: number of trainers.
+        engine: stem of a file in configs/accelerate/, if any.
+        log: file for the output of all processes.
+        environment: environment variables to add.
+        script: Python file to run.
+        wrapped: use launch/accelerate_launch.py instead of `accelerate launch`.
+    """
 
     def __init__(
         self,
@@ -49,19 +59,22 @@ class Launched:
             )  # fmt: skip
 
     def wait(self, timeout: float = 240) -> str:
-        """What it printed, once it ended."""
+        """Wait for the end and return the output."""
         self.process.wait(timeout)
         return self.log.read_text()
 
     def kill(self) -> None:
-        """SIGKILL to the launcher, the trainers and their loaders' workers at once."""
+        """Kill the launcher, the trainers and their loader workers."""
         if self.process.poll() is None:
-            for group in {self.process.pid, *map(os.getpgid, self.children())}:  # each of several trainers has its own
+            for group in {
+                self.process.pid,
+                *map(os.getpgid, self.children()),
+            }:  # each of several trainers has its own
                 os.killpg(group, signal.SIGKILL)
         self.process.wait(60)
 
     def children(self) -> list[int]:
-        """Of the launcher of several processes: the trainers, by rank. Our launcher of one process becomes it."""
+        """Return the child processes of the launcher: the trainers, in rank order, if there are several."""
         return [
             int(child)
             for thread in Path(f"/proc/{self.process.pid}/task").glob("*/children")
@@ -69,6 +82,7 @@ class Launched:
         ]
 
     def wait_for(self, condition: Callable[[], object], timeout: float = 120) -> None:
+        """Wait until the condition holds. Fail if the run ends or the time is over before."""
         end = time.monotonic() + timeout
         while not condition():
             assert self.process.poll() is None, self.log.read_text()
@@ -77,9 +91,10 @@ class Launched:
 
 
 def timeless(output: Path) -> list[dict]:
-    """The records, but for what depends on the machine's speed."""
+    """Return the records without the values that depend on the machine's speed."""
     return [{k: v for k, v in r.items() if k not in ("images_per_second", "data_wait")} for r in records(output)]
 
 
 def records(output: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

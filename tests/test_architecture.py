@@ -1,4 +1,4 @@
-"""The folders import only from their left: runtime <- encoders <- data <- evaluation <- pretrain."""
+"""Import order of the folders: runtime <- encoders <- data <- evaluation <- pretrain, each only from its left."""
 
 import ast
 import sys
@@ -12,7 +12,7 @@ OUTSIDE_OF_ENCODERS = {"torch", "einops", "safetensors"}
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level names of everything that a file imports, also inside functions."""
+    """Return the top-level names of all imports of a file, including those inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -29,13 +29,22 @@ def test_imports_point_left(folder: str) -> None:
     files = list((ROOT / folder).rglob("*.py"))
     assert files
     for path in files:
-        assert not imported(path) & right, f"{path} imports from its right"
+        assert not imported(path) & right, f"{path} imports a folder to its right"
 
 
 def test_encoders_need_little() -> None:
     allowed = OUTSIDE_OF_ENCODERS | {"encoders", "runtime"} | sys.stdlib_module_names
     for path in (ROOT / "encoders").rglob("*.py"):
         assert imported(path) <= allowed, path
+
+
+def test_launch_stands_alone() -> None:
+    """Submitting jobs needs no torch. The scripts start any project that is installed."""
+    for path in (ROOT / "launch").glob("*.py"):
+        assert not imported(path) & set(ORDER), path
+    for name in ("slurm", "jobs", "progress"):
+        allowed = sys.stdlib_module_names | {"yaml", "jobs", "progress"}
+        assert imported(ROOT / "launch" / f"{name}.py") <= allowed, name
 
 
 def test_scripts_hide_no_module() -> None:

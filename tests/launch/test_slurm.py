@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tests.launch.conftest import HARD, ROOT, StandIns
-from tests.test_architecture import imported
 
 SETTINGS = "method: mae  # a comment\ndata: shards-{0..3}.tar\nevaluation: {train: [a.tar, b.tar], val: v.tar}\n"
 
@@ -360,11 +359,3 @@ def test_a_folder_without_jobs(slurm: Slurm, command: str) -> None:
     done = slurm.run(command, "nowhere")
     assert done.returncode == 2
     assert "nowhere has no jobs" in done.stderr
-
-
-def test_launch_stands_alone() -> None:
-    """Whoever submits jobs needs no torch, and the scripts start whatever project is installed."""
-    for path in (ROOT / "launch").glob("*.py"):
-        assert not imported(path) & {"encoders", "data", "evaluation", "pretrain"}, path
-    for name in ("slurm.py", "jobs.py", "progress.py"):
-        assert imported(ROOT / "launch" / name) <= sys.stdlib_module_names | {"yaml", "jobs", "progress"}
