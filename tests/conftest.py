@@ -1,5 +1,6 @@
 """Fixtures for tests of several folders, and the three suites: fast, default and slow."""
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ROOT, Launched
+
+# Before torch is imported: the models of the tests are so small that two threads take twice the CPU time of one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SUITES = {
     "fast": ("fast_suite", "run only the fast tests: neither those marked `processes` nor those marked `slow`"),
@@ -63,8 +67,7 @@ def free_port() -> int:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start a run, for example `launch(["--output", ...], processes=2, engine="zero2")`.
 
-    `engine` names a file of configs/accelerate/. With `wrapped`, launch/accelerate_launch.py starts the run. Processes
-    that still run at the end of the test are killed.
+    The arguments are those of `Launched`. Processes that still run at the end of the test are killed.
     """
     started: list[Launched] = []
 
@@ -74,10 +77,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         script: Path = ROOT / "pretrain" / "run.py",
         engine: str | None = None,
         wrapped: bool = False,
+        direct: bool = True,
         **environment: str,
     ) -> Launched:
         log = tmp_path / f"log-{len(started)}.txt"
-        started.append(Launched(arguments, processes, engine, log, environment, script, wrapped))
+        started.append(Launched(arguments, processes, engine, log, environment, script, wrapped, direct))
         return started[-1]
 
     yield start

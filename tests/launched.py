@@ -19,7 +19,10 @@ TINY = [
 
 
 class Launched:
-    """A running `accelerate launch pretrain/run.py`, in a process group of its own.
+    """A running pretrain/run.py or another script, in a process group of its own.
+
+    One process without an engine is started by `python SCRIPT`, as in docs/cluster.md. `accelerate launch` would take
+    seconds more.
 
     Args:
         arguments: flags of the script.
@@ -28,7 +31,8 @@ class Launched:
         log: file for the output of all processes.
         environment: environment variables to add.
         script: Python file to run.
-        wrapped: use launch/accelerate_launch.py instead of `accelerate launch`.
+        wrapped: start with launch/accelerate_launch.py instead of `accelerate launch`.
+        direct: False starts also one process with `accelerate launch`.
     """
 
     def __init__(
@@ -40,20 +44,23 @@ class Launched:
         environment: dict[str, str],
         script: Path,
         wrapped: bool,
+        direct: bool = True,
     ) -> None:
-        ours = [str(ROOT / "launch" / "accelerate_launch.py")]
-        launcher = [sys.executable, *(ours if wrapped else ["-m", "accelerate.commands.launch"])]
-        launcher += ["--num_processes", str(processes)]
+        command = [sys.executable]
+        if wrapped or engine or processes > 1 or not direct:
+            own = [str(ROOT / "launch" / "accelerate_launch.py")]
+            command += [*(own if wrapped else ["-m", "accelerate.commands.launch"]), "--num_processes", str(processes)]
+            command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         if engine:
-            launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
+            command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
         elif processes > 1:
-            launcher += ["--multi_gpu"]
-        launcher += ["--main_process_port", "0"] if engine or processes > 1 else []
-        launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+            command += ["--multi_gpu"]
+        if engine or processes > 1:
+            command += ["--main_process_port", "0"]
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*launcher, str(script), *arguments],
+                [*command, str(script), *arguments],
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
             )  # fmt: skip

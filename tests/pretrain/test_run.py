@@ -66,7 +66,7 @@ def test_one_process_equals_two_and_accumulation(launch, tmp_path: Path) -> None
 
 def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    log = launch([*TINY, "--output", str(output), "--evaluate_every", "6", "--optim.lr", "4e-3"]).wait()
+    log = launch([*TINY, "--output", str(output), "--evaluate_every", "6", "--optim.lr", "4e-3"], direct=False).wait()
     names = {p.name for p in output.iterdir()}
     expected = "checkpoints config.yaml encoder.json encoder.safetensors metrics.jsonl pictures tensorboard"
     assert names >= set(expected.split())
