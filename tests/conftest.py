@@ -13,7 +13,7 @@ from tests.launched import ROOT, Launched
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SUITES = {
-    "fast": ("fast_suite", "run only the fast tests: neither those marked `processes` nor those marked `slow`"),
+    "fast": ("fast_suite", "run only the fast tests: neither those marked `medium` nor those marked `slow`"),
     "slow": ("slow_suite", "run only the tests marked `slow`, which a plain `pytest` leaves out"),
     "all": ("all_suites", "run all tests"),
 }
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.slow_suite:
         unwanted = [item for item in items if not item.get_closest_marker("slow")]
     elif config.option.fast_suite:
-        unwanted = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("processes")]
+        unwanted = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("medium")]
     else:
         unwanted = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=unwanted)

@@ -344,6 +344,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.medium
 def test_nothing_in_a_tar_runs_or_leaves_it_or_takes_the_memory(tmp_path, write_tar, png):
     outside = tmp_path / "outside"
     members = [

@@ -206,6 +206,7 @@ def both_ways(file: bytes, drawn: Drawn, monkeypatch) -> tuple[torch.Tensor, tor
     return views[0], views[1], seen[:1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("height", "width"), [(960, 1280), (955, 1277), (1283, 961), (964, 1284)])
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 @pytest.mark.parametrize("crop", [32, 64, 128])

@@ -64,6 +64,7 @@ def epochs_are_whole(run, images):
         assert sum(map(len, steps)) == images
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("number", SHARDS)
 def test_any_processes_and_workers_and_any_stops_give_the_same_run(write_shards, number):
     shards = write_shards(SHARDS[number])

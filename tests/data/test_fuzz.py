@@ -15,6 +15,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_a_thousand_cases():
     assert fuzz.fuzz(1000, first_seed=7) == 1000
 

@@ -177,6 +177,7 @@ class Broken(Small):
         raise KeyError("this transform is wrong")
 
 
+@pytest.mark.medium
 def test_other_errors_of_a_worker_keep_their_traceback(write_shards):
     config = LoaderConfig(crops="workers")
     batches = training_batches(write_shards([8]), Broken(), batch_size=2, seed=0, steps=2, workers=1, config=config)
@@ -204,6 +205,7 @@ def test_the_global_random_state_is_left_alone(write_shards):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.medium
 def test_the_stream_can_be_sent_to_a_fresh_process(write_shards):
     batches = training_batches(write_shards([20]), Small(), batch_size=4, seed=0, steps=5)
     sent = pickle.loads(pickle.dumps(batches.stream))

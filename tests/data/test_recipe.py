@@ -92,6 +92,7 @@ def test_what_is_drawn_is_the_recipe():
     assert {name: p for name, p in found.items() if p < LIMIT} == {}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "operation"),
     [

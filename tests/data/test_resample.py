@@ -64,6 +64,7 @@ def one_by_one(images: list[np.ndarray], crops: Cut) -> torch.Tensor:
     return out.permute(0, 3, 1, 2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("size", [(224, 224), (96, 96), (16, 16), (1, 1), (8, 40)])
 @pytest.mark.parametrize("seed", range(3))
 def test_crops_of_a_batch_are_those_that_are_cut_one_by_one(size, seed):

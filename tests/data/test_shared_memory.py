@@ -118,6 +118,7 @@ def same(one, other):
         assert hidden is None or torch.equal(hidden, others[3])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("crops", ["workers", "device"])
 @pytest.mark.parametrize("transform", [SMALL, MASKED], ids=["crops", "masked"])
 def test_what_was_received_is_never_overwritten(pictures, crops, transform):

@@ -13,6 +13,7 @@ from runtime.processes import EvaluationError, accelerator
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.medium
 def test_the_command_writes_features_keys_and_labels(shards, tmp_path):
     encoder = encoders.build("vit_micro", depth=1).eval()
     encoders.save(encoder, tmp_path / "vit.safetensors")

@@ -128,6 +128,7 @@ def test_command_writes_every_k_and_setting(result):
     assert torch.__version__.startswith(found["versions"]["torch"])
 
 
+@pytest.mark.medium
 def test_two_processes_give_the_same(result, shards, tmp_path):
     encoder, expected = result
     launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
@@ -145,6 +146,7 @@ def test_two_processes_give_the_same(result, shards, tmp_path):
     assert {key: found[key] for key in same} == {key: expected[key] for key in same}
 
 
+@pytest.mark.medium
 def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
     def fails(**changed):
         given = {"checkpoint": "pixels", "image_size": 16, "train": str(shards / "train-0.tar")}

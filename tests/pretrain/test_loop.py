@@ -292,6 +292,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stopped", [False, True])
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
@@ -355,6 +356,7 @@ def _process(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.medium
 def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_port: int) -> None:
     mp.spawn(_process, (free_port, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
     (snapshots, last, rank_of_all), (others, other_last, other_rank) = (

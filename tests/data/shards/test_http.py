@@ -168,6 +168,7 @@ def test_faults_that_pass_are_tried_again(write_shards, server, caplog):
     assert not any(server.faults.values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("fault", "attempts", "message"), [
     (404, 1, "not found"),
     (403, 1, "status 403"),
@@ -229,6 +230,7 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(write_shards, server, cach
     assert Reader(opened).image(0, 3) == png(3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lost_shards_are_skipped_and_counted(write_shards, server, workers, caplog):
     counts = [300, 4, 300]

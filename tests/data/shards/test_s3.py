@@ -44,6 +44,7 @@ def run(shards, **settings):
     return list(training_batches(shards, CenterCrop(4), **settings))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("index", [True, False])
 def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index):
     counts = [10, 23, 1]

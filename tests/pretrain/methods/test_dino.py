@@ -227,6 +227,7 @@ def _two_ranks(rank: int, port: int, centering: str, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
 def test_two_processes_equal_one(centering: str, tmp_path, free_port: int) -> None:
     method, batch = make(images=6, batch_norm=True, centering=centering)

@@ -100,6 +100,7 @@ def _process(rank: int, port: int, paths: dict[str, str], folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.medium
 def test_two_processes_equal_one(shards, tmp_path: Path, free_port: int) -> None:
     scorer, encoder = make(shards[0])
     expected = scorer.score(encoder)
