@@ -1,20 +1,19 @@
-"""Our launcher: exit codes and signals are the trainers' own. The trainers here are small scripts without torch."""
+"""launch/accelerate_launch.py: exit codes and signals. The trainers are small scripts without torch."""
 
-import importlib.util
+import importlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-LAUNCHER = Path(__file__).parents[2] / "launch" / "accelerate_launch.py"
-
-# Saves for so many seconds once it is asked, or ends by itself with its code of a list.
+# After a signal, saves for so many seconds. Or exits with its own code from a list.
 TRAINER = """
 import os, signal, sys, time
 
@@ -42,20 +41,38 @@ sys.exit(75)
 """
 
 
+def _run_launcher(log: Path, arguments: list[str]) -> None:
+    """Run the launcher in this process, in a process group of its own."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(log.parent)
+    sys.argv = ["accelerate_launch.py", *arguments]
+    importlib.import_module("launch.accelerate_launch").main()
+
+
+def exit_code(launcher: BaseProcess) -> int | None:
+    """Wait for the launcher and return its exit code."""
+    launcher.join(60)
+    return launcher.exitcode
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    started: list[subprocess.Popen] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
+    """Start a launcher, forked from a server that has imported torch (tests/conftest.py)."""
+    started: list[BaseProcess] = []
     (tmp_path / "trainer.py").write_text(TRAINER)
 
-    def start(*arguments: str, processes: int = 2, options: tuple[str, ...] = (), ready: bool = True):
-        command = [sys.executable, str(LAUNCHER), "--num_processes", str(processes), "--num_machines", "1"]
+    def start(*arguments: str, processes: int = 2, options: tuple[str, ...] = (), ready: bool = True) -> BaseProcess:
+        command = ["--num_processes", str(processes), "--num_machines", "1"]
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", *options]
         command += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
-        with (tmp_path / "log.txt").open("w") as log:
-            launcher = subprocess.Popen(
-                [*command, str(tmp_path / "trainer.py"), str(tmp_path), *arguments],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=tmp_path,
-            )  # fmt: skip
+        command += [str(tmp_path / "trainer.py"), str(tmp_path), *arguments]
+        launcher = multiprocessing.get_context("forkserver").Process(
+            target=_run_launcher, args=(tmp_path / "log.txt", command)
+        )
+        launcher.start()
         started.append(launcher)
         end = time.monotonic() + 60
         while ready and not all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)):
@@ -65,7 +82,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
     yield start
     for launcher in started:
-        if launcher.poll() is None:
+        if launcher.is_alive() and launcher.pid:
             os.killpg(launcher.pid, signal.SIGKILL)
     for file in tmp_path.glob("ready-*"):
         for pid in map(int, file.read_text().split()):
@@ -75,12 +92,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("accelerate_launch", LAUNCHER)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("launch.accelerate_launch")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,7 @@ def test_one_code_for_all(module: ModuleType, codes: list[int], asked: signal.Si
     assert module.exit_code(codes, asked) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("codes", "expected"), [([0], 0), ([2], 2), ([75], 75), ([0, 0], 0), ([0, 3], 3), ([-1, 2], 2), ([137, -1], 137)]
 )
@@ -122,13 +134,13 @@ def test_the_trainers_own_code(start, tmp_path: Path, codes: list[int], expected
                 time.sleep(0.02)
             time.sleep(2)
             os.kill(int((tmp_path / f"ready-{rank}").read_text()), signal.SIGKILL)
-    assert launcher.wait(60) == expected
+    assert exit_code(launcher) == expected
     log = (tmp_path / "log.txt").read_text()
     assert "Traceback" not in log
     assert "ChildFailedError" not in log
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_trainers_and_nothing_else_happens(
@@ -139,7 +151,7 @@ def test_a_signal_reaches_the_trainers_and_nothing_else_happens(
     time.sleep(0.3)
     os.killpg(launcher.pid, signal.SIGTERM)
     os.killpg(launcher.pid, signal.SIGUSR1)
-    assert launcher.wait(60) == 75
+    assert exit_code(launcher) == 75
     for rank in range(processes):
         assert (tmp_path / f"saved-{rank}").read_text().startswith(str(int(number)))
     assert "Traceback" not in (tmp_path / "log.txt").read_text()
@@ -150,15 +162,15 @@ def test_they_may_save_for_longer_than_half_a_minute_and_are_not_started_again(s
     """torch's agent kills after 30 seconds whom it has told to end."""
     launcher = start("save", "33", options=("--max_restarts", "3"))
     os.kill(launcher.pid, signal.SIGTERM)
-    assert launcher.wait(60) == 75
+    assert exit_code(launcher) == 75
     for rank in range(2):
         assert (tmp_path / f"saved-{rank}").exists()
         assert len((tmp_path / f"ready-{rank}").read_text().split()) == 1
     assert (tmp_path / "log.txt").read_text().count("failed (exitcode") == 1  # of those started again each fails
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_asked_before_the_trainers_listen(start) -> None:
     launcher = start("unprepared", "0")
     os.kill(launcher.pid, signal.SIGTERM)
-    assert launcher.wait(60) == 75
+    assert exit_code(launcher) == 75

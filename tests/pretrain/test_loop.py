@@ -358,7 +358,7 @@ def _process(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_port: int) -> None:
-    mp.spawn(_process, (free_port, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    mp.start_processes(_process, (free_port, str(tmp_path)), nprocs=2, start_method="forkserver")
     (snapshots, last, rank_of_all), (others, other_last, other_rank) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )

@@ -234,7 +234,7 @@ def test_two_processes_equal_one(centering: str, tmp_path, free_port: int) -> No
     loss, _ = method(batch, 0)
     loss.backward()
     method.after_step(0)
-    mp.spawn(_two_ranks, (free_port, centering, str(tmp_path)), nprocs=2)
+    mp.start_processes(_two_ranks, (free_port, centering, str(tmp_path)), nprocs=2, start_method="forkserver")
     # batch norm makes the gradient of a bias before it zero: what float32 leaves there is small beside the whole alone
     whole = torch.cat([p.grad.flatten() for p in method.student.parameters() if p.grad is not None]).norm()
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -104,7 +104,7 @@ def _process(rank: int, port: int, paths: dict[str, str], folder: str) -> None:
 def test_two_processes_equal_one(shards, tmp_path: Path, free_port: int) -> None:
     scorer, encoder = make(shards[0])
     expected = scorer.score(encoder)
-    mp.spawn(_process, (free_port, shards[0], str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    mp.start_processes(_process, (free_port, shards[0], str(tmp_path)), nprocs=2, start_method="forkserver")
     for rank in range(2):
         score, held_out = torch.load(tmp_path / f"{rank}.pt")
         assert score == expected
