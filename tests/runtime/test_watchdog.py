@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from runtime import watchdog
-from runtime.watchdog import Watch, watched
+from runtime.watchdog import Timing, Watch, watched
 from tests.launched import TINY, records
 
-BEAT, SILENCE, GRACE = 0.05, 1.0, 0.6
+TIMING = Timing(interval=0.05, timeout=1.0, exit_delay=0.6)
 
 
 class Room:
@@ -30,13 +30,12 @@ class Room:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.said: dict[int, str] = {}
 
-    def enter(self, rank: int, processes: int, silence: float = SILENCE) -> Watch:
+    def enter(self, rank: int, processes: int) -> Watch:
         def give_up(message: str) -> None:
             assert rank not in self.said
             self.said[rank] = message
 
-        place = ("127.0.0.1", self.store.port)
-        return Watch(rank, processes, place, "run", give_up, beat=BEAT, silence=silence, grace=GRACE)
+        return Watch(rank, processes, ("127.0.0.1", self.store.port), "run", give_up, TIMING)
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     _wait(lambda: all(peer.beats > 3 for watch in watches for peer in watch._peers.values()))
     _freeze(watches[lost])
     silent_for = _wait(lambda: len(room.said) == 3)
-    assert SILENCE - 2 * BEAT < silent_for < SILENCE + 2
+    assert TIMING.timeout - 2 * TIMING.interval < silent_for < TIMING.timeout + 2
     host = os.uname().nodename
     for rank, message in room.said.items():
         assert message.startswith(f"process {rank}: process {lost} on {host} was last heard at ")
@@ -78,10 +77,10 @@ def test_who_leaves_is_not_missed(room: Room) -> None:
     watches = [room.enter(rank, 3) for rank in range(3)]
     for watch in reversed(watches[1:]):
         watch.close()
-    time.sleep(2 * SILENCE)
+    time.sleep(2 * TIMING.timeout)
     assert not room.said
     watches[0].close()
-    again = [Watch(r, 2, watches[0]._place, "run 2", lambda _: None, beat=BEAT, silence=SILENCE) for r in range(2)]
+    again = [Watch(r, 2, watches[0]._address, "run 2", lambda _: None, TIMING) for r in range(2)]
     assert all(not watch.close() for watch in again), "the next run in these processes knows nothing of the one before"
 
 
@@ -93,7 +92,7 @@ def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room
     assert "process 1 on " in known
     assert "failed: OSError: disk on fire" in known
     waited = _wait(lambda: 2 in room.said)
-    assert waited > GRACE / 2
+    assert waited > TIMING.exit_delay / 2
     assert "process 1" in room.said[2], "the first failure is the one to tell"
     assert list(room.said) == [2]
 
@@ -106,13 +105,13 @@ def test_a_store_that_is_gone_is_said() -> None:
         server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout
-            place = ("127.0.0.1", int(server.stdout.readline()))
+            address = ("127.0.0.1", int(server.stdout.readline()))
             said: list[str] = []
-            watches = [Watch(r, 2, place, "x", said.append, beat=BEAT, silence=SILENCE) for r in range(2)]
+            watches = [Watch(r, 2, address, "x", said.append, TIMING) for r in range(2)]
             _wait(lambda: all(p.beats > 3 for watch in watches for p in watch._peers.values()))  # noqa: B023
             server.send_signal(how)
             _wait(lambda: len(said) == 2)  # noqa: B023
-            assert all(f"the store at 127.0.0.1:{place[1]}, through which" in message for message in said)
+            assert all(f"the store at 127.0.0.1:{address[1]}, which carries" in message for message in said)
         finally:
             server.kill()
             server.wait()
@@ -126,7 +125,7 @@ def _hold_the_interpreter(seconds: float) -> None:
 
 
 def _be_process(rank: int, port: int, block: str, done) -> None:
-    watch = Watch(rank, 2, ("127.0.0.1", port), "x", watchdog._give_up, beat=0.1, silence=2.0)
+    watch = Watch(rank, 2, ("127.0.0.1", port), "x", watchdog._exit, Timing(0.1, 2.0))
     if rank == 1:
         {"sleep": time.sleep, "hold": lambda s: _hold_the_interpreter(s / 4), "freeze": time.sleep}[block](5)
     done.wait()
@@ -179,10 +178,10 @@ def test_what_gloo_and_nccl_say_of_a_lost_process() -> None:
 # as NCCL would, where gloo gives an error.
 FAST = """
     import os, sys, time
-    from pretrain import watchdog
+    from runtime import watchdog
     from pretrain.methods.dino import DINO
 
-    watchdog.Watch.__init__.__kwdefaults__.update(beat=0.5, silence={silence}, grace=2.0)
+    watchdog.TIMING = watchdog.Timing(interval=0.5, timeout={timeout}, exit_delay=2.0)
     forward, rank = DINO.forward, int(os.environ["RANK"])
 
     def patched(self, batch, step):
@@ -198,9 +197,9 @@ FAST = """
 
 @pytest.fixture
 def fast(tmp_path: Path) -> Callable[..., Path]:
-    def write(patch: str = "pass", silence: float = 8.0) -> Path:
+    def write(patch: str = "pass", timeout: float = 8.0) -> Path:
         script = tmp_path / "fast.py"
-        script.write_text(textwrap.dedent(FAST.format(patch=patch, silence=silence)))
+        script.write_text(textwrap.dedent(FAST.format(patch=patch, timeout=timeout)))
         return script
 
     return write
@@ -278,7 +277,7 @@ def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tm
 def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
     """One process is busy for twice the limit; then the run goes on, to its end."""
     output = tmp_path / "run"
-    script = fast("if rank == 1 and step == 2: time.sleep(8)", silence=4.0)
+    script = fast("if rank == 1 and step == 2: time.sleep(8)", timeout=4.0)
     run = launch([*TINY, "--output", str(output)], processes=2, wrapped=True, script=script)
     log = run.wait(120)
     assert run.process.returncode == 0, log

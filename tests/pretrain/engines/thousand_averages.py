@@ -30,19 +30,18 @@ teacher, student = (cast(nn.Module, getattr(method, name)) for name in ("teacher
 
 def whole() -> dict[str, Tensor]:
     """The teacher's weights, gathered."""
-    gathered = engine.whole(teacher)
-    assert gathered is not None
+    gathered = engine.gather_full_parameters(teacher)
     return {name: p.detach().clone() for name, p in gathered.named_parameters()}
 
 
 start = whole()
 exact = {name: tensor.double() for name, tensor in start.items()}
-pieces = {name: piece for name, piece in engine.pieces().items() if name.startswith("method.student.")}
+local = {name: tensor for name, tensor in engine.local_state().items() if name.startswith("method.student.")}
 generator = torch.Generator().manual_seed(1)  # the same on all processes
 for _ in range(1000):
     for name, tensor in exact.items():
         moved = start[name] + 1 + torch.randn(tensor.shape, generator=generator)
-        piece = pieces[f"method.student.{name}"]
+        piece = local[f"method.student.{name}"]
         piece.data.copy_(moved.view(-1)[piece.offset : piece.offset + len(piece.data)])
         tensor.mul_(MOMENTUM).add_(moved.double(), alpha=1 - MOMENTUM)
     ema.update(teacher.parameters(), student.parameters(), MOMENTUM)
