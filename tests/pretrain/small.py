@@ -74,8 +74,12 @@ def tensors(engine: DDP) -> dict[str, torch.Tensor]:
 
 
 def on_processes(target: Callable[..., None], port: int, *arguments: Any, count: int = 2, limit: float = 90) -> None:
-    """Run `target(rank, *arguments)` on the processes of one launch. One that fails or hangs fails the test."""
-    context = multiprocessing.get_context("spawn")
+    """Run `target(rank, *arguments)` on the processes of one launch. One that fails or hangs fails the test.
+
+    The processes are forked from a server that has imported this module, so that only the first call waits for that.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     started = [context.Process(target=_run, args=(target, rank, count, port, arguments)) for rank in range(count)]
     for process in started:
         process.start()

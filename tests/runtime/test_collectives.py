@@ -75,11 +75,11 @@ def _two_processes(own: int, folder: str) -> None:
     assert gather_objects({"rank": own}) == [{"rank": 0}, {"rank": 1}]
     assert broadcast_object(f"from {own}") == "from 0"
     assert run_on_all_ranks(lambda: own) == own
-    with pytest.raises(CheckpointError, match="^process 1: damaged$"):
+    with pytest.raises(CheckpointError, match=r"^process 1: damaged$"):
         run_on_all_ranks(lambda: fail(CheckpointError("damaged")) if own else None)
-    with pytest.raises(RankError, match="^process 0: RuntimeError: a$"):
+    with pytest.raises(RankError, match=r"^process 0: RuntimeError: a$"):
         run_on_all_ranks(lambda: fail(RuntimeError("ab"[own])))
-    with pytest.raises(RankError, match="^process 0: .*nothing is missing on "):
+    with pytest.raises(RankError, match=r"^process 0: .*nothing is missing on "):
         run_on_all_ranks(lambda: wait_for_path(Path(folder, "nothing")) if own == 0 else None)
     dist.destroy_process_group()
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import encoders
 from pretrain.checkpoints import resume
 from pretrain.checkpoints.resume import CheckpointError, TrainState
 from runtime import collectives
-from tests.pretrain.small import make, on_processes, saver, settings, tensors
+from tests.pretrain.small import make, method, on_processes, saver, settings, tensors
 
 
 def saved(output: Path, *steps: int) -> Path:
@@ -61,6 +62,37 @@ def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, ca
     assert "the order of the samples changes" in caplog.text
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
         resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
+
+
+def test_an_encoder_setting_newer_than_the_checkpoint_counts_as_its_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
+    full = method("dino", 0).trained_encoder().settings
+    trainer = json.loads((path / "trainer.json").read_text())
+
+    def stored(**encoder: object) -> None:
+        trainer["settings"]["encoder"] = {
+            k: v for k, v in (full | encoder).items() if k not in ("drop_path", "patch_size")
+        }
+        (path / "trainer.json").write_text(json.dumps(trainer))
+
+    stored()
+    resume.check_fits(path, settings() | {"encoder": full})
+    resume.check_fits(path, settings())  # here the new run lacks settings
+    assert "changed since" not in caplog.text
+    assert full["patch_size"] == encoders.VARIANTS["vit_micro"]["patch_size"], "the variant's, not the constructor's"
+    with pytest.raises(CheckpointError, match=r"another run: encoder\.patch_size is 4 there and 8 here\. Resume"):
+        resume.check_fits(path, settings() | {"encoder": full | {"patch_size": 8}})
+    stored(depth=3)
+    with pytest.raises(CheckpointError, match=r"encoder\.depth is 3 there and 1 here"):
+        resume.check_fits(path, settings() | {"encoder": full})
+    stored(gone=1)
+    with pytest.raises(CheckpointError, match=r"encoder\.gone is 1 there and None here"):
+        resume.check_fits(path, settings() | {"encoder": full})
+    stored(variant="vit_gone")
+    with pytest.raises(CheckpointError, match=r"encoder\.variant is vit_gone there and vit_micro here"):
+        resume.check_fits(path, settings() | {"encoder": full})
 
 
 def flip(path: Path) -> None:
