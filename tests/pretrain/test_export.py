@@ -1,4 +1,4 @@
-"""What is exported is what was trained, and what was damaged is not exported."""
+"""Exports equal the trained weights, and a damaged checkpoint is not exported."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 @pytest.fixture(params=["dino", "mae"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
-    """A run folder with a newer and an older checkpoint, the method's name, and what the newer one holds."""
+    """Return a run folder with two checkpoints, the method's name, and the tensors of the newer checkpoint."""
     accelerator, engine = make(0, request.param)
     output = tmp_path / "run"
     for step in (3, 6):

@@ -1,4 +1,4 @@
-"""Warned stops: at any moment, to one process or to all, once or ten times, nothing is lost."""
+"""Signals to stop, at any moment, to one process or to all, once or ten times, lose nothing."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A lost process ends the others with a message; one that is merely busy does not."""
+"""If a process is lost, the others exit with a message. A busy process is not lost."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ TIMING = Timing(interval=0.05, timeout=1.0, exit_delay=0.6)
 
 
 class Room:
-    """A store, and processes of a run that are threads here; `said` holds what those said that gave up."""
+    """A store and the watches of one run, all in this process. `said` holds the message of each rank that gave up."""
 
     def __init__(self) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -44,7 +44,7 @@ def room() -> Room:
 
 
 def _wait(condition: Callable[[], object], timeout: float = 20) -> float:
-    """Seconds until the condition holds."""
+    """Wait until the condition holds, and return the seconds that took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() < start + timeout
@@ -53,7 +53,7 @@ def _wait(condition: Callable[[], object], timeout: float = 20) -> float:
 
 
 def _freeze(watch: Watch) -> None:
-    """No more beats and no goodbye, as after SIGKILL."""
+    """Stop the heartbeats without signing off, as SIGKILL does."""
     watch._leave = lambda store: None
     watch.close()
 
@@ -73,7 +73,7 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     assert lost not in room.said
 
 
-def test_who_leaves_is_not_missed(room: Room) -> None:
+def test_a_process_that_signs_off_is_not_lost(room: Room) -> None:
     watches = [room.enter(rank, 3) for rank in range(3)]
     for watch in reversed(watches[1:]):
         watch.close()
@@ -98,10 +98,13 @@ def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_said() -> None:
+def test_a_lost_store_is_reported() -> None:
     code = "from torch.distributed import TCPStore as S; import time; s = S('127.0.0.1', 0, is_master=True, "
     code += "wait_for_workers=False); print(s.port, flush=True); time.sleep(99)"
-    for how in (signal.SIGKILL, signal.SIGSTOP):  # the second: connected, and no answer ever, as of a lost machine
+    for how in (
+        signal.SIGKILL,
+        signal.SIGSTOP,
+    ):  # SIGSTOP: connected but without answers, as after the loss of a machine
         server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout
@@ -118,7 +121,7 @@ def test_a_store_that_is_gone_is_said() -> None:
 
 
 def _hold_the_interpreter(seconds: float) -> None:
-    """As the loading of a big library does: no other thread of this process runs meanwhile."""
+    """Keep all other threads of this process from running, as the import of a large library does."""
     import ctypes
 
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
@@ -148,7 +151,7 @@ def test_a_busy_process_is_not_lost(room: Room) -> None:
     for process in processes:
         process.start()
     time.sleep(1)
-    for signal_, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 4)):
+    for signal_, seconds in ((signal.SIGSTOP, 3), (signal.SIGCONT, 3)):
         for process in runs["freeze"]:
             assert process.pid
             os.kill(process.pid, signal_)
@@ -166,7 +169,7 @@ def test_one_process_is_not_watched() -> None:
         assert threading.active_count() == threads
 
 
-def test_what_gloo_and_nccl_say_of_a_lost_process() -> None:
+def test_errors_of_gloo_and_nccl_for_a_lost_process() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:907. GLHF!")
     nccl = dist.DistBackendError(
         "NCCL error in: x.cpp\nncclRemoteError: remote process exited or there was a network e"
@@ -178,8 +181,7 @@ def test_what_gloo_and_nccl_say_of_a_lost_process() -> None:
     assert not any(watchdog._is_broken_collective(error) for error in [*others, RuntimeError("shapes differ")])
 
 
-# A run whose processes beat faster, so that a test need not wait for most of a minute, and that can be told to hang,
-# as NCCL would, where gloo gives an error.
+# a run with shorter intervals, so that a test takes seconds, and with a forward pass that can be made to fail or hang
 FAST = """
     import os, sys, time
     from runtime import watchdog
@@ -226,7 +228,7 @@ def _ended(pid: int) -> bool:
 
 
 def _resumes(launch, output: Path) -> None:
-    """The newest checkpoint is whole, and two more steps follow it."""
+    """Assert that the run resumes from its newest checkpoint for two more steps."""
     newest = int((output / "checkpoints" / "latest").resolve().name[5:])
     shorter = ["--steps", str(newest + 2), "--optim.warmup_steps", "1", "--dino.freeze_steps", "0"]
     run = launch(["--output", str(output), "--resume", *shorter, "--dino.teacher_temperature_steps", "0"])
@@ -237,7 +239,7 @@ def _resumes(launch, output: Path) -> None:
 
 @pytest.mark.slow
 def test_killed(launch, tmp_path: Path) -> None:
-    """The other process gets an error of gloo's, and says what it means."""
+    """The other process translates the error of gloo."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
     os.kill(trainers[1], signal.SIGKILL)
@@ -251,7 +253,7 @@ def test_killed(launch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
-    """The other process waits in a collective that never ends. With the real limits: this takes most of a minute."""
+    """The other process waits in a collective that never ends. The test uses the real intervals and takes a minute."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
     os.kill(trainers[0], signal.SIGSTOP)  # process 0, to which all others listen
@@ -266,7 +268,7 @@ def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
-    """Process 1 fails and does not end, as with NCCL, whose end waits for the others."""
+    """Process 1 fails but does not exit, as with NCCL, which waits for the other processes at exit."""
     output = tmp_path / "run"
     script = fast('if rank == 1 and step == 6: raise OSError("disk on fire")')
     held = "try:\n    code = main()\nexcept OSError:\n    time.sleep(600)"
@@ -279,7 +281,7 @@ def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tm
 
 @pytest.mark.slow
 def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
-    """One process is busy for twice the limit; then the run goes on, to its end."""
+    """One process is busy for twice the timeout. The run then goes on to its end."""
     output = tmp_path / "run"
     script = fast("if rank == 1 and step == 2: time.sleep(8)", timeout=4.0)
     run = launch([*TINY, "--output", str(output)], processes=2, wrapped=True, script=script)

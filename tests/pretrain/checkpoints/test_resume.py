@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint, and from nothing that only looks like one."""
+"""A run resumes from an intact checkpoint, and refuses damaged or foreign ones."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.pretrain.small import make, method, on_processes, saver, settings, te
 
 
 def saved(output: Path, *steps: int) -> Path:
-    """OUTPUT/checkpoints with checkpoints of these steps."""
+    """Save checkpoints of these steps and return OUTPUT/checkpoints."""
     accelerator, engine = make()
     for step in steps:
         saver(output, accelerator, engine, keep=9).save(TrainState(step, 4 * step), engine.method.trained_encoder())

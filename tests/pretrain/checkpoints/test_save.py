@@ -28,7 +28,7 @@ from tests.pretrain.small import make, on_processes, saver, tensors, walk
 
 
 def write(to: saving.Saver, step: int) -> None:
-    """A checkpoint, in the background or not, until it is there."""
+    """Save a checkpoint and wait until it is complete."""
     to.save(TrainState(step, 4 * step), to.engine.method.trained_encoder())
     to.wait()
 
@@ -38,7 +38,7 @@ def names(folder: Path) -> set[str]:
 
 
 class Gate:
-    """In place of the function that writes: waits until it is opened."""
+    """Replacement of the function that writes tensors, which waits until the gate is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened, self.original = threading.Event(), threading.Event(), saving.write

@@ -1,4 +1,4 @@
-"""What k processes wrote, in any split, m processes read, in any other."""
+"""A checkpoint that k processes wrote is read by m processes, whatever the engine of either."""
 
 import re
 import tempfile

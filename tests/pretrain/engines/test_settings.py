@@ -1,4 +1,4 @@
-"""What the engines take from the launcher, and what they refuse before anything is written."""
+"""Launcher settings that engines accept or refuse, before anything is written."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from pretrain.engines import fsdp2, zero
 from runtime.settings import SettingsError
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
-# as a user's own file has it, written for Hugging Face's trainer
+# a user's file, written for Hugging Face's trainer
 FILE: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -39,7 +39,7 @@ FILE: dict[str, Any] = {
 
 
 def deepspeed(file: dict[str, Any]) -> Any:
-    """What `check` needs of an accelerator that was launched with this DeepSpeed file."""
+    """Return a stand-in for an accelerator that was launched with this DeepSpeed file."""
     plugin = DeepSpeedPlugin(hf_ds_config=file)
     plugin.set_mixed_precision("no")
     return SimpleNamespace(
@@ -48,7 +48,7 @@ def deepspeed(file: dict[str, Any]) -> Any:
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
-    """FILE with one key set, `zero.x` being a key of zero_optimization."""
+    """Return FILE with one key set. `zero.x` is a key of zero_optimization."""
     name = key.removeprefix("zero.")
     if key == name:
         return {**FILE, "zero_optimization": dict(FILE["zero_optimization"]), name: value}
