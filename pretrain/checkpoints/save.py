@@ -41,7 +41,7 @@ THREAD = "checkpoint"
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What this process writes of one checkpoint."""
+    """Data of one checkpoint that this process writes."""
 
     folder: Path
     """The checkpoint's final folder."""
@@ -55,7 +55,7 @@ class _Snapshot:
     bytes: int
     """Size of the checkpoint, over all processes."""
     keep_old: bool
-    """Whether older checkpoints stay, whatever the settings."""
+    """True if older checkpoints stay, whatever the settings."""
 
     def to_host(self) -> "_Snapshot":
         """Return a copy in the host's memory, which later training steps do not change."""

@@ -29,7 +29,7 @@ class Engine(ABC):
     name: str
     """Name in logs and checkpoints."""
     sharded: bool
-    """Whether `local_gradients` are parts of tensors, so that their squares have to be summed over processes."""
+    """True if `local_gradients` are parts of tensors, so that their squares have to be summed over processes."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer

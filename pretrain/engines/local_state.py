@@ -50,7 +50,7 @@ class LocalTensor:
     numel: int
     """Number of elements of the full tensor."""
     replicated: bool = False
-    """Whether every process holds the same elements."""
+    """True if every process holds the same elements."""
 
     def write_share(self, rank: int, processes: int) -> "LocalTensor":
         """Return the part that process `rank` writes: all elements, or an equal share of replicated ones."""

@@ -3,8 +3,8 @@
 python stops_in_turn.py FILE.json
 
 FILE.json holds `arguments` without --resume, `output`, `seed`, and the number of `stops`. Each process writes the list
-of turns to OUTPUT/stops-RANK.json: exit code, signals sent and the activity at that moment, last reported step, message,
-step of the newest checkpoint, and step of the last line of metrics.jsonl.
+of turns to OUTPUT/stops-RANK.json: exit code, signals sent and the activity at that moment, last reported step,
+message, step of the newest checkpoint, and step of the last line of metrics.jsonl.
 """
 
 import contextlib

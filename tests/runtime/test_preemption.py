@@ -260,7 +260,7 @@ def test_the_launched_command(launch, tmp_path: Path, processes: int) -> None:
 
 
 def _imports(trainers: list[int]) -> bool:
-    """Whether torch's libraries, which are loaded after the signals are arranged, begin to appear in a trainer."""
+    """Return whether the first trainer has begun to load torch's libraries, which it does after it set the handlers."""
     try:
         command = Path(f"/proc/{trainers[0]}/cmdline").read_text().split("\0")
         return (

@@ -51,8 +51,8 @@ def poisonous(method: type[Method]) -> None:
         if (process % PROCESSES, which) != (RANK, passes[step]):
             return healthy(self, batch, step)
         if what == "image":
-            view = batch.views[0]
-            (view.patches if isinstance(view, PackedImages) else view).view(-1)[7] = torch.nan
+            images = batch.views[0].images
+            (images.patches if isinstance(images, PackedImages) else images).view(-1)[7] = torch.nan
         loss, metrics = healthy(self, batch, step)
         loss = {"image": loss, "loss": loss * torch.nan, "gradient": Infinite.apply(loss)}[what]
         return loss, metrics  # pyright: ignore[reportReturnType]

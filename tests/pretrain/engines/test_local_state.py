@@ -56,7 +56,7 @@ SPLITS = [everywhere, rows, ranges, uneven]
 
 
 def write_in_turn(folder: Path, of_each: list[dict[str, LocalTensor]]) -> None:
-    """What torch.distributed.checkpoint.save does over processes, one process after the other."""
+    """Save as torch.distributed.checkpoint.save does over processes, but one process after the other."""
     planners = [local_state._SavePlanner({name: p.write_share(r, len(of_each)) for name, p in own.items()})
                 for r, own in enumerate(of_each)]  # fmt: skip
     writer = FileSystemWriter(folder)
