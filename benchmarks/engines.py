@@ -1,12 +1,12 @@
-"""Memory, time and traffic of a training step under every engine, measured here, and on paper for many GPUs.
+"""Memory, time and traffic of a training step under every engine, measured here and estimated for many GPUs.
 
     python benchmarks/engines.py [--output benchmarks/results/engines.md]
 
-Every row is a launch of its own, as a user would launch it (configs/accelerate/), and trains on noise images that lie
-ready. Measured are: what a process holds between steps and at the peak (on a GPU what torch allocated, on a CPU how far
-the process rose above its size before the method was built), the time of a step, and on Linux without a GPU the bytes
-that went over the loopback device, which nothing else should be using. The formulas are in docs/scaling.md; `state` and
-`traffic` below are those formulas.
+Every row is a launch of its own with a file of configs/accelerate/. It trains on noise images that are ready in memory.
+The benchmark measures the memory of a process between steps and at the peak, and the time of a step. On a GPU memory is
+what torch allocated; on a CPU it is the growth of the process since before the method was built. On Linux without a GPU
+the benchmark also counts the bytes sent over the loopback device, which no other program should use. `costs` has the
+formulas of docs/scaling.md.
 """
 
 import ctypes
@@ -19,97 +19,100 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from device_check import build, random_batch
 from loader import device, processor
 from pydantic import Field
+from torch import nn
 
 from data.augment import to_model_input
+from encoders.base import Encoder
 from pretrain import engines
+from pretrain.methods import METHODS
 from pretrain.optim.adamw import apply_schedules, clip_gradients
-from runtime.processes import accelerator as make_accelerator
-from runtime.settings import Settings, parse
+from runtime.processes import exit_on_user_error, make_accelerator
+from runtime.settings import Settings, SettingsError, parse
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-PASSES = {"dino": 2, "mae": 1}
-"""how often a step runs the student: DINO's once for each size of crop"""
 PAPER = {
     "ViT-B/16": (86e6, 31e6, 12),
     "ViT-L/16": (303e6, 31e6, 24),
     "ViT-g/14": (1.1e9, 60e6, 40),
     "ViT-7B/16": (6.7e9, 100e6, 40),
 }
-"""parameters of the encoder and of DINO's head, and blocks"""
+"""Parameters of the encoder, parameters of DINO's head, and number of blocks."""
+PAPER_PASSES = 2
+"""Forward passes of DINO's student in a step, one for each size of crop."""
 KEPT = 1e9
-"""numbers that DeepSpeed's ZeRO-3 keeps gathered at once, unless its file says another stage3_max_live_parameters"""
+"""Default of stage3_max_live_parameters: parameters that DeepSpeed's ZeRO-3 keeps gathered at once."""
 GPUS = (8, 64, 256)
 
 
 class EnginesBenchmark(Settings):
-    """Memory, time and traffic of a step under every engine."""
+    """Measure memory, time and traffic of a training step under every engine."""
 
     encoders: tuple[str, ...] = ("vit_tiny", "vit_small", "vit_base")
-    """variants"""
-    methods: tuple[Literal["dino", "mae"], ...] = ("dino", "mae")
-    """methods"""
-    engines: tuple[Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"], ...] = ENGINES
-    """names of files in configs/accelerate"""
+    """encoder variants"""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """pretraining methods"""
+    engines: tuple[str, ...] = ENGINES
+    """names of files in configs/accelerate/"""
     processes: int = Field(default=2, ge=1)
-    """processes of each launch"""
+    """processes per launch"""
     images: int = Field(default=2, ge=1)
-    """images a process and step; few, so that what is shared out is seen"""
+    """images per process and step; few, so that activations do not hide the sharded state"""
     steps: int = Field(default=3, ge=1)
-    """timed steps, after two to warm up"""
+    """timed steps, after two steps of warm-up"""
     output: Path | None = None
-    """file for the tables, in Markdown"""
+    """Markdown file for the tables"""
     measure: str | None = None
-    """used by the benchmark itself: the file for what one launch measures"""
+    """internal: JSON file for the measurements of one launch"""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes a process, of float32 weights, gradients and moments; and what a step sends."""
+    """Bytes per process for float32 weights, gradients and moments, and bytes sent."""
 
     held: float
-    """between steps: weights, teacher, moments, and copies that the engine keeps"""
+    """Memory between steps: weights, teacher, moments, and copies that the engine keeps."""
     step: float
-    """on top of that during a step, without activations: gradients, and weights gathered"""
+    """Additional memory during a step, without activations: gradients and gathered weights."""
     sent: float
-    """bytes that a process sends in a step, where sums and gatherings go around a ring"""
+    """Bytes that a process sends in a step, with ring algorithms for reduction and gathering."""
 
 
 def costs(engine: str, trained: float, teacher: float, block: float, processes: int, passes: int) -> Costs:
-    """The formulas of docs/scaling.md.
+    """Return the costs by the formulas of docs/scaling.md.
 
     Args:
-        trained: parameters with gradients; `teacher`: those without.
-        block: parameters of the largest part that is gathered at once.
-        passes: how often a step runs the student.
+        trained: number of parameters with gradients.
+        teacher: number of parameters without.
+        block: number of parameters of the largest unit that FSDP2 gathers at once.
+        passes: forward passes of the trained encoder in a step.
     """
     n, ring = processes, 4 * (processes - 1) / processes
-    if engine == "ddp":  # its buckets of gradients stay
+    if engine == "ddp":  # gradients stay allocated in the buckets of DDP
         return Costs(16 * trained + 4 * teacher, 0, 2 * ring * trained)
-    if engine in ("zero1", "zero2"):  # gradients summed for all, though each needs its range; then weights gathered
+    if engine in ("zero1", "zero2"):  # all-reduces gradients, gathers weights
         step = 4 * trained / n + (4 * trained if engine == "zero1" else 0)
         return Costs(4 * trained + 12 * trained / n + 4 * teacher, step, 3 * ring * trained)
-    if engine == "zero3":  # its ranges of gradients stay; what is used again soon stays gathered, so passes share it
+    if engine == "zero3":  # gradients stay allocated; weights of the next pass stay gathered
         gathered = min(4 * (trained + teacher), 4 * KEPT)
         return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
-    # forward, backward, the teacher, gradients
+    # gathers weights in each forward and backward pass and once for the teacher, and reduces gradients
     sent = ring * (2 * passes * trained + teacher + trained)
     return Costs((12 * trained + 4 * teacher) / n, 4 * trained / n + 2 * 4 * block, sent)
 
 
-def measure(settings: EnginesBenchmark) -> None:
-    """What one process of a launch does: some steps; the first process writes what was measured."""
-    assert settings.measure is not None
+def measure(settings: EnginesBenchmark, output: Path) -> None:
+    """Run the steps of one launch. The main process writes the measurements to `output`."""
     cuda = torch.cuda.is_available()
     accelerator = make_accelerator(mixed_precision="no")
-    engine_class = engines.check(accelerator, "bf16" if cuda else "fp32", 1)
+    engine_class = engines.select(accelerator, "bf16" if cuda else "fp32", 1)
     name, variant = settings.methods[0], settings.encoders[0]
     steps = settings.steps + 2
     before = resident()
@@ -117,8 +120,8 @@ def measure(settings: EnginesBenchmark) -> None:
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     total = sum(p.numel() for p in method.parameters())
     block = max(sum(p.numel() for p in unit.parameters()) for unit in method.units())
-    assert optim.betas is not None
-    engine = engine_class(accelerator, method, optim.betas)
+    engine = engine_class(accelerator, method, cast(tuple[float, float], optim.betas))
+    passes = count_passes(method.trained_parts())
     batch = random_batch(transform, settings.images, seed=accelerator.process_index)
     seconds, sent = [], []
     for number in range(steps):
@@ -127,8 +130,8 @@ def measure(settings: EnginesBenchmark) -> None:
         if number == 2:
             forget_peak()
         apply_schedules(engine.optimizer, optim, number, steps, 256)
-        engine.losses(to_model_input(batch.to(accelerator.device)), number, last=True)
-        clip_gradients(engine.gradients(method.trained_parts()), 3.0, "global", sharded=engine.sharded)
+        engine.forward_backward(to_model_input(batch.to(accelerator.device)), number, last=True)
+        clip_gradients(engine.local_gradients(method.trained_parts()), 3.0, "global", sharded=engine.sharded)
         engine.step()
         method.after_step(number)
         dist.barrier()
@@ -138,22 +141,35 @@ def measure(settings: EnginesBenchmark) -> None:
         "trained": trained,
         "teacher": total - trained,
         "block": block,
+        "passes": passes[0] / steps,
         "seconds": statistics.median(seconds[2:]),
         "sent": statistics.median(sent[2:]),
         "peak": peak() - before,
         "held": resident() - before,
     }
     if accelerator.is_main_process:
-        Path(settings.measure).write_text(json.dumps(found))
+        output.write_text(json.dumps(found))
     accelerator.end_training()
 
 
+def count_passes(parts: list[nn.Module]) -> list[int]:
+    """Return a list whose only element counts the forward passes of the encoder in `parts` from now on."""
+    count = [0]
+
+    def increment(*_: object) -> None:
+        count[0] += 1
+
+    encoder = next(module for part in parts for module in part.modules() if isinstance(module, Encoder))
+    encoder.register_forward_pre_hook(increment)
+    return count
+
+
 def resident() -> int:
-    """Bytes that this process holds now."""
+    """Return the memory that this process holds, in bytes."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, or it would count
+        ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system, so that it does not count
     return status("VmRSS")
 
 
@@ -174,13 +190,13 @@ def status(field: str) -> int:
 
 
 def loopback() -> int:
-    """Bytes that this machine has sent to itself."""
+    """Return the bytes sent over the loopback device since the machine started."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return sum(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
 def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -> dict[str, float]:
-    """One row."""
+    """Return the measurements of one launch."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
@@ -195,7 +211,7 @@ def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -
 
 
 def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
-    """Headings and a row for each launch."""
+    """Return the headings and one row for each launch."""
     headings = ["method", "encoder", "engine", "held, MB", "by formula", "peak, MB", "sent a step, MB", "by formula"]
     rows = [[*headings, "ms a step", "time / ddp"]]
     for method in settings.methods:
@@ -204,7 +220,7 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
             for engine in settings.engines:
                 found = launch(settings, engine, method, variant)
                 numbers = found["trained"], found["teacher"], found["block"]
-                wanted = costs(engine, *numbers, settings.processes, PASSES[method])
+                wanted = costs(engine, *numbers, settings.processes, round(found["passes"]))
                 base = base or found["seconds"]
                 megabytes = [found["held"], wanted.held, found["peak"], found["sent"], wanted.sent]
                 cells = [method, variant, engine, *(f"{number / 1e6:,.0f}" for number in megabytes)]
@@ -214,12 +230,12 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
 
 
 def paper_rows() -> list[list[str]]:
-    """What the formulas say of DINO on many GPUs."""
+    """Return the costs of DINO on many GPUs by the formulas."""
     rows = [["encoder", "engine", *(f"{count} GPUs: held + step, GB" for count in GPUS), "sent a step, GB"]]
     for name, (encoder, head, blocks) in PAPER.items():
         both = encoder + head
         for engine in ENGINES:
-            found = [costs(engine, both, both, encoder / blocks, count, PASSES["dino"]) for count in GPUS]
+            found = [costs(engine, both, both, encoder / blocks, count, PAPER_PASSES) for count in GPUS]
             sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in found]
             rows.append([name, engine, *sizes, f"{found[-1].sent / 1e9:,.1f}"])
     return rows
@@ -244,8 +260,11 @@ def show(tables: dict[str, list[list[str]]], settings: EnginesBenchmark, seconds
 
 def main(settings: EnginesBenchmark) -> None:
     if settings.measure is not None:
-        measure(settings)
+        measure(settings, Path(settings.measure))
         return
+    for given, known in ((settings.methods, METHODS), (settings.engines, ENGINES)):
+        if unknown := set(given) - set(known):
+            raise SettingsError(f"unknown name {', '.join(sorted(unknown))} (known: {', '.join(known)})")
     started = time.perf_counter()
     rows = measured_rows(settings)
     tables = {"Measured": rows, "DINO on paper": paper_rows()}
@@ -253,4 +272,5 @@ def main(settings: EnginesBenchmark) -> None:
 
 
 if __name__ == "__main__":
-    main(cast(EnginesBenchmark, parse(EnginesBenchmark)))
+    with exit_on_user_error():
+        main(cast(EnginesBenchmark, parse(EnginesBenchmark)))

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import open_shards
-from evaluation.features import FeatureSettings, extract, load_encoder
+from evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
 from evaluation.results import part_of
-from runtime.processes import EvaluationError, accelerator, messages
+from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
 
@@ -38,7 +38,7 @@ def run(settings: EmbedSettings) -> None:
         part.unlink()
     except OSError as error:
         raise EvaluationError(f"cannot write --output {output}: {error.strerror}") from error
-    accelerate = accelerator()
+    accelerate = make_accelerator()
     if accelerate.num_processes > 1:
         raise EvaluationError(
             "embed.py writes one file in one process: start it with python, not with several processes"
@@ -67,5 +67,5 @@ def run(settings: EmbedSettings) -> None:
 
 
 if __name__ == "__main__":
-    with messages():
+    with exit_on_user_error():
         run(parse(EmbedSettings))

@@ -24,11 +24,16 @@ from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, ex
 from data.workers import free_cores
 from encoders.base import Encoder, Features
 from encoders.images import Images
-from runtime.processes import EvaluationError, all_gather
+from runtime.collectives import all_gather
+from runtime.errors import UserError
 from runtime.settings import Settings
 
 WEIGHTS = "encoder.safetensors"
 PIXELS = "pixels"
+
+
+class EvaluationError(UserError, ValueError):
+    """An evaluation that cannot be done as asked."""
 
 
 class FeatureSettings(Settings):
@@ -193,7 +198,7 @@ def extract(
             preprocessing=encoder.preprocessing,
         ),
     )
-    totals = {int(total) for total in all_gather(torch.tensor([batches.total]), accelerator)}
+    totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
     if len(totals) > 1:  # a process more or less would read the stretches of others
         raise ShardError(f"the processes see from {min(totals)} to {max(totals)} images: some miss shards; start again")
     device = accelerator.device

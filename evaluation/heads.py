@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from rich.progress import track
 from torch import Tensor
 
 from evaluation.results import places
-from runtime.processes import all_sum
+from runtime.collectives import all_reduce_sum
 
 MOMENTUM = 0.9
 EPSILON = 1e-6  # of the batch norm of MAE's probe
@@ -60,9 +59,7 @@ class Heads:
         error = self.logits(x).softmax(-1)  # (R, b, C)
         error[:, torch.arange(len(labels), device=labels.device), labels] -= 1
         gradient = F.pad(x[:, self.columns], (0, 1), value=1.0).T @ (error / images)  # (R, D + 1, C)
-        if accelerator is not None and accelerator.num_processes > 1:
-            dist.all_reduce(gradient)
-        self.momentum.mul_(MOMENTUM).add_(gradient)
+        self.momentum.mul_(MOMENTUM).add_(all_reduce_sum(gradient))
         self.weight.sub_(factor * self.rates * self.momentum)
 
 
@@ -121,7 +118,7 @@ def score(heads: Heads, part: Part, accelerator: Accelerator | None, chunk: int 
         place = places(logits.flatten(0, 1), labels.to(device).repeat(len(logits)))  # (R * b,)
         place = place.unflatten(0, (len(logits), -1))  # (R, b)
         right += torch.stack([(place < 1).sum(1), (place < 5).sum(1)], dim=1).cpu()
-    return all_sum(right, accelerator) / all_sum(torch.tensor(len(part.labels)), accelerator)
+    return all_reduce_sum(right) / all_reduce_sum(torch.tensor(len(part.labels)))
 
 
 def normaliser(train: Tensor, accelerator: Accelerator | None) -> Callable[[Tensor], Tensor]:
@@ -129,9 +126,9 @@ def normaliser(train: Tensor, accelerator: Accelerator | None) -> Callable[[Tens
 
     It is `BatchNorm1d(affine=False, eps=1e-6)` with the whole of `train` as its batch.
     """
-    count = all_sum(torch.tensor(len(train)), accelerator)
-    mean = (all_sum(train.sum(0, dtype=torch.float64), accelerator) / count).float()  # (D,)
+    count = all_reduce_sum(torch.tensor(len(train)))
+    mean = (all_reduce_sum(train.sum(0, dtype=torch.float64)) / count).float()  # (D,)
     squares = sum((rows - mean).square().sum(0, dtype=torch.float64) for rows in train.split(8192))
     assert isinstance(squares, Tensor)
-    scale = (all_sum(squares, accelerator) / count + EPSILON).rsqrt().float()  # (D,)
+    scale = (all_reduce_sum(squares) / count + EPSILON).rsqrt().float()  # (D,)
     return lambda features: features.sub_(mean).mul_(scale)

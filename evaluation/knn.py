@@ -26,6 +26,7 @@ from torch import Tensor
 
 from evaluation.features import (
     PIXELS,
+    EvaluationError,
     FeatureSettings,
     check_disjoint,
     check_labels,
@@ -36,7 +37,8 @@ from evaluation.features import (
     resize_size,
 )
 from evaluation.results import NEVER, places, report, result_path
-from runtime.processes import EvaluationError, accelerator, all_gather, all_sum, messages
+from runtime.collectives import all_gather, all_reduce_sum
+from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
 HEADLINE = 20
@@ -87,10 +89,10 @@ def knn_accuracy(
         EvaluationError: k larger than the bank, nothing to score, labels out of range, features that are not finite.
     """
     device = train_features.device if accelerator is None else accelerator.device
-    labels = torch.cat(all_gather(train_labels.to(device), accelerator))
-    scored = torch.cat(all_gather(val_labels.to(device), accelerator))
+    labels = torch.cat(all_gather(train_labels.to(device)))
+    scored = torch.cat(all_gather(val_labels.to(device)))
     finite = train_features.isfinite().all() & val_features.isfinite().all()
-    broken = all_sum((~finite).to(device, torch.int64), accelerator)
+    broken = all_reduce_sum((~finite).to(device, torch.int64))
     classes = _check(labels, scored, classes, k, bool(broken))
     bank = train_features.float()
     offset = _offset(train_labels, accelerator)
@@ -98,7 +100,7 @@ def knn_accuracy(
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _full_float32():
         for query, target in _queries(val_features.float(), val_labels, queries, device, accelerator):
             keys = _nearest(query, bank, offset, max(k), chunk)
-            keys = torch.cat(all_gather(keys.T.contiguous(), accelerator)).T  # (Q, processes * K)
+            keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
             similarity, index = _unpack(keys.topk(max(k)).values)  # (Q, K)
             for n, place in _vote(similarity, labels[index], target, classes, k, temperature).items():
                 right[n] += torch.stack([(place < 1).sum(), (place < 5).sum()]).cpu()
@@ -124,7 +126,7 @@ def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
     """Place in the whole bank of this process's first image."""
     if accelerator is None:
         return 0
-    counts = all_gather(torch.tensor([len(labels)], device=accelerator.device), accelerator)
+    counts = all_gather(torch.tensor([len(labels)], device=accelerator.device))
     return int(torch.cat(counts)[: accelerator.process_index].sum())
 
 
@@ -142,7 +144,7 @@ class _full_float32:  # noqa: N801
 def _queries(features: Tensor, labels: Tensor, size: int, device: torch.device, accelerator: Accelerator | None):
     """All scored images, `size` at a time, the same on all processes: yields (Q, D) of length 1 and (Q,)."""
     rank, processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    counts = [len(p) for p in all_gather(labels, accelerator)]
+    counts = [len(p) for p in all_gather(labels)]
     for owner, count in enumerate(counts):
         for start in range(0, count, size):
             many = min(size, count - start)
@@ -206,14 +208,14 @@ def _vote(
 
 def centre(train: Tensor, val: Tensor, accelerator: Accelerator) -> tuple[Tensor, Tensor]:
     """Both less the mean of the bank over all processes: (N, D), (M, D)."""
-    count = all_sum(torch.tensor(len(train), dtype=torch.float64), accelerator)
-    mean = all_sum(train.sum(0, dtype=torch.float64), accelerator) / count  # (D,)
+    count = all_reduce_sum(torch.tensor(len(train), dtype=torch.float64))
+    mean = all_reduce_sum(train.sum(0, dtype=torch.float64)) / count  # (D,)
     return train - mean.float(), val - mean.float()
 
 
 def run(settings: KNNSettings) -> None:
     """The command."""
-    accelerate = accelerator()
+    accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
     bank_shards = open_labelled(settings.train, settings.source, accelerate)
     val_shards = open_labelled(settings.val, settings.source, accelerate)
@@ -224,7 +226,7 @@ def run(settings: KNNSettings) -> None:
     val, val_labels = extract(encoder, val_shards, accelerator=accelerate, **options)
     if settings.checkpoint == PIXELS:
         train, val = centre(train, val, accelerate)
-    bank, scored = (torch.cat(all_gather(labels, accelerate)) for labels in (train_labels, val_labels))
+    bank, scored = (torch.cat(all_gather(labels)) for labels in (train_labels, val_labels))
     check_labels(bank, scored)
     asked = list(dict.fromkeys(settings.k))
     k = [n for n in asked if n <= len(bank)]
@@ -257,6 +259,6 @@ def run(settings: KNNSettings) -> None:
 
 
 if __name__ == "__main__":
-    with messages():
+    with exit_on_user_error():
         # the parser gives one-letter settings one dash
         run(parse(KNNSettings, [re.sub(r"^--k(?==|$)", "-k", argument) for argument in sys.argv[1:]]))

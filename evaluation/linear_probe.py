@@ -36,6 +36,7 @@ from data.collate import ViewShape
 from data.crops import RandomCrop, RandomCropConfig
 from encoders.base import Encoder
 from evaluation.features import (
+    EvaluationError,
     FeatureSettings,
     check_disjoint,
     check_labels,
@@ -47,7 +48,8 @@ from evaluation.features import (
 )
 from evaluation.heads import Heads, Part, normaliser, score, train_heads
 from evaluation.results import report, result_path
-from runtime.processes import EvaluationError, accelerator, all_gather, all_sum, messages
+from runtime.collectives import all_gather, all_reduce_sum
+from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
 RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]  # DINOv2's
@@ -165,13 +167,13 @@ def probe(
     tried = inputs(settings.blocks, settings.average_pool, dim)
     choose = len(tried) * len(settings.rates) > 1
     held = held_out(keys, settings.holdout)
-    everywhere = torch.cat(all_gather(held, accelerator))  # (all images of train,)
+    everywhere = torch.cat(all_gather(held))  # (all images of train,)
     if choose and not 0 < int(everywhere.sum()) < len(everywhere):
         raise EvaluationError(
             f"--holdout {settings.holdout} holds out {int(everywhere.sum())} of {len(everywhere)} training images, but "
             "some must choose the rate and some must train: change it, or give one of --rates and one input"
         )
-    train_labels, val_labels = (all_gather(part.labels, accelerator) for part in (train, val))
+    train_labels, val_labels = (all_gather(part.labels) for part in (train, val))
     classes = int(torch.cat([*train_labels, *val_labels]).max()) + 1
     device = train.features.device if accelerator is None else accelerator.device
     final, choosing = (
@@ -220,7 +222,7 @@ def _chosen(
 
 def run(settings: ProbeSettings) -> None:
     """The command."""
-    accelerate = accelerator()
+    accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
     train_shards = open_labelled(settings.train, settings.source, accelerate)
     val_shards = open_labelled(settings.val, settings.source, accelerate)
@@ -232,9 +234,9 @@ def run(settings: ProbeSettings) -> None:
     keys: list[str] = []
     train, train_labels = extract(encoder, train_shards, accelerator=accelerate, keys=keys, **options)
     val, val_labels = extract(encoder, val_shards, accelerator=accelerate, **options)
-    check_labels(*(torch.cat(all_gather(labels, accelerate)) for labels in (train_labels, val_labels)))
+    check_labels(*(torch.cat(all_gather(labels)) for labels in (train_labels, val_labels)))
     broken = (~train.isfinite()).any() | (~val.isfinite()).any()
-    if all_sum(broken.to(torch.int64), accelerate):
+    if all_reduce_sum(broken.to(torch.int64)):
         raise EvaluationError("features that are not finite numbers: the encoder has diverged, or try --precision fp32")
     normalise = normaliser(train, accelerate) if settings.batch_norm else lambda features: features
 
@@ -273,5 +275,5 @@ def run(settings: ProbeSettings) -> None:
 
 
 if __name__ == "__main__":
-    with messages():
+    with exit_on_user_error():
         run(parse(ProbeSettings))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 import encoders
 from data.demo import demo_shards
@@ -21,7 +21,7 @@ from data.workers import free_cores
 from evaluation.features import resolve_checkpoint
 from pretrain import engines
 from pretrain.checkpoints import resume
-from pretrain.checkpoints.resume import Position
+from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
 from pretrain.config import RunConfig, resolve, to_yaml
 from pretrain.engines import Engine
@@ -31,8 +31,8 @@ from pretrain.methods.base import Method
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import Scorer
 from pretrain.preflight import rehearse, report
-from runtime.agreement import gather
-from runtime.processes import accelerator as make_accelerator
+from runtime.collectives import broadcast_object, gather_objects
+from runtime.processes import make_accelerator
 from runtime.settings import SettingsError
 from runtime.watchdog import watched
 
@@ -61,10 +61,10 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     given, config = config, resolve(config, images)
     output, newest = run_folder(config)
     settings = config.model_dump(mode="json") | {"shards": shards_seen}
-    position = Position()
+    position = TrainState()
     if newest:
         resume.check_fits(newest, settings)
-        position = resume.position(newest)
+        position = resume.read_train_state(newest)
     torch.manual_seed(config.seed)  # the same weights on every process
     method = build_method(config, fresh=newest is None)
     config = with_cutter(config, method)
@@ -196,7 +196,7 @@ def processes(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         # gradients lie in the buckets that are summed, not beside them
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    return accelerator, engines.check(accelerator, config.precision, config.accumulate)
+    return accelerator, engines.select(accelerator, config.precision, config.accumulate)
 
 
 def sources(config: RunConfig) -> tuple[Any, RunConfig]:
@@ -218,7 +218,7 @@ def agree(opened: list[ShardList], windows: list[int]) -> str:
     """
     own = fingerprint(opened, windows)
     missing = [name for source in opened for name in source.unreadable]
-    seen = gather((own, sum(source.images for source in opened), missing))
+    seen = gather_objects((own, sum(source.images for source in opened), missing))
     for rank, (other, images, lacking) in enumerate(seen):
         if other != seen[0][0]:
             differ = sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]
@@ -278,9 +278,8 @@ def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER: the run to continue")
     name = f"{config.method}-{config.encoder_settings['variant']}-{time.strftime('%Y%m%d-%H%M%S')}"
-    (name,) = broadcast_object_list([config.output or str(Path("runs") / name)])
-    output = Path(name)
-    (found,) = broadcast_object_list([resume.whole(output / "checkpoints")])  # without a shared disk: rank 0's
+    output = Path(broadcast_object(config.output or str(Path("runs") / name)))
+    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # without a shared disk: rank 0's
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")
@@ -321,12 +320,12 @@ def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Acce
 
 def finish_run(run: Run) -> None:
     """Export the encoder and say what to do with it."""
-    encoder = run.engine.whole(run.method.trained_encoder(), everywhere=False)
+    encoder = run.engine.gather_on_main(run.method.trained_encoder())
     run.accelerator.wait_for_everyone()
-    if run.recorder is None:
+    if run.recorder is None or encoder is None:
         return
     path = run.output / "encoder.safetensors"
-    encoders.save(cast(encoders.Encoder, encoder), path)
+    encoders.save(encoder, path)
     run.recorder.close()
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data, evaluation.val

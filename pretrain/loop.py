@@ -16,8 +16,7 @@ from torch import Tensor
 
 from data.augment import to_model_input
 from data.batch import Batch
-from encoders.base import Encoder
-from pretrain.checkpoints.resume import Position
+from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
@@ -28,8 +27,8 @@ from pretrain.monitoring.metrics import Progress, Recorder
 from pretrain.monitoring.online_knn import Scorer
 from pretrain.optim.adamw import apply_schedules, clip_gradients
 from runtime import preemption
+from runtime.collectives import all_reduce_sum, gather_objects, world_size
 from runtime.errors import UserError
-from runtime.processes import all_sum
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class Run:
     """None beside the main process"""
     scorer: Scorer | None
     saver: Saver
-    position: Position = field(default_factory=Position)
+    position: TrainState = field(default_factory=TrainState)
 
     @property
     def steps(self) -> int:
@@ -83,17 +82,18 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     apply_schedules(engine.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
-        loss, numbers = engine.losses(batch, step, last=count == run.config.accumulate)
+        loss, numbers = engine.forward_backward(batch, step, last=count == run.config.accumulate)
         losses.append(loss)
         metrics.append(numbers)
     clip, clip_by = cast(float, run.config.optim.clip), run.config.optim.clip_by
-    norm = clip_gradients(engine.gradients(method.trained_parts()), clip, clip_by, sharded=engine.sharded)
+    norm = clip_gradients(engine.local_gradients(method.trained_parts()), clip, clip_by, sharded=engine.sharded)
     norm = norm.to(accelerator.device)  # gradients may have been moved to the host
     mean = torch.stack(losses).mean()
     finite = (mean.isfinite() & norm.isfinite()).to(mean.dtype)
-    asked = torch.full_like(mean, preemption.asked())
+    asked = torch.full_like(mean, preemption.stop_requested())
     # all processes must agree, and this is the one place in a step that waits for the device
-    total, agreed, norm_value, stop = accelerator.reduce(torch.stack([mean, finite, norm, asked]), "mean").tolist()  # pyright: ignore
+    means = all_reduce_sum(torch.stack([mean, finite, norm, asked])) / world_size()
+    total, agreed, norm_value, stop = means.tolist()
     moved, scaler = agreed == 1.0, accelerator.scaler
     # a finite loss whose scaled gradients overflow float16 is the loss scale's business, until it can fall no lower
     overflow = not moved and scaler is not None and math.isfinite(total) and scaler.get_scale() > 1
@@ -106,8 +106,8 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     run.position.skipped_in_a_row = 0 if moved else run.position.skipped_in_a_row + (not overflow)
     run.position.step += 1
     run.position.images += run.config.batch_size
-    means = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
-    return Step(total, norm_value, moved, overflow, stop > 0, means)
+    averages = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
+    return Step(total, norm_value, moved, overflow, stop > 0, averages)
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
@@ -144,7 +144,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             stop = result.stop and step < run.steps
             progress.update(step, result.loss, window.images_per_second, window.data_wait)
             if step % config.record_every == 0 or step == run.steps or _due(config.evaluate_every, step):
-                run.position.corrupt_images += int(all_sum(torch.tensor(corrupt), accelerator))
+                run.position.corrupt_images += int(all_reduce_sum(torch.tensor(corrupt)))
                 record, corrupt = _record(run, result, window), 0
                 if stop and _due(config.evaluate_every, step):
                     run.position.unscored = record  # who asks to stop may not wait for an evaluation: --resume makes it
@@ -159,10 +159,10 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             if (due and result.finite) or step == run.steps or stop:
                 due = False
                 started = time.perf_counter()
-                run.position.corrupt_images += int(all_sum(torch.tensor(corrupt), accelerator))
+                run.position.corrupt_images += int(all_reduce_sum(torch.tensor(corrupt)))
                 corrupt = 0
                 # after a skipped step the weights are those before the trouble, and push none out
-                run.saver.save(run.position, run.method.trained_encoder(), now=stop, keep_all=not result.finite)
+                run.saver.save(run.position, run.method.trained_encoder(), exiting=stop, keep_old=not result.finite)
                 window.leave_out(time.perf_counter() - started)
             if stop:
                 _leave(run)
@@ -213,7 +213,7 @@ def _due(every: int | None, step: int) -> bool:
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     """The record of this step, but for evaluations. Means over processes; called on all of them together."""
     names = sorted(result.metrics)
-    means = run.accelerator.reduce(torch.stack([result.metrics[name].float() for name in names]), "mean")
+    means = all_reduce_sum(torch.stack([result.metrics[name].float() for name in names])) / world_size()
     moving = [group["lr"] for group in run.engine.optimizer.param_groups if not group["frozen_steps"]]
     decays = [group["weight_decay"] for group in run.engine.optimizer.param_groups if group["decays"]]
     record = {
@@ -230,7 +230,7 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return record | dict(zip(names, means.tolist(), strict=True)) | run.method.health()  # pyright: ignore
+    return record | dict(zip(names, means.tolist(), strict=True)) | run.method.health()
 
 
 def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:
@@ -241,7 +241,7 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
         if run.config.evaluation.pictures and batch is not None:
             shown |= _pictures(run, _on_device(run, batch))
         if run.scorer is not None:
-            encoder = cast(Encoder, run.engine.whole(run.method.trained_encoder()))
+            encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
             record |= run.scorer.score(encoder)
             if run.recorder:
                 log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
@@ -259,7 +259,7 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
     images = run.config.evaluation.pictures
     shown = {"crops": pictures.crops(batch, images)}
     if run.method.has_panels:
-        method = cast(Method | None, run.engine.whole(run.method, everywhere=False))
+        method = run.engine.gather_on_main(run.method)
         if method is not None:
             shown |= {name: pictures.panels(rows) for name, rows in method.panels(batch, images).items()}
     return shown
@@ -272,9 +272,9 @@ def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
         log.info("step %d skipped: float16 overflowed, the loss scale falls", step)
         return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
-    keys = run.accelerator.gather_for_metrics([key for b in batches for key in b.keys], use_gather_object=True)
+    keys = [key for of_rank in gather_objects([key for b in batches for key in b.keys]) for key in of_rank]
     if run.recorder:
-        run.recorder.skipped(step, reason, list(keys))
+        run.recorder.skipped(step, reason, keys)
         log.warning("step %d skipped: %s; its samples are in skipped.jsonl", step, reason)
     limit = run.config.optim.nonfinite_limit
     if run.position.skipped_in_a_row >= limit:

@@ -18,16 +18,10 @@ from rich.logging import RichHandler
 
 from data.shards import ShardError
 from pretrain.checkpoints import save
-from pretrain.checkpoints.resume import CheckpointError
 from pretrain.config import load
 from pretrain.job import pretrain
-from pretrain.loop import NonFiniteError
-from pretrain.monitoring.collapse import CollapseError
 from runtime import watchdog
-from runtime.processes import EvaluationError
-from runtime.settings import SettingsError
-
-FOR_THE_USER = (SettingsError, ShardError, CheckpointError, CollapseError, NonFiniteError, EvaluationError)
+from runtime.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,17 +34,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with preemption.listening():
             pretrain(load(sys.argv[1:] if argv is None else argv))
-    except FOR_THE_USER as error:
-        if rank == 0 or isinstance(error, ShardError):  # of a shard perhaps only this process knows
-            print(f"\nrun.py: {f'process {rank}: ' * (rank > 0)}{error}", file=sys.stderr)
+    except watchdog.LostError as error:
+        print(f"\nrun.py: process {rank}: {error}", file=sys.stderr)
+        return watchdog.EXIT_CODE
+    except UserError as error:
+        if rank == 0 or isinstance(error, ShardError):  # an error of a shard may be known to this process only
+            print(f"\nrun.py: {f'process {rank}: ' if rank else ''}{error}", file=sys.stderr)
         return 2
     except preemption.Preempted as stop:
         if rank == 0:
             print(f"\nrun.py: {stop}", file=sys.stderr)
         return preemption.EXIT_CODE
-    except watchdog.LostError as error:
-        print(f"\nrun.py: process {rank}: {error}", file=sys.stderr)
-        return watchdog.EXIT_CODE
     except KeyboardInterrupt:
         print(
             "\nrun.py: interrupted; --resume with its --output continues from the last checkpoint, if there is one "
@@ -69,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     preemption.ignore()
-    if code == watchdog.EXIT_CODE or save.abandoned():
+    if code == watchdog.EXIT_CODE or save.has_unfinished_save():
         sys.stdout.flush()
         os._exit(code)  # the process group's own end would wait for the process that is gone
     sys.exit(code)

@@ -1,51 +1,177 @@
-"""Sums over processes that also work with one process and no process group."""
+"""Collectives of the default process group. All of them also work with one process and no process group.
 
-from typing import Any
+Every function is collective: all ranks call it, in the same order. A tensor on a device that the backend does not
+reach, such as one on the CPU under NCCL, is moved there and back.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.autograd.function import FunctionCtx
+
+from runtime.errors import UserError
+
+VISIBILITY_TIMEOUT = 35.0
+"""Seconds until a shared disk shows one node the files of another. NFS caches the entries of a folder for up to 30."""
+T = TypeVar("T")
+
+
+class RankError(UserError, RuntimeError):
+    """An operation failed on at least one rank. The message is equal on all ranks."""
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Return the rank of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class _AllReduceSum(torch.autograd.Function):
-    """Every process's loss depends on the sum, so the gradient of an addend is the sum of all processes' gradients."""
+    """A sum over ranks whose gradient is summed over ranks too, because the loss of every rank depends on the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        return _all_reduce(x, dist.ReduceOp.SUM)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        grad = grad_outputs[0].contiguous().clone()
-        dist.all_reduce(grad)
-        return grad
+    def backward(ctx: FunctionCtx, *grad_outputs: Tensor) -> Tensor:
+        return _all_reduce(grad_outputs[0], dist.ReduceOp.SUM)
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """Sum of `x` over processes, differentiable; `x` itself with one process."""
+    """Return the sum of `x` over ranks, differentiable; `x` itself with one process."""
     return x if world_size() == 1 else _AllReduceSum.apply(x)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
 def all_reduce_max(x: Tensor) -> Tensor:
-    """Largest `x` over processes."""
+    """Return the elementwise maximum of `x` over ranks; `x` itself with one process."""
+    return x if world_size() == 1 else _all_reduce(x, dist.ReduceOp.MAX)
+
+
+@torch.no_grad()
+def all_gather(x: Tensor) -> list[Tensor]:
+    """Return `x` (n, ...) of each rank, in the order of ranks. The number of rows n may differ between ranks."""
     if world_size() == 1:
-        return x
-    x = x.clone()
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    return x
+        return [x]
+    own = x.to(_reachable(x.device))
+    counts = [torch.zeros((), dtype=torch.int64, device=own.device) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor(len(own), device=own.device))
+    lengths = [int(count) for count in counts]
+    padded = own.new_zeros(max(lengths), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return [part[:length].to(x.device) for part, length in zip(parts, lengths, strict=True)]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the picklable `value` of each rank, in the order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: T) -> T:
+    """Return the picklable `value` of rank 0 on every rank."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `function` on every rank and return its local result, once it has succeeded on all ranks.
+
+    An exception of one rank becomes an exception of all, so that no rank waits for another in the next collective.
+
+    Raises:
+        RankError: `function` failed on a rank. The class is that of the failure where it is a kind of `RankError`.
+    """
+    results: list[T] = []
+    failure: tuple[type[RankError], str] | None = None
+    try:
+        results.append(function())
+    except BaseException as error:
+        causes = _collected_failures(error).values()
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            raise KeyboardInterrupt from error
+        if not isinstance(error, Exception) and not causes:
+            raise
+        failure = (type(error) if isinstance(error, RankError) else RankError, _describe(error))
+    for first in filter(None, gather_objects(failure, group)):
+        kind, message = first
+        raise kind(message)
+    return results[0]
+
+
+def wait_for_path(path: Path) -> None:
+    """Wait until a file or folder that another rank made is visible on this node. Not collective.
+
+    Raises:
+        RankError: the path is not visible after `VISIBILITY_TIMEOUT`; with one process, at once.
+    """
+    end = time.monotonic() + (VISIBILITY_TIMEOUT if dist.is_initialized() else 0)
+    while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):  # NFS refreshes `listdir`, not `exists`
+        if time.monotonic() > end:
+            raise RankError(
+                f"{path} is missing on {socket.gethostname()}. --output must be on a disk that all nodes share."
+            )
+        time.sleep(0.1)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a parameter or gradient: all of it, rows of it (FSDP2), or a flat range (ZeRO-3)."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
+    """Return the local shard of a parameter or gradient: rows under FSDP2, a flat range under ZeRO-3, else all."""
+    if hasattr(tensor, "to_local"):  # a DTensor, whose import takes most of a second
+        return tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return getattr(tensor, "ds_tensor", tensor)
+
+
+def _reachable(device: torch.device) -> torch.device:
+    """Return `device` if the backend of the default group works on it, else a device on which the backend does."""
+    reached = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    if device.type in reached:
+        return device
+    return torch.device(reached[0], torch.cuda.current_device()) if reached[0] == "cuda" else torch.device(reached[0])
+
+
+def _all_reduce(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    reduced = x.to(_reachable(x.device), copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(reduced, op=operation)
+    return reduced.to(x.device)
+
+
+def _collected_failures(error: BaseException) -> dict[int, BaseException]:
+    """Return the exceptions by rank that torch.distributed.checkpoint collects in its `CheckpointException`.
+
+    The class derives from `BaseException` and is recognised by its attribute: its import takes most of a second.
+    """
+    return {failed: cause for failed, (cause, _) in getattr(error, "failures", {}).items()}
+
+
+def _describe(error: BaseException) -> str:
+    """Return one line for the user about an exception of this rank, or about the first that torch collected."""
+    failed = rank()
+    if collected := _collected_failures(error):
+        failed, error = next(iter(collected.items()))
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    else:
+        message = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+        if not message or not isinstance(error, UserError | ValueError):
+            message = f"{type(error).__name__}: {message}"
+    return f"process {failed}: {message}" if world_size() > 1 else message

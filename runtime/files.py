@@ -1,4 +1,4 @@
-"""Files that other processes read while they are written."""
+"""Writing of files that other processes may read at the same time."""
 
 import os
 import uuid

@@ -1,4 +1,4 @@
-"""A warned stop: SIGTERM or SIGUSR1 asks for it, the step is finished and saved, and the run ends with `EXIT_CODE`."""
+"""Preemption: on SIGTERM or SIGUSR1 a run finishes its step, saves, and exits with `EXIT_CODE`."""
 
 import signal
 import threading
@@ -6,32 +6,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, try again later"""
+"""EX_TEMPFAIL of sysexits.h: no error, try again later."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _received: list[signal.Signals] = []
 
 
-class Preempted(Exception):  # noqa: N818, it is what was asked for
+class Preempted(Exception):  # noqa: N818, because a requested stop is no error
     """The run was asked to stop and has saved. The message is meant for the user."""
 
 
 def listen() -> None:
-    """From now on SIGTERM and SIGUSR1 do nothing but set `asked`, however often they come."""
+    """Record SIGTERM and SIGUSR1 from now on, instead of ending the process."""
     for number in SIGNALS:
-        signal.signal(number, _note)
+        signal.signal(number, _record)
 
 
 def ignore() -> None:
-    """From now on they do nothing at all: what comes while the interpreter ends cannot change the exit code."""
+    """Ignore SIGTERM and SIGUSR1 from now on, so that they cannot change the exit code while the interpreter ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """`listen` until the context ends; then all is as before, and forgotten.
+    """Call `listen`; at the end of the context restore the old handlers and forget the signals.
 
-    Only the main thread may arrange signals. In another one this does nothing.
+    Outside of the main thread, which alone may set handlers, the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,16 +46,16 @@ def listening() -> Iterator[None]:
         _received.clear()
 
 
-def asked() -> bool:
-    """Whether this process was asked to stop."""
+def stop_requested() -> bool:
+    """Return whether this process has received a signal to stop."""
     return bool(_received)
 
 
 def message(step: int) -> str:
-    """What to tell the user of a run that stopped after `step` steps."""
-    why = f"stopped by {_received[0].name}" if _received else "stopped with another process, which was asked to"
+    """Return the message for the user of a run that stopped after `step` steps."""
+    why = f"stopped by {_received[0].name}" if _received else "stopped because another process received a signal"
     return f"{why}: step {step} is done and saved; --resume with this run's --output continues from it"
 
 
-def _note(number: int, _: object) -> None:
+def _record(number: int, _: object) -> None:
     _received.append(signal.Signals(number))

@@ -1,4 +1,4 @@
-"""One set-up for all jobs, with or without a GPU, alone or among many processes; and what these tell each other."""
+"""Set-up of the processes of a command: the `Accelerator`, with or without a GPU, and the exit on user errors."""
 
 import os
 import sys
@@ -10,40 +10,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from torch import Tensor
 
 from runtime.errors import UserError
 
 
-class EvaluationError(UserError, ValueError):
-    """An evaluation that cannot be done as asked. The message is meant for the user."""
+class LaunchError(UserError, ValueError):
+    """The launcher started several processes that cannot form one process group."""
 
 
-def accelerator(**settings: Any) -> Accelerator:
-    """An `Accelerator(**settings)` that also works where there is no CUDA, with several processes and under DeepSpeed.
+def make_accelerator(**settings: Any) -> Accelerator:
+    """Return `Accelerator(**settings)`, also without CUDA, with several processes, and under DeepSpeed.
 
     Raises:
-        EvaluationError: the launcher started several processes that do not know of each other, or cannot meet.
+        LaunchError: the launcher's environment does not describe one process group.
     """
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without the variable DeepSpeed warns that it found no device
         try:
-            PartialState(cpu=True)  # plain `Accelerator()` would believe in each process that it is alone
+            # a plain `Accelerator()` without CUDA ignores the other processes of the launch
+            PartialState(cpu=True)
         except ValueError as error:
-            raise EvaluationError(f"the processes cannot find each other, use `accelerate launch`: {error}") from error
-    made = Accelerator(**settings)
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if made.num_processes != launched:
-        raise EvaluationError(
-            f"WORLD_SIZE says {launched} processes but accelerate sees {made.num_processes}: start with "
-            f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE"
+            raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
+    accelerator = Accelerator(**settings)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise LaunchError(
+            f"WORLD_SIZE is {launched} but accelerate found {accelerator.num_processes} process(es). Start with "
+            f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE."
         )
-    return made
+    return accelerator
 
 
 @contextmanager
-def messages() -> Iterator[None]:
-    """Errors that are meant for the user, printed without a traceback; the program exits with 2."""
+def exit_on_user_error() -> Iterator[None]:
+    """Print a `UserError` of the block without a traceback and exit with code 2; else destroy the process group."""
     try:
         yield
     except UserError as error:
@@ -51,27 +51,3 @@ def messages() -> Iterator[None]:
         raise SystemExit(2) from None
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def all_gather(x: Tensor, accelerator: Accelerator | None) -> list[Tensor]:
-    """`x` (n, ...) of each process in turn, on `x`'s device. n may differ. Called on all processes together."""
-    if accelerator is None or accelerator.num_processes == 1:
-        return [x]
-    own = x.to(accelerator.device)
-    counts = [torch.zeros((), dtype=torch.int64, device=own.device) for _ in range(accelerator.num_processes)]
-    dist.all_gather(counts, torch.tensor(len(own), device=own.device))
-    lengths = [int(count) for count in counts]
-    padded = own.new_zeros(max(lengths), *own.shape[1:])
-    padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded)
-    return [part[:length].to(x.device) for part, length in zip(parts, lengths, strict=True)]
-
-
-def all_sum(x: Tensor, accelerator: Accelerator | None) -> Tensor:
-    """Sum of `x` over processes, on `x`'s device. Called on all processes together."""
-    if accelerator is None or accelerator.num_processes == 1:
-        return x
-    total = x.to(accelerator.device, copy=True)
-    dist.all_reduce(total)
-    return total.to(x.device)

@@ -1,8 +1,9 @@
-"""Processes that watch each other: when one is lost, the others end with a message instead of waiting for it.
+"""Mutual supervision of processes: when one is lost, the others exit with a message instead of waiting for it.
 
-A collective waits for ever, or for many minutes, for a process that was killed or whose machine is gone. So every
-process beats into a store, from a thread: what is merely busy, saving, reading, in a long collective, still beats.
-Process 0 listens to all, the others to process 0; what it finds, or who fails, stands in the store for everyone.
+A collective waits for minutes or forever for a process that was killed or whose machine failed. Every process
+therefore sends heartbeats to a store, from a thread of its own: a process that is busy with saving, reading or a long
+collective still sends them. Process 0 listens to all others, the others listen to process 0. The store also carries
+the message about a lost or failed process to all.
 """
 
 import datetime
@@ -13,104 +14,123 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from runtime.errors import UserError
 from runtime.preemption import Preempted
 
 EXIT_CODE = 69
-"""EX_UNAVAILABLE of sysexits.h: another process is gone"""
-BEAT = 2.0
-"""seconds from beat to beat"""
-SILENCE = 40.0
-"""seconds without a beat after which a process is lost. Nothing here stops the beats for long but code that keeps the
-interpreter's lock, such as the loading of a big library; with two more beats until all know, it stays under a minute"""
-GRACE = 20.0
-"""seconds a process has to end with an error of its own once another says that it failed"""
+"""EX_UNAVAILABLE of sysexits.h: another process is lost."""
 CONTINUE = "--resume with this run's --output continues from its newest checkpoint"
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
-_contexts = itertools.count()  # the same on all processes: each enters the same ones in the same order
+_contexts = itertools.count()  # equal on all processes, which enter the same contexts in the same order
 
 
-class LostError(RuntimeError):
-    """Another process is gone in the middle of a collective. The message is meant for the user."""
+@dataclass(frozen=True)
+class Timing:
+    """Intervals of the watchdog, in seconds."""
+
+    interval: float = 2.0
+    """Time between two heartbeats."""
+    timeout: float = 40.0
+    """Time without a heartbeat after which a process is lost. Only code that holds the interpreter's lock, such as the
+    import of a large library, delays heartbeats. All processes know of a loss within a minute."""
+    exit_delay: float = 20.0
+    """Time in which the other processes may exit with an error of their own after one of them failed."""
+
+
+TIMING = Timing()
+"""Timing of `watched`."""
+
+
+class LostError(UserError, RuntimeError):
+    """Another process was lost during a collective."""
 
 
 @contextmanager
 def watched() -> Iterator[None]:
     """Watch the other processes, if there are any, until the context ends.
 
-    A lost process ends this one with `EXIT_CODE` and a message, whatever its main thread does.
+    If one is lost, this process exits with `EXIT_CODE` and a message, whatever its main thread is doing.
 
     Raises:
-        LostError: in place of the error of a collective that broke because another process is gone.
+        LostError: replaces the error of a collective that failed because another process is lost.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # Where the processes have just met: it is there, whoever started them, needs neither another open port nor a
-    # broadcast, and under a launcher lies in the launcher's process and outlives process 0.
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    watch = Watch(dist.get_rank(), dist.get_world_size(), place, f"watchdog/{_attempt()}/{next(_contexts)}", _give_up)
+    # The store of the process group exists under every launcher and needs no further port. Under a launcher it lies in
+    # the launcher's process and outlives process 0.
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    prefix = f"watchdog/{_restart_count()}/{next(_contexts)}"
+    watch = Watch(dist.get_rank(), dist.get_world_size(), address, prefix, _exit, TIMING)
     try:
         yield
-    except Preempted:  # all leave together
+    except Preempted:  # all processes stop at the same step
         watch.close()
         raise
     except BaseException as error:
-        known = watch.close(failure=f"{type(error).__name__}: {_last_line(error)}")
+        reason = watch.close(failure=f"{type(error).__name__}: {_last_line(error)}")
         if not _is_broken_collective(error):
             raise
-        raise LostError(f"{known or 'another process is gone'} ({_last_line(error)}). {CONTINUE}") from error
+        raise LostError(f"{reason or 'another process is lost'} ({_last_line(error)}). {CONTINUE}") from error
     watch.close()
 
 
 class Watch:
-    """Beats for this process and listens to others, in two threads, until it is closed.
+    """Sends this process's heartbeats and listens to those of others, in two threads, until it is closed.
 
-    One thread talks with the store, and may hang in that for ever when the store's machine is gone. The other counts
-    how long nothing was heard; only time in which it runs itself counts, so that a machine without a free core, or
-    one that was suspended, accuses nobody.
+    One thread talks to the store, and blocks forever if the machine of the store is lost. The other thread measures how
+    long no heartbeat was seen. It counts only time in which it runs itself, so that a machine without a free core, or
+    one that was suspended, does not report others as lost.
     """
 
     def __init__(
         self,
         rank: int,
         processes: int,
-        place: tuple[str, int],
+        address: tuple[str, int],
         prefix: str,
-        give_up: Callable[[str], None],
-        *,
-        beat: float = BEAT,
-        silence: float = SILENCE,
-        grace: float = GRACE,
+        on_loss: Callable[[str], None],
+        timing: Timing = Timing(),
     ) -> None:
-        """`place`: host and port of the store; `prefix`: of all keys in it; `give_up` is called with a message, once,
-        when a process is lost."""
-        self._rank, self._place, self._prefix, self._give_up = rank, place, prefix, give_up
-        self._beat, self._silence, self._grace = beat, silence, grace
-        self._over = threading.Event()
-        self._awake = 0.0  # seconds in which this process was able to judge
+        """Start the threads.
+
+        Args:
+            address: host and port of the store.
+            prefix: prefix of all keys in the store.
+            on_loss: called with a message, once, when a process is lost.
+        """
+        self._rank, self._address, self._prefix, self._on_loss = rank, address, prefix, on_loss
+        self._timing = timing
+        self._closed = threading.Event()
+        self._awake = 0.0  # seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
-        self._answered, self._answered_at = 0.0, time.time()  # of the store, as in _Peer
+        self._answered, self._answered_at = 0.0, time.time()  # last answer of the store, as in _Peer
         self._peers = {peer: _Peer(time.time()) for peer in (others if rank == 0 else [0])}
         self._failure: str | None = None
-        self._found = ""  # what this process found, to be told to the others
-        self._lost = self._failed = ""  # what the store says
+        self._found = ""  # loss that this process found, to be written to the store
+        self._lost = self._failed = ""  # loss and failure in the store
         self._talker = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
         self._talker.start()
         self._judge.start()
 
     def close(self, failure: str | None = None) -> str:
-        """Say goodbye, so that nobody waits for this process's beats, or why it fails.
+        """Sign off, so that no process waits for further heartbeats of this one.
 
-        Returns what is known of a process that failed or is lost, or nothing.
+        Args:
+            failure: the error with which this process exits; told to the others.
+
+        Returns:
+            The message about a failed or lost process in the store, or an empty string.
         """
         self._failure = failure
-        self._over.set()
-        self._talker.join(5.0)  # the store may be gone
+        self._closed.set()
+        self._talker.join(5.0)  # the store may be lost
         return self._lost or self._failed
 
     def _talk(self) -> None:
@@ -122,17 +142,18 @@ class Watch:
                 store.set(f"host/{self._rank}", socket.gethostname())
                 while not over:
                     self._exchange(store)
-                    over = self._over.wait(self._beat)
+                    over = self._closed.wait(self._timing.interval)
                 self._leave(store)
-            except (RuntimeError, OSError):  # as silent as the others: the judge counts
+            except (RuntimeError, OSError):  # counts as silence, which the other thread measures
                 store = None
-                over = over or self._over.wait(self._beat)
+                over = over or self._closed.wait(self._timing.interval)
 
     def _connect(self) -> Store:
-        """A connection of its own: on the process group's the main thread may be waiting."""
-        socket.create_connection(self._place, 10).close()  # torch prints a page for each attempt that fails
+        """Return a connection of its own, because the main thread may block that of the process group."""
+        socket.create_connection(self._address, 10).close()  # torch prints a page for each failed attempt
         limit = datetime.timedelta(seconds=10)
-        return PrefixStore(self._prefix, TCPStore(*self._place, is_master=False, wait_for_workers=False, timeout=limit))
+        store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=limit)
+        return PrefixStore(self._prefix, store)
 
     def _exchange(self, store: Store) -> None:
         store.add(f"beat/{self._rank}", 1)
@@ -156,51 +177,55 @@ class Watch:
             store.set("failed", f"process {self._rank} on {socket.gethostname()} failed: {self._failure}")
 
     def _look(self) -> None:
+        interval = self._timing.interval
         before, failed_for = time.monotonic(), 0.0
-        while not self._over.wait(self._beat):
+        while not self._closed.wait(interval):
             now = time.monotonic()
-            passed = min(now - before, 2 * self._beat)
+            passed = min(now - before, 2 * interval)
             before = now
             self._awake += passed
             failed_for += passed if self._failed else 0.0
-            silent = {n: peer for n, peer in list(self._peers.items()) if self._awake - peer.heard > self._silence}
+            silent = {
+                n: peer for n, peer in list(self._peers.items()) if self._awake - peer.heard > self._timing.timeout
+            }
             if silent:
                 self._found = self._describe(silent)
-                self._over.wait(2 * self._beat)  # the others read it; with this process the store itself may end
-            told = self._found or self._lost or (self._failed if failed_for > self._grace else "")
-            if told and not self._over.is_set():
-                self._over.set()
-                self._give_up(f"process {self._rank}: {told}. {CONTINUE}")
+                self._closed.wait(2 * interval)  # lets the others read the message: the store may end with this process
+            told = self._found or self._lost or (self._failed if failed_for > self._timing.exit_delay else "")
+            if told and not self._closed.is_set():
+                self._closed.set()
+                self._on_loss(f"process {self._rank}: {told}. {CONTINUE}")
 
     def _describe(self, silent: dict[int, "_Peer"]) -> str:
         now = f"now it is {_clock(time.time())}"
-        if self._awake - self._answered > self._silence / 2:
-            place = ":".join(map(str, self._place))
+        if self._awake - self._answered > self._timing.timeout / 2:
+            host, port = self._address
             return (
-                f"the store at {place}, through which the processes hear each other, last answered at "
-                f"{_clock(self._answered_at)}, {now}: the launcher there was killed, or the machine is gone"
+                f"the store at {host}:{port}, which carries the heartbeats, last answered at "
+                f"{_clock(self._answered_at)}, {now}: the launcher there was killed, or its machine failed"
             )
-        named = [
-            f"process {number}{f' on {peer.host}' * bool(peer.host)} was last heard at {_clock(peer.heard_at)}"
-            for number, peer in list(silent.items())[:4]
-        ]
-        more = f" and {len(silent) - len(named)} more" * (len(silent) > len(named))
-        return f"{', '.join(named)}{more}, {now}: killed, frozen, or its machine is gone"
+        named = []
+        for number, peer in list(silent.items())[:4]:
+            host = f" on {peer.host}" if peer.host else ""
+            named.append(f"process {number}{host} was last heard at {_clock(peer.heard_at)}")
+        if len(silent) > len(named):
+            named.append(f"and {len(silent) - len(named)} more")
+        return f"{', '.join(named)}, {now}: killed, frozen, or its machine failed"
 
 
 class _Peer:
-    """What is known of another process."""
+    """Last heartbeat of another process."""
 
     def __init__(self, heard_at: float) -> None:
         self.host, self.beats = "", 0
         self.heard = 0.0
-        """in seconds of the listener's `_awake`"""
+        """Time of the last new heartbeat, on the listener's `_awake` clock."""
         self.heard_at = heard_at
-        """as the clock on the wall has it"""
+        """Time of the last new heartbeat, in seconds since the epoch."""
 
 
-def _attempt() -> str:
-    """Processes that the launcher started anew meet at the same store as those before them."""
+def _restart_count() -> str:
+    """Return the launcher's count of restarts: restarted processes use the same store as those before them."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -212,14 +237,14 @@ def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def _give_up(message: str) -> None:
-    # the main thread may hold any lock, also those of the streams and of the process group
+def _exit(message: str) -> None:
+    # no clean exit: the main thread may hold any lock, also those of the output streams and of the process group
     os.write(2, f"\nrun.py: {message}\n".encode())
     os._exit(EXIT_CODE)
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Whether an error is what gloo or NCCL say when another process is gone."""
+    """Return whether gloo or NCCL raised the error because another process is lost."""
     while error is not None:
         of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if of_torch and any(word in str(error).lower() for word in _BROKEN):

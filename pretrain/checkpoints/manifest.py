@@ -1,4 +1,7 @@
-"""Sizes and checksums of a checkpoint's files. Each process reads the files it wrote, and a part of those it loads."""
+"""Sizes and SHA-256 checksums of a checkpoint's files.
+
+Each process computes the checksums of the files it wrote. Before a checkpoint is loaded, the processes share the check.
+"""
 
 import hashlib
 import json
@@ -6,51 +9,54 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NAME = "manifest.json"
+Files = dict[str, dict[str, int | str]]
 
 
-def describe(files: Iterable[Path]) -> dict[str, dict[str, int | str]]:
-    """Bytes and SHA-256 of each file, by name."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(files)}
+def describe(paths: Iterable[Path]) -> Files:
+    """Return the size in bytes and the SHA-256 checksum of each file, by file name."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(paths)}
 
 
-def write(folder: Path, files: dict[str, dict[str, int | str]]) -> None:
-    """Put the manifest in `folder`, whose `files` are described."""
+def write(folder: Path, files: Files) -> None:
+    """Write the manifest of `folder`."""
     (folder / NAME).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
 
 
-def faults(folder: Path) -> list[str]:
-    """What is wrong with the names and sizes of the files in `folder`, in plain words."""
+def wrong_sizes(folder: Path) -> list[str]:
+    """Return a message for each missing, additional or truncated file of `folder`; empty if there is none."""
     try:
         files = _read(folder)
-        there = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     except OSError as error:
         return [f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"]
     except (ValueError, TypeError, KeyError):
-        return [f"{NAME}, which lists its files, is no such list"]
-    found = [f"{name} is missing" for name in files if name not in there]
-    found += [
-        f"{name} has {there[name]} bytes and should have {size}"
+        return [f"{NAME} is not a list of files"]
+    faults = [f"{name} is missing" for name in files if name not in found]
+    faults += [
+        f"{name} has {found[name]} bytes and should have {size}"
         for name, (size, _) in files.items()
-        if there.get(name, size) != size
+        if found.get(name, size) != size
     ]
-    return found + [f"{name} does not belong to it" for name in sorted(there.keys() - files.keys() - {NAME})]
+    return faults + [f"{name} is not listed in {NAME}" for name in sorted(found.keys() - files.keys() - {NAME})]
 
 
-def altered(folder: Path, rank: int = 0, processes: int = 1) -> list[str]:
-    """Files in `folder`, of which `faults` knows nothing wrong, that do not hold what was written, in plain words;
-    process `rank` looks at its share of them."""
-    found = []
+def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str]:
+    """Return a message for each file whose content differs from the manifest; empty if there is none.
+
+    Call `wrong_sizes` first. Process `rank` of `processes` reads its share of the files.
+    """
+    faults = []
     for name, (_, checksum) in list(_read(folder).items())[rank::processes]:
         try:
             if _sha256(folder / name) != checksum:
-                found.append(f"{name} is not what was written (another checksum)")
+                faults.append(f"{name} has another checksum than when it was written")
         except OSError as error:
-            found.append(f"{name} cannot be read ({error.strerror})")
-    return found
+            faults.append(f"{name} cannot be read ({error.strerror})")
+    return faults
 
 
 def _read(folder: Path) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 by name."""
+    """Return bytes and SHA-256 by file name."""
     listed = json.loads((folder / NAME).read_text())["files"]
     return {name: (int(of["bytes"]), str(of["sha256"])) for name, of in sorted(dict(listed).items())}
 

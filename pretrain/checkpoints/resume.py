@@ -1,16 +1,17 @@
-"""Checkpoints as they lie in a run's folder, and how a run goes on from one.
+"""The layout of checkpoints in a run folder, and how a run resumes from one.
 
 OUTPUT/checkpoints/
   step-00001000/
-    __0_0.distcp ...     method and optimizer, by torch.distributed.checkpoint: what each process holds (pieces.py)
+    __0_0.distcp ...     weights, buffers and moments, by torch.distributed.checkpoint (engines/local_state.py)
     .metadata
-    random-00000.pt      random states of each process
-    trainer.json         step, images, settings, versions, loss scale
+    random-00000.pt      random states, one file per process
+    trainer.json         train state, settings, versions, loss scale
     encoder.safetensors  the trained encoder, for evaluation     encoder.json
-    manifest.json        sizes and checksums of all of these
+    manifest.json        sizes and checksums of the files above
   latest -> step-00001000
 """
 
+import inspect
 import json
 import logging
 import os
@@ -20,139 +21,158 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 
+import encoders
 from pretrain.checkpoints import manifest, rng
 from pretrain.engines import Engine
 from pretrain.engines.local_state import read
-from runtime.agreement import CheckpointError, gather, see, together
+from runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{8,})")
-TRAINER = {"position", "processes", "engine", "optimizer_steps", "loss_scale", "settings", "versions"}
-"""what trainer.json holds"""
+TRAINER_KEYS = {"position", "processes", "engine", "optimizer_steps", "loss_scale", "settings", "versions"}
+"""Keys of trainer.json. "position" holds the `TrainState`."""
+NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers")
+"""Settings that may change between a run and its continuation without a word."""
+
+
+class CheckpointError(RankError):
+    """A checkpoint cannot be written, is damaged, or does not fit the run."""
 
 
 @dataclass
-class Position:
-    """How far a run is, and what it remembers on the way."""
+class TrainState:
+    """Progress of a run, and the memory that a resumed run needs."""
 
     step: int = 0
-    """optimizer steps done, skipped ones included"""
+    """Number of steps done, skipped ones included."""
     images: int = 0
-    """images seen over all processes"""
+    """Number of images seen, over all processes."""
     skipped_steps: int = 0
-    """steps whose loss or gradient was not finite"""
+    """Number of steps whose loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """those of them since the last good step"""
+    """Number of skipped steps since the last good step."""
     corrupt_images: int = 0
-    """images that were replaced, over all processes"""
+    """Number of images that were replaced, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
-    """the memory of the collapse alarm"""
+    """Memory of the collapse alarm."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """the record of this step, where its evaluation and its line in metrics.jsonl were left to the resumed run"""
+    """Record of this step, if its evaluation and its line in metrics.jsonl are left to the resumed run."""
 
 
-def whole(folder: Path) -> list[Path]:
-    """The whole checkpoints in OUTPUT/checkpoints, oldest first."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in OUTPUT/checkpoints, oldest first."""
     found = [p for p in folder.glob("step-*") if STEP.fullmatch(p.name) and (p / "trainer.json").exists()]
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-def restore(path: Path, accelerator: Accelerator, engine: Engine) -> Position:
-    """Load a checkpoint into the method and the optimizer, and set the random states; on all processes together.
+def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
+    """Load a checkpoint into the method, the optimizer and the random generators, and return its train state.
 
-    Returns where the run was.
+    Collective.
 
     Raises:
-        CheckpointError: it belongs to another method or encoder, or its files are not those that were written.
+        CheckpointError: the checkpoint belongs to another method or encoder, or its files are damaged.
     """
-    path = path.resolve()  # never `latest`, which is to point at it
-    known = trainer(path)
+    path = path.resolve()  # `latest` may be about to change
+    trainer = read_trainer(path)
     verify(path)
     latest, main = path.parent / "latest", accelerator.is_main_process
-    # a kill may have come between the rename and the link
-    together(lambda: os.replace(beside(latest, path.name), latest) if main else None)
-    pieces = engine.pieces()
+    # the run may have been killed after the checkpoint was renamed and before `latest` was
+    run_on_all_ranks(lambda: os.replace(temporary_link(latest, path.name), latest) if main else None)
+    state = engine.local_state()
     try:
-        together(lambda: read(pieces, path))
-    except CheckpointError as error:
+        run_on_all_ranks(lambda: read(state, path))
+    except RankError as error:
         raise CheckpointError(f"{path} does not fit this run: {error}") from error
-    engine.loaded(known["optimizer_steps"])
-    if accelerator.scaler is not None and known["loss_scale"]:
-        accelerator.scaler.load_state_dict(known["loss_scale"])
-    if known["processes"] == accelerator.num_processes:
+    engine.after_load(trainer["optimizer_steps"])
+    if accelerator.scaler is not None and trainer["loss_scale"]:
+        accelerator.scaler.load_state_dict(trainer["loss_scale"])
+    if trainer["processes"] == accelerator.num_processes:
         states = path / f"random-{accelerator.process_index:05d}.pt"
-        rng.put_back(torch.load(states, weights_only=True))
+        rng.set_states(torch.load(states, weights_only=True))
     else:
-        log.info("%s was written by %d processes: random states start anew", path.name, known["processes"])
-    return Position(**known["position"])
+        log.info("%s was written by %d processes: random states start anew", path.name, trainer["processes"])
+    return TrainState(**trainer["position"])
 
 
 def verify(path: Path) -> None:
-    """Compare a checkpoint's files with its manifest. On all processes together, which share the checksums.
+    """Compare a checkpoint's files with its manifest. Collective; the processes share the checksums.
 
     Raises:
-        CheckpointError: names the files that are not what was written, and the checkpoint to go back to.
+        CheckpointError: names the damaged files, and the newest intact checkpoint before this one.
     """
-    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    found = {fault for of_one in gather(manifest.faults(path)) for fault in of_one}
-    found = found or {fault for of_one in gather(manifest.altered(path, rank, processes)) for fault in of_one}
-    if found:
-        raise _damaged(path, sorted(found))
+    faults = {fault for of_rank in gather_objects(manifest.wrong_sizes(path)) for fault in of_rank}
+    if not faults:
+        own = manifest.wrong_checksums(path, rank(), world_size())
+        faults = {fault for of_rank in gather_objects(own) for fault in of_rank}
+    if faults:
+        raise _damaged(path, sorted(faults))
 
 
-def trainer(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run (`trainer.json`); on all processes together.
+def read_trainer(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's trainer.json. Collective.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another version of this program.
+        CheckpointError: the file is missing on a node, is damaged, or was written by another version of this program.
     """
-    return together(lambda: _read_trainer(path))
+    return run_on_all_ranks(lambda: _read_trainer(path))
 
 
-def position(path: Path) -> Position:
-    """Where the run was when it wrote a checkpoint; on all processes together."""
-    return Position(**trainer(path)["position"])
+def read_train_state(path: Path) -> TrainState:
+    """Return the train state of a checkpoint. Collective. Raises as `read_trainer`."""
+    return TrainState(**read_trainer(path)["position"])
 
 
 def check_fits(path: Path, settings: dict[str, Any]) -> None:
-    """Refuse to resume with another method or encoder; warn where the samples will come in another order.
+    """Refuse to resume with another method or encoder, and warn if the order of the samples changes. Collective.
 
-    On all processes together.
+    An encoder setting that the checkpoint does not have, because the setting is newer than the run, counts as the
+    variant's default.
+
+    Args:
+        settings: resolved settings of the run to resume.
 
     Raises:
         CheckpointError: names every setting that differs.
     """
-    saved = trainer(path)["settings"]
+    saved = read_trainer(path)["settings"]
+    saved["encoder"] = _encoder_defaults(saved["encoder"].get("variant")) | saved["encoder"]
+    settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
     old, new = _flat(saved), _flat(settings)
     changed = [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted(old | new)
-        if old.get(name) != new.get(name) and name not in ("resume", "config", "output", "dry_run", "workers")
+        if old.get(name) != new.get(name) and name not in NOT_COMPARED
     ]
     if changed:
         log.warning("changed since %s: %s", path.name, ", ".join(changed))
     if any(saved.get(name) != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
-        log.warning("the samples go on in another order than before")
-    differ = []
-    for section in ("method", "encoder"):
-        old, new = saved[section], settings[section]
-        if not isinstance(new, dict):
-            old, new = {"name": old}, {"name": new}
-        differ += [
-            f"{section}.{k} is {old.get(k)} there and {new.get(k)} here" for k in old | new if old.get(k) != new.get(k)
-        ]
+        log.warning("the order of the samples changes")
+    differ = [
+        f"{name} is {old.get(name)} there and {new.get(name)} here"
+        for name in old | new
+        if (name == "method" or name.startswith("encoder.")) and old.get(name) != new.get(name)
+    ]
     if differ:
         raise CheckpointError(
             f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
-            "(leave these flags out) or start anew in another --output."
+            "(leave these flags out), or start a new run in another --output."
         )
 
 
+def _encoder_defaults(variant: object) -> dict[str, Any]:
+    """Return the default settings of an encoder variant, as JSON holds them; empty for an unknown variant."""
+    if not isinstance(variant, str) or variant not in encoders.VARIANTS:
+        return {}
+    parameters = inspect.signature(encoders.family(variant)).parameters
+    settings = {name: encoders.VARIANTS[variant].get(name, parameter.default) for name, parameter in parameters.items()}
+    return json.loads(json.dumps({k: v for k, v in settings.items() if v is not inspect.Parameter.empty}))
+
+
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names."""
+    """Return nested settings by dotted names."""
     flat = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -161,32 +181,35 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read_trainer(path: Path) -> dict[str, Any]:
     file = path / "trainer.json"
-    see(file)
     try:
-        known = json.loads(file.read_text())
+        wait_for_path(file)
+        trainer = json.loads(file.read_text())
+    except RankError as error:
+        raise CheckpointError(str(error)) from None
     except ValueError as error:
-        raise _damaged(path, [f"{file.name} is no JSON ({error})"]) from error
-    fits = isinstance(known, dict) and known.keys() >= TRAINER
-    if not fits or not known["position"].keys() <= Position.__dataclass_fields__.keys():
+        raise _damaged(path, [f"{file.name} is not valid JSON ({error})"]) from error
+    fits = isinstance(trainer, dict) and trainer.keys() >= TRAINER_KEYS
+    if not fits or not trainer["position"].keys() <= TrainState.__dataclass_fields__.keys():
         raise CheckpointError(
-            f"{path} was written by another version of this program, and only that one can continue it; "
-            f"a new run takes its encoder with --init_from {path}"
+            f"{path} was written by another version of this program, and only that version can continue it. "
+            f"To start a new run from its encoder, use --init_from {path}."
         )
-    return known
+    return trainer
 
 
-def _damaged(path: Path, found: list[str]) -> CheckpointError:
-    path = path.resolve()  # `latest`
-    listed = whole(path.parent)
-    before = [p for p in listed[: listed.index(path)] if not manifest.faults(p)] if path in listed else []
+def _damaged(path: Path, faults: list[str]) -> CheckpointError:
+    path = path.resolve()  # the target of `latest`
+    listed = list_checkpoints(path.parent)
+    earlier = listed[: listed.index(path)] if path in listed else []
+    intact = [p for p in earlier if not manifest.wrong_sizes(p)]
+    start = intact[-1].name if intact else "the beginning, because no earlier checkpoint is complete"
     return CheckpointError(
-        f"{path} is damaged: {'; '.join(found)}. Move it away, and --resume continues from "
-        + (f"{before[-1].name}." if before else "the beginning: there is no whole one before it.")
+        f"{path} is damaged: {'; '.join(faults)}. Move this folder away; then --resume continues from {start}."
     )
 
 
-def beside(link: Path, target: str) -> Path:
-    """A link to `target` that has only to be renamed to `link`, which so is never missing."""
+def temporary_link(link: Path, target: str) -> Path:
+    """Create a temporary symlink to `target` beside `link`. Renamed to `link`, it replaces `link` atomically."""
     new = link.with_name(f".{link.name}.part")
     new.unlink(missing_ok=True)
     new.symlink_to(target)

@@ -1,4 +1,4 @@
-"""The states of a process's random generators, which a resumed run goes on from."""
+"""The states of a process's random generators."""
 
 import random
 from typing import Any
@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 
-def get() -> dict[str, Any]:
-    """Those of Python, NumPy, torch and the device, as torch.load reads them with `weights_only`."""
+def get_states() -> dict[str, Any]:
+    """Return the states of Python, NumPy, torch and the CUDA device, in types that `weights_only` loading accepts."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -18,8 +18,8 @@ def get() -> dict[str, Any]:
     }
 
 
-def put_back(states: dict[str, Any]) -> None:
-    """Go on from what `get` gave."""
+def set_states(states: dict[str, Any]) -> None:
+    """Set all generators to the states that `get_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]

@@ -1,4 +1,4 @@
-"""Writing checkpoints: beside the old ones and renamed, so that a reader never meets half of one."""
+"""Writing of checkpoints, in a temporary folder that is renamed when complete, so that no reader sees a part of one."""
 
 import copy
 import datetime
@@ -10,9 +10,10 @@ import os
 import shutil
 import threading
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,46 +22,51 @@ from torch import nn
 
 import encoders
 from pretrain.checkpoints import manifest, rng
-from pretrain.checkpoints.resume import Position, beside, whole
+from pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints, temporary_link
 from pretrain.config import CheckpointConfig
 from pretrain.engines import Engine
-from pretrain.engines.local_state import Piece, write
-from runtime.agreement import CheckpointError, gather, see, together
+from pretrain.engines.local_state import LocalTensor, write
+from runtime.collectives import RankError, gather_objects, run_on_all_ranks, wait_for_path
+from runtime.files import fsync
 
 log = logging.getLogger(__name__)
-SLOWEST = datetime.timedelta(hours=2)
-"""how long processes wait for one that still writes; one that is gone the watchdog finds within a minute"""
-GRACE = 30.0
-"""seconds that a run which failed leaves to a checkpoint it was writing in the background"""
-
+T = TypeVar("T")
+E = TypeVar("E", bound=nn.Module)
+WRITE_TIMEOUT = datetime.timedelta(hours=2)
+"""Longest time that processes wait for one that still writes. The watchdog finds a lost process within a minute."""
+BACKGROUND_TIMEOUT = 30.0
+"""Seconds that a failed run waits for a checkpoint that is being written in the background."""
 THREAD = "checkpoint"
 
 
-@dataclass
-class _Moment:
-    """What a process writes of one moment."""
+@dataclass(frozen=True)
+class _Snapshot:
+    """Data of one checkpoint that this process writes."""
 
-    final: Path
-    pieces: dict[str, Piece]
-    encoder: nn.Module | None
-    """on the main process"""
+    folder: Path
+    """The checkpoint's final folder."""
+    state: dict[str, LocalTensor]
+    encoder: encoders.Encoder | None
+    """The trained encoder with full parameters; None except on the main process."""
     trainer: dict[str, Any]
+    """Content of trainer.json."""
     random: dict[str, Any]
+    """Random states of this process."""
     bytes: int
-    """of all processes"""
-    keep_all: bool
+    """Size of the checkpoint, over all processes."""
+    keep_old: bool
+    """True if older checkpoints stay, whatever the settings."""
 
-    def copy(self) -> "_Moment":
-        """The same in the host's memory, for the rest of the run to go on."""
-        pieces = {name: piece.copy() for name, piece in self.pieces.items()}
-        encoder = None if self.encoder is None else _on_the_host(self.encoder)
-        return _Moment(self.final, pieces, encoder, self.trainer, self.random, self.bytes, self.keep_all)
+    def to_host(self) -> "_Snapshot":
+        """Return a copy in the host's memory, which later training steps do not change."""
+        state = {name: tensor.to_host() for name, tensor in self.state.items()}
+        return replace(self, state=state, encoder=None if self.encoder is None else _host_copy(self.encoder))
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other; all methods are called on all processes together.
+    """Writes the checkpoints of a run, one after the other. All methods are collective.
 
-    As a context it ends when the last one is written; where the run fails, after `GRACE` seconds at the latest.
+    As a context manager it waits for the last checkpoint; after an exception, for at most `BACKGROUND_TIMEOUT` seconds.
     """
 
     def __init__(
@@ -71,7 +77,11 @@ class Saver:
         settings: dict[str, Any],
         config: CheckpointConfig,
     ) -> None:
-        """`folder`: OUTPUT/checkpoints, OUTPUT being there; `settings`: the run's, resolved.
+        """Check that all processes share the disk.
+
+        Args:
+            folder: OUTPUT/checkpoints. OUTPUT must exist.
+            settings: resolved settings of the run, stored in each checkpoint.
 
         Raises:
             CheckpointError: the processes do not see the same OUTPUT.
@@ -80,11 +90,11 @@ class Saver:
         self.config = config
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # its own, so that the background does not meet the training in a collective, and with a time limit for disks
-        several = dist.is_initialized()
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SLOWEST)) if several else None
-        if several:
-            self._check_shared()
+        # a process group of its own: collectives of the background thread must not meet those of the training
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
+            self._check_shared_disk()
 
     def __enter__(self) -> "Saver":
         return self
@@ -93,54 +103,48 @@ class Saver:
         if kind is None:
             self.wait()
         elif self._thread is not None:
-            self._thread.join(GRACE)
+            self._thread.join(BACKGROUND_TIMEOUT)
             if self._thread.is_alive() or self._error is not None:
                 log.warning("the checkpoint that was being written is lost: %s", self._error or "it took too long")
 
-    def save(self, position: Position, encoder: encoders.Encoder, *, now: bool = False, keep_all: bool = False) -> None:
-        """Write a checkpoint of this moment, then remove those that need not stay. A step that has one keeps it.
-
-        With `checkpoint.background` the files are written while the training goes on, but for `now`.
+    def save(
+        self, train_state: TrainState, encoder: encoders.Encoder, *, exiting: bool = False, keep_old: bool = False
+    ) -> None:
+        """Write a checkpoint, then remove old ones. Do nothing if the step already has a checkpoint.
 
         Args:
-            encoder: as the engine holds it.
-            now: this is the last chance: what became of the checkpoint before it comes second.
-            keep_all: remove none.
+            encoder: the trained encoder, as the engine holds it.
+            exiting: the run is exiting: write synchronously even with `checkpoint.background`, and only log the failure
+                of an earlier background save.
+            keep_old: do not remove old checkpoints.
 
         Raises:
-            CheckpointError: it, or the one before it, could not be written; earlier ones are whole, and `latest` points
-                at the newest of them.
+            CheckpointError: this checkpoint, or the one before it in the background, could not be written. Earlier ones
+                are intact, and `latest` points to the newest of them.
         """
         try:
             self.wait()
         except CheckpointError as error:
-            if not now:
+            if not exiting:
                 raise
             log.warning("%s", error)
-        final = self.folder / f"step-{position.step:08d}"
-        if gather(final in whole(self.folder), self._group)[0]:  # others may not see it yet
+        folder = self.folder / f"step-{train_state.step:08d}"
+        if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:  # a shared disk may lag elsewhere
             return
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        pieces = {name: piece.share(rank, processes) for name, piece in self.engine.pieces().items()}
-        plain = self.engine.whole(encoder, everywhere=False)
-        own = sum(p.data.nbytes for p in pieces.values())
-        own += sum(t.nbytes for t in plain.state_dict().values()) if plain is not None else 0
-        trainer = _trainer(self.accelerator, self.engine, position, self.settings)
-        needed = sum(gather(own, self._group))
-        moment = _Moment(final, pieces, plain, trainer, rng.get(), needed, keep_all)
-        if now or not self.config.background:
-            self._write(moment)
+        snapshot = self._snapshot(folder, train_state, encoder, keep_old)
+        if exiting or not self.config.background:
+            self._write(snapshot)
             return
-        copied = together(moment.copy, self._group)
-        # a daemon: the interpreter does not wait for it, which may wait for a process that is gone
+        copied = self._on_all_ranks(snapshot.to_host)
+        # a daemon thread: the interpreter must not wait for a thread that may wait for a lost process
         self._thread = threading.Thread(target=self._in_background, args=(copied,), name=THREAD, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is written.
+        """Wait until the checkpoint in the background is written.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -149,91 +153,104 @@ class Saver:
         if error is not None:
             raise error
 
-    def _in_background(self, moment: _Moment) -> None:
+    def _on_all_ranks(self, function: Callable[[], T]) -> T:
         try:
-            self._write(moment)
-        except BaseException as error:  # `wait` raises it where somebody looks
+            return run_on_all_ranks(function, self._group)
+        except RankError as error:
+            raise CheckpointError(str(error)) from error
+
+    def _on_main(self, function: Callable[[], None]) -> None:
+        self._on_all_ranks(function if self.accelerator.is_main_process else lambda: None)
+
+    def _snapshot(self, folder: Path, train_state: TrainState, encoder: encoders.Encoder, keep_old: bool) -> _Snapshot:
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        state = {name: tensor.write_share(rank, processes) for name, tensor in self.engine.local_state().items()}
+        full = self.engine.gather_on_main(encoder)
+        own = sum(tensor.data.nbytes for tensor in state.values())
+        own += sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
+        trainer = _trainer(self.accelerator, self.engine, train_state, self.settings)
+        total = sum(gather_objects(own, self._group))
+        return _Snapshot(folder, state, full, trainer, rng.get_states(), total, keep_old)
+
+    def _in_background(self, snapshot: _Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except BaseException as error:  # `wait` raises it on the main thread
             self._error = error
 
-    def _write(self, moment: _Moment) -> None:
-        main, part = self.accelerator.is_main_process, self.folder / f".{moment.final.name}.part"
+    def _write(self, snapshot: _Snapshot) -> None:
+        main, part = self.accelerator.is_main_process, self.folder / f".{snapshot.folder.name}.part"
         try:
-            together(lambda: self._make(part, moment.bytes) if main else None, self._group)
-            together(lambda: see(part), self._group)
-            files = gather(together(lambda: self._write_own(part, moment), self._group), self._group)
-            together(lambda: self._finish(part, moment.final, files) if main else None, self._group)
+            self._on_main(lambda: _make_empty(part, snapshot.bytes))
+            self._on_all_ranks(lambda: wait_for_path(part))
+            files = gather_objects(self._on_all_ranks(lambda: self._write_files(part, snapshot)), self._group)
+            self._on_main(lambda: self._publish(part, snapshot.folder, files))
         except CheckpointError as error:
             if main:
                 shutil.rmtree(part, ignore_errors=True)
-            latest = gather([p.name for p in whole(self.folder)][-1:], self._group)[0]
-            full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
-            raise CheckpointError(
-                f"could not save {moment.final}: {error}. "
-                + f"A checkpoint of this run needs {moment.bytes / 1e9:.2f} GB: free that much. " * full
-                + (f"--resume continues from {latest[0]}, which is whole." if latest else "There is none before it.")
-            ) from error
-        if main and not moment.keep_all:
-            retain(self.folder, self.config.keep, self.config.keep_every)
+            intact = gather_objects([p.name for p in list_checkpoints(self.folder)][-1:], self._group)[0]
+            message = f"could not save {snapshot.folder}: {error}. "
+            if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+                message += f"A checkpoint of this run needs {snapshot.bytes / 1e9:.2f} GB. Free that much. "
+            message += f"--resume continues from {intact[0]}." if intact else "There is no earlier checkpoint."
+            raise CheckpointError(message) from error
+        if main and not snapshot.keep_old:
+            remove_old(self.folder, self.config.keep, self.config.keep_every)
 
-    def _make(self, part: Path, needed: int) -> None:
-        """Make an empty folder on a disk with room for `needed` bytes."""
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        free = shutil.disk_usage(part).free
-        if free < needed:
-            raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {free / 1e9:.2f} GB are free")
-
-    def _write_own(self, part: Path, moment: _Moment) -> dict[str, Any]:
-        """Write this process's files, which the manifest will describe as returned."""
-        main, rank = self.accelerator.is_main_process, self.accelerator.process_index
-        write(moment.pieces, part, self._group)  # first: it is done together
+    def _write_files(self, part: Path, snapshot: _Snapshot) -> manifest.Files:
+        """Write this process's files and return their sizes and checksums."""
+        rank = self.accelerator.process_index
+        write(snapshot.state, part, self._group)
         own = [part / f"random-{rank:05d}.pt"]
-        torch.save(moment.random, own[0])
-        if main:
+        torch.save(snapshot.random, own[0])
+        if snapshot.encoder is not None:
             own += [part / name for name in ("encoder.safetensors", "encoder.json", "trainer.json")]
-            encoders.save(cast(encoders.Encoder, moment.encoder), part / "encoder.safetensors")
-            (part / "trainer.json").write_text(json.dumps(moment.trainer, indent=1))
+            encoders.save(snapshot.encoder, part / "encoder.safetensors")
+            (part / "trainer.json").write_text(json.dumps(snapshot.trainer, indent=1))
         for path in own:
-            _sync(path)
-        return manifest.describe([*own, *part.glob(f"__{rank}_*"), *([part / ".metadata"] if main else [])])
+            fsync(path)
+        stored = [*part.glob(f"__{rank}_*"), *([part / ".metadata"] if snapshot.encoder is not None else [])]
+        return manifest.describe([*own, *stored])
 
-    def _finish(self, part: Path, final: Path, files: list[dict[str, Any]]) -> None:
-        """All processes have written: give it its name."""
-        manifest.write(part, {name: what for of_one in files for name, what in of_one.items()})
-        _sync(part / manifest.NAME)
-        _sync(part)
-        link = beside(self.folder / "latest", final.name)
-        os.rename(part, final)
+    def _publish(self, part: Path, folder: Path, files: list[manifest.Files]) -> None:
+        """Write the manifest, give the checkpoint its name, and let `latest` point to it."""
+        manifest.write(part, {name: described for of_rank in files for name, described in of_rank.items()})
+        fsync(part / manifest.NAME)
+        fsync(part)
+        link = temporary_link(self.folder / "latest", folder.name)
+        os.rename(part, folder)
         os.replace(link, self.folder / "latest")
-        _sync(self.folder)
+        fsync(self.folder)
 
-    def _check_shared(self) -> None:
-        """That what the main process makes in OUTPUT, all see."""
+    def _check_shared_disk(self) -> None:
+        """Raise `CheckpointError` unless all processes see a file that the main process makes in OUTPUT."""
         main, output = self.accelerator.is_main_process, self.folder.parent
-        made = gather(f".shared-{uuid.uuid4().hex}", self._group)[0]
+        probe = output / gather_objects(f".shared-{uuid.uuid4().hex}", self._group)[0]
         try:
-            together(lambda: (output / made).touch() if main else None, self._group)
-            together(lambda: see(output / made), self._group)
+            self._on_main(probe.touch)
+            self._on_all_ranks(lambda: wait_for_path(probe))
         finally:
             if main:
-                (output / made).unlink(missing_ok=True)
+                probe.unlink(missing_ok=True)
 
 
-def abandoned() -> bool:
-    """Whether a run that is over left a checkpoint half written in the background: its thread may hang for ever."""
+def has_unfinished_save() -> bool:
+    """Return whether the thread of an unfinished background save still runs. It may wait for a lost process forever."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
-def retain(folder: Path, keep: int, keep_every: int | None) -> None:
-    """Remove what a kill left half written, and old checkpoints. What cannot be removed stays, with a warning.
+def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
+    """Remove old checkpoints, and partial ones of killed runs. A failure to remove is logged.
 
-    Those stay that are among the `keep` newest or at a multiple of `keep_every` steps.
+    Args:
+        keep: number of newest checkpoints that stay.
+        keep_every: checkpoints at multiples of this many steps stay too.
     """
-    old = [p for p in whole(folder)[:-keep] if not (keep_every and int(p.name[5:]) % keep_every == 0)]
+    old = [p for p in list_checkpoints(folder)[:-keep] if not (keep_every and int(p.name[5:]) % keep_every == 0)]
     for path in [*folder.glob(".*.part"), *old]:
         try:
             if path in old:
-                # renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name
+                # renamed first, so that a kill during the removal leaves no partial checkpoint under a valid name
                 path = path.rename(folder / f".{path.name}.part")
             if path.is_symlink():
                 path.unlink()
@@ -243,9 +260,21 @@ def retain(folder: Path, keep: int, keep_every: int | None) -> None:
             log.warning("could not remove %s: %s", path, error.strerror)
 
 
-def _trainer(accelerator: Accelerator, engine: Engine, position: Position, settings: dict[str, Any]) -> dict[str, Any]:
+def _make_empty(folder: Path, needed: int) -> None:
+    """Make an empty folder. Raise `CheckpointError` if its disk has no room for `needed` bytes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {free / 1e9:.2f} GB are free")
+
+
+def _trainer(
+    accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of trainer.json. `asdict` copies the train state, which later steps change."""
     return {
-        "position": asdict(position),  # a copy, whatever lies in it
+        "position": asdict(train_state),
         "processes": accelerator.num_processes,
         "engine": engine.name,
         "optimizer_steps": engine.optimizer_steps,
@@ -257,18 +286,9 @@ def _trainer(accelerator: Accelerator, engine: Engine, position: Position, setti
     }
 
 
-def _on_the_host(module: nn.Module) -> nn.Module:
-    """A copy in the host's memory, wherever the original lies."""
+def _host_copy(module: E) -> E:
+    """Return a copy of `module` in the host's memory."""
     tensors = [*module.parameters(), *module.buffers()]
-    copies = {id(t): t.detach().to("cpu", copy=True) for t in tensors}
+    copies: dict[int, Any] = {id(t): t.detach().to("cpu", copy=True) for t in tensors}
     copies |= {id(t): nn.Parameter(copies[id(t)], requires_grad=False) for t in tensors if isinstance(t, nn.Parameter)}
-    return copy.deepcopy(module, copies)  # pyright: ignore[reportArgumentType]
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, before anything points at it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return copy.deepcopy(module, copies)

@@ -1,4 +1,4 @@
-"""What carries a method over processes: one module an engine, each with the same methods."""
+"""Engines: what distributes a method over processes. One module per backend, all with the interface of `Engine`."""
 
 import os
 
@@ -6,29 +6,31 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from pretrain.engines import fsdp2, zero
+from pretrain.engines.base import Engine
 from pretrain.engines.ddp import DDP
 from pretrain.engines.fsdp2 import FSDP2
 from pretrain.engines.zero import ZeRO
 from runtime.settings import SettingsError
 
-Engine = DDP | FSDP2 | ZeRO
+__all__ = ["Engine", "select"]
 
 
-def check(accelerator: Accelerator, precision: str, accumulate: int) -> type[Engine]:
-    """The engine that the launcher asks for.
+def select(accelerator: Accelerator, precision: str, accumulate: int) -> type[Engine]:
+    """Return the engine class that the launcher asks for, after a check of the launcher's settings.
 
     Raises:
-        SettingsError: one that is not there, or settings that it cannot take.
+        SettingsError: the launcher asks for an unsupported backend or an unsupported option.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        zero.settings(accelerator, precision, accumulate)
+        zero.complete_config(accelerator, precision, accumulate)
         return ZeRO
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":  # accelerate forgets it where CUDA is absent
-        fsdp2.check(accelerator, precision)
+    # without CUDA accelerate ignores the launcher's FSDP settings, but the variable is set
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        fsdp2.check_options(accelerator, precision)
         return FSDP2
     if accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         return DDP
     raise SettingsError(
-        f"{accelerator.distributed_type} is not supported: launch with one process, --multi_gpu (DDP), or a file of "
-        "configs/accelerate/"
+        f"{accelerator.distributed_type} is not supported. Launch with one process, with --multi_gpu (DDP), or with "
+        "--config_file and a file of configs/accelerate/."
     )

@@ -1,9 +1,9 @@
-"""Weights, gradients and moments in shards of rows, gathered block by block (FSDP2, torch's `fully_shard`)."""
+"""Weights, gradients and moments sharded by rows, and gathered block by block (FSDP2, torch's `fully_shard`)."""
 
 import os
+from collections.abc import Iterator
 from typing import cast
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -12,20 +12,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from data.batch import Batch
-from pretrain.engines.adamw_state import fill_moments, optimizer_steps, pieces, set_optimizer_steps
-from pretrain.engines.local_state import Piece, whole
-from pretrain.engines.meta_copy import Skeleton
+from pretrain.engines.base import Engine, M, allocate_moments, build_optimizer, local_state, trainable
+from pretrain.engines.local_state import LocalTensor, unsharded
+from pretrain.engines.meta_copy import MetaCopy
 from pretrain.methods.base import Method
-from pretrain.optim.adamw import parameter_groups
 from runtime.collectives import local
 from runtime.settings import SettingsError
 
 
-class FSDP2:
-    """`fully_shard` of each block and of the rest. Weights are gathered and gradients summed in float32; autocast makes
-    the arithmetic what it is under DDP.
+class FSDP2(Engine):
+    """`fully_shard` of each block and of the rest of the method.
 
-    accelerate's own `prepare` is left out: it shards by names of classes of transformers, and only where CUDA is.
+    Weights are gathered and gradients are reduced in float32; autocast sets the precision of the forward pass, as
+    under DDP. accelerate's own `prepare` is not used: it finds blocks by class names of transformers and needs CUDA.
     """
 
     name = "fsdp2"
@@ -33,85 +32,73 @@ class FSDP2:
 
     def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
         self.accelerator, self.method = accelerator, method
-        self.skeleton = Skeleton(method)
-        plugin = FullyShardedDataParallelPlugin()  # reads what the launcher set
+        self.meta_copy = MetaCopy(method)
+        plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         for unit in method.units():
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward), offload_policy=policy
             )
-        fully_shard(method, mesh=mesh, offload_policy=policy)  # moves to the device, unit by unit
-        self.optimizer = torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
-        fill_moments(self.optimizer.state, (p for p in method.parameters() if p.requires_grad))
+        fully_shard(method, mesh=mesh, offload_policy=policy)  # moves the method to the device, unit by unit
+        self.optimizer = build_optimizer(method, betas)
+        allocate_moments(self.adamw_state, trainable(method).values())
 
-    def losses(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of a batch; adds its gradient to this step's, which the `last` batch makes whole."""
+    def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         cast(FSDPModule, self.method).set_requires_gradient_sync(last)
         with self.accelerator.autocast():
             loss, metrics = self.method(batch, step)
         (loss / self.accelerator.gradient_accumulation_steps).backward()
         return loss.detach(), metrics
 
-    def gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """This process's rows of the gradient: for each part, tensor after tensor, as views."""
-        return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
+    def gather_full_parameters(self, module: M) -> M:
+        return self.meta_copy.fill(module, _full_parameters(module), self.accelerator.device)
 
-    def step(self) -> None:
-        """Move the weights, and forget the gradient."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def gather_on_main(self, module: M) -> M | None:
+        if self.accelerator.is_main_process:
+            return self.gather_full_parameters(module)
+        for _ in _full_parameters(module):  # takes part in the gathering
+            pass
+        return None
 
-    def skip(self) -> None:
-        """Forget the gradient."""
-        self.optimizer.zero_grad()
-
-    def whole(self, module: nn.Module, *, everywhere: bool = True) -> nn.Module | None:
-        """A plain copy of `module`, a part of the method or all of it, with all its weights."""
-        gathered = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters())
-        keep = everywhere or self.accelerator.is_main_process
-        return self.skeleton.fill(module, gathered, self.accelerator.device, keep=keep)
-
-    def pieces(self) -> dict[str, Piece]:
-        """What this process holds of the run's tensors, as views."""
-        return pieces(self.method, self.optimizer.state, _rows)
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Steps that the optimizer made."""
-        return optimizer_steps(self.optimizer.state)
-
-    def loaded(self, steps: int) -> None:
-        """The pieces have been filled from a checkpoint, after `steps` of the optimizer."""
-        set_optimizer_steps(self.optimizer.state, steps)
+    def local_state(self) -> dict[str, LocalTensor]:
+        return local_state(self.method, self.adamw_state, _local_rows)
 
 
-def _rows(tensor: Tensor) -> Piece:
-    """The first dimension is dealt in equal shares, the last ones smaller or empty."""
+def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of `module` in turn, each gathered from all processes. Collective."""
+    for parameter in module.parameters():
+        yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _local_rows(tensor: Tensor) -> LocalTensor:
+    """Return this process's rows. All processes hold equally many, except the last ones, which hold fewer or none."""
     if not isinstance(tensor, DTensor):
-        return whole(tensor)
-    each = -(-len(tensor) // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * each, len(tensor))
-    return Piece(local(tensor).detach().view(-1), first * tensor[0:1].numel(), tensor.numel())
+        return unsharded(tensor)
+    rows = -(-len(tensor) // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * rows, len(tensor))
+    return LocalTensor(local(tensor).detach().view(-1), first * tensor[0:1].numel(), tensor.numel())
 
 
-def check(accelerator: Accelerator, precision: str) -> None:
-    """Look at what the launcher asks of FSDP.
+def check_options(accelerator: Accelerator, precision: str) -> None:
+    """Check the FSDP options of the launcher.
 
     Raises:
-        SettingsError: something that this cannot do.
+        SettingsError: an option is not supported.
     """
     if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise SettingsError("FSDP 1 is not supported: set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
+        raise SettingsError("FSDP 1 is not supported. Set fsdp_version: 2 (configs/accelerate/fsdp2.yaml).")
     if precision == "fp16":
-        raise SettingsError("precision fp16 has no gradient scaler under FSDP2: use bf16")
+        raise SettingsError("--precision fp16 has no gradient scaler under FSDP2. Use --precision bf16.")
     if accelerator.num_processes == 1:
-        raise SettingsError("FSDP2 shards over processes: launch two or more, or leave FSDP out")
+        raise SettingsError("FSDP2 needs two or more processes. Launch two or more, or launch without FSDP.")
     plugin = FullyShardedDataParallelPlugin()
     if _offloads(plugin) and accelerator.device.type == "cpu":
-        raise SettingsError("fsdp_offload_params moves weights from a device to the CPU, and here is no device")
+        raise SettingsError("fsdp_offload_params needs a GPU, and this run is on the CPU. Remove fsdp_offload_params.")
     if plugin.activation_checkpointing:
-        raise SettingsError("remove fsdp_activation_checkpointing and set --encoder.checkpoint_activations true")
+        raise SettingsError(
+            "fsdp_activation_checkpointing is not supported. Remove it and set --encoder.checkpoint_activations true."
+        )
 
 
 def _offloads(plugin: FullyShardedDataParallelPlugin) -> bool:

@@ -1,15 +1,14 @@
-"""What a process holds of a run's tensors, saved and loaded whatever shards them (torch.distributed.checkpoint).
+"""This process's part of a run's tensors, saved and loaded by torch.distributed.checkpoint.
 
-DDP holds every parameter whole, FSDP2 some of its rows, ZeRO-3 a range of its flattened numbers, ZeRO-1 and 2 such a
-range of the optimizer's moments. All of these are contiguous ranges of the flattened tensor, so a checkpoint holds
-flat tensors, and any process of any engine reads the range it needs.
+Under DDP a process holds full tensors, under FSDP2 rows of them, under ZeRO-3 ranges of the flattened tensors, and
+under ZeRO-1 and 2 such ranges of the moments. All of these are contiguous ranges of a flattened tensor. A checkpoint
+therefore holds flat tensors, and every process of every engine reads the ranges that it needs.
 """
 
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,151 +35,164 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-# one process needs no process group
+# a process without a process group is supported here, and needs no warning
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Numbers `offset` to `offset + len(data)` of a flattened tensor of `numel` numbers."""
+class LocalTensor:
+    """Elements `offset` to `offset + len(data)` of a flattened tensor of `numel` elements."""
 
     data: Tensor
-    """(n,): what is saved, or loaded into"""
+    """(n,) elements, a view that is saved or loaded into."""
     offset: int
+    """First element's position in the flattened tensor."""
     numel: int
-    everywhere: bool = False
-    """whether every process holds the same"""
+    """Number of elements of the full tensor."""
+    replicated: bool = False
+    """True if every process holds the same elements."""
 
-    def share(self, rank: int, processes: int) -> "Piece":
-        """The part that process `rank` writes: all of it, or its share of what all hold."""
-        if not self.everywhere:
+    def write_share(self, rank: int, processes: int) -> "LocalTensor":
+        """Return the part that process `rank` writes: all elements, or an equal share of replicated ones."""
+        if not self.replicated:
             return self
-        each = -(-len(self.data) // processes)
-        return replace(self, data=self.data[rank * each : (rank + 1) * each], offset=self.offset + rank * each)
+        share = -(-len(self.data) // processes)
+        return replace(self, data=self.data[rank * share : (rank + 1) * share], offset=self.offset + rank * share)
 
-    def copy(self) -> "Piece":
-        """The same numbers in the host's memory."""
+    def to_host(self) -> "LocalTensor":
+        """Return a copy in the host's memory."""
         return replace(self, data=self.data.detach().to("cpu", copy=True))
 
     def chunk(self) -> ChunkStorageMetadata:
+        """Return the range as torch.distributed.checkpoint describes it."""
         return ChunkStorageMetadata(offsets=torch.Size([self.offset]), sizes=torch.Size([len(self.data)]))
 
 
-def whole(tensor: Tensor) -> Piece:
-    """A tensor that every process holds whole and contiguous."""
-    return Piece(tensor.detach().view(-1), 0, tensor.numel(), everywhere=True)
+LocalState = Mapping[str, LocalTensor]
+
+
+def unsharded(tensor: Tensor) -> LocalTensor:
+    """Return the `LocalTensor` of a contiguous tensor of which every process holds all elements."""
+    return LocalTensor(tensor.detach().view(-1), 0, tensor.numel(), replicated=True)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes pieces."""
+    """Writes a local state."""
 
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, state: LocalState) -> None:
         super().__init__()
-        self.pieces = pieces
+        self.state = state
 
     def create_local_plan(self) -> SavePlan:
         items = [
             WriteItem(
-                index=MetadataIndex(name, torch.Size([piece.offset])),
+                index=MetadataIndex(name, torch.Size([tensor.offset])),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=piece.chunk(),
-                    properties=TensorProperties.create_from_tensor(piece.data),
-                    size=torch.Size([piece.numel]),
+                    chunk=tensor.chunk(),
+                    properties=TensorProperties.create_from_tensor(tensor.data),
+                    size=torch.Size([tensor.numel]),
                 ),
             )
-            for name, piece in self.pieces.items()
-            if len(piece.data)
+            for name, tensor in self.state.items()
+            if len(tensor.data)
         ]
-        names = {name: (name,) for name in self.pieces}  # for whoever reads it with torch's own tools
+        names = {name: (name,) for name in self.state}  # lets torch's own tools read the checkpoint
         self.plan = SavePlan(items, planner_data=names)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.pieces[index.fqn].data
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state[index.fqn].data
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads into pieces. Names and sizes must be those of the checkpoint."""
+    """Reads into a local state, whose names and sizes must be those of the checkpoint."""
 
-    def __init__(self, pieces: Mapping[str, Piece], *, some: bool) -> None:
+    def __init__(self, state: LocalState, *, strict: bool) -> None:
         super().__init__()
-        self.pieces, self.some = pieces, some
+        self.state, self.strict = state, strict
 
     def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
+        if self.metadata is None:
+            raise ValueError("the checkpoint has no metadata")
         stored = {
             name: tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata) and (name in self.pieces or not self.some)
+            if isinstance(tensor, TensorStorageMetadata) and (name in self.state or self.strict)
         }
-        there = {name: tensor.size.numel() for name, tensor in stored.items()}
-        here = {name: piece.numel for name, piece in self.pieces.items() if piece.numel}  # empty ones are not written
-        if there != here:
-            differ = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
-            said = [f"{name} ({there.get(name, 0)} numbers there, {here.get(name, 0)} here)" for name in differ[:3]]
-            more = f" and {len(differ) - 3} more" * (len(differ) > 3)
-            raise ValueError(f"it holds other tensors: {', '.join(said)}{more}")
+        _check_sizes(stored, self.state)
         items = []
-        for name, piece in self.pieces.items():
-            if not len(piece.data):
+        for name, tensor in self.state.items():
+            if not len(tensor.data):
                 continue
-            found = create_read_items_for_chunk_list(name, stored[name], [piece.chunk()])
-            if sum(item.lengths.numel() for item in found) != len(piece.data):
-                raise ValueError(f"it holds only a part of {name}")
+            found = create_read_items_for_chunk_list(name, stored[name], [tensor.chunk()])
+            if sum(item.lengths.numel() for item in found) != len(tensor.data):
+                raise ValueError(f"the checkpoint holds only a part of {name}")
             items += found
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.pieces[index.fqn].data
+        return self.state[index.fqn].data
+
+
+def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState) -> None:
+    """Raise `ValueError` if names or sizes differ between the checkpoint and a local state."""
+    saved = {name: tensor.size.numel() for name, tensor in stored.items()}
+    wanted = {name: tensor.numel for name, tensor in state.items() if tensor.numel}  # empty tensors are not written
+    differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
+    if not differ:
+        return
+    sizes = [f"{name} ({saved.get(name, 0)} elements there, {wanted.get(name, 0)} here)" for name in differ[:3]]
+    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    raise ValueError(f"the checkpoint holds other tensors: {', '.join(sizes)}{more}")
 
 
 class _Writer(FileSystemWriter):
-    """Says what the disk said: torch's own error of a full disk does not, and loses its cause between processes."""
+    """Raises the `OSError` of the disk, which torch's own error hides and loses on the way between processes."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            raise of_the_disk(error) or error from error
+            raise _os_error(error) or error from error
 
 
-def of_the_disk(error: BaseException) -> OSError | None:
-    """What the operating system said in the first place, if it did."""
+def _os_error(error: BaseException) -> OSError | None:
+    """Return the `OSError` among an exception and its causes, or None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return cause
 
 
-def write(pieces: Mapping[str, Piece], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the pieces of all processes, each its own, into `folder`. Called on all processes together.
+def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the local state of each process into `folder`. Collective.
 
     Raises:
-        CheckpointException: a process could not; on all of them.
+        CheckpointException: a process could not write. Raised on all processes.
     """
     save(
-        {},  # the planner has them
+        {},  # the planner holds the tensors
         storage_writer=_Writer(folder),
-        planner=_SavePlanner(pieces),
+        planner=_SavePlanner(state),
         process_group=group,
         no_dist=not dist.is_initialized(),
     )
 
 
-def read(pieces: Mapping[str, Piece], folder: Path, *, some: bool = False) -> None:
-    """Fill the pieces from what `write` left in `folder`. Called on all processes together.
+def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
+    """Fill the local state of each process from what `write` left in `folder`. Collective.
 
     Args:
-        some: the checkpoint may hold other tensors too.
+        strict: the checkpoint must hold no other tensors.
 
     Raises:
-        CheckpointException: other names or sizes than those of the checkpoint, or a process could not read; on all of
-            them.
+        CheckpointException: names or sizes differ from the checkpoint's, or a process could not read. Raised on all
+            processes.
     """
     load(
         {},
         storage_reader=FileSystemReader(folder),
-        planner=_LoadPlanner(pieces, some=some),
+        planner=_LoadPlanner(state, strict=strict),
         no_dist=not dist.is_initialized(),
     )

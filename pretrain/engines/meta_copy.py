@@ -1,40 +1,38 @@
-"""The method without its weights, to put gathered ones in where an engine shards them."""
+"""A copy of a method on the meta device, which gathered parameters turn into full modules where weights are sharded."""
 
 import copy
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+M = TypeVar("M", bound=nn.Module)
 
-class Skeleton:
-    """A copy of a method, made before it is sharded, whose parameters take no memory."""
+
+class MetaCopy:
+    """A copy of a method whose parameters take no memory, made before the method is sharded."""
 
     def __init__(self, method: nn.Module) -> None:
-        empty = {
+        empty: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in method.parameters()
         }
-        self.copied = copy.deepcopy(method, empty)  # pyright: ignore[reportArgumentType]
-        self.names = {id(module): name for name, module in method.named_modules()}
+        self._copy = copy.deepcopy(method, empty)
+        self._names = {id(module): name for name, module in method.named_modules()}
 
-    def fill(
-        self, module: nn.Module, gathered: Iterable[Tensor], device: torch.device, *, keep: bool
-    ) -> nn.Module | None:
-        """A plain copy of a part of the method; `gathered` gives its parameters one after the other, whole.
+    def fill(self, module: M, parameters: Iterable[Tensor], device: torch.device) -> M:
+        """Return an unsharded copy of `module`, the method or a part of it, on `device`.
 
-        Gathering takes all processes; those that do not `keep` the result get None.
+        Args:
+            parameters: full parameters of `module`, in the order of `module.parameters()`.
         """
-        if not keep:
-            for _ in gathered:
-                pass
-            return None
-        replica = copy.deepcopy(self.copied.get_submodule(self.names[id(module)]))
+        replica = copy.deepcopy(self._copy.get_submodule(self._names[id(module)]))
         with torch.no_grad():
-            for (name, parameter), values in zip(list(replica.named_parameters()), gathered, strict=True):
+            for (name, parameter), values in zip(list(replica.named_parameters()), parameters, strict=True):
                 owner, _, last = name.rpartition(".")
                 filled = nn.Parameter(values.detach().to(device, copy=True), requires_grad=parameter.requires_grad)
                 setattr(replica.get_submodule(owner), last, filled)
             for (_, buffer), (_, own) in zip(replica.named_buffers(), module.named_buffers(), strict=True):
                 buffer.copy_(own)
-        return replica.to(device).train(module.training)
+        return replica.to(device).train(module.training)  # pyright: ignore[reportReturnType]

@@ -88,9 +88,7 @@ def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, 
         raise ValueError("no parameter has a gradient: call this after backward")
     norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
     if sharded:
-        # gradients may lie on the host, which NCCL does not reach
-        reached = "cuda" if torch.cuda.is_available() else "cpu"
-        norms = all_reduce_sum(norms.square().to(reached)).sqrt().to(norms.device)
+        norms = all_reduce_sum(norms.square()).sqrt()
     total = norms.norm()
     if limit == 0:
         return total

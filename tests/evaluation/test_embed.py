@@ -7,8 +7,8 @@ import pytest
 
 import encoders
 from evaluation.embed import EmbedSettings, run
-from evaluation.features import extract
-from runtime.processes import EvaluationError, accelerator
+from evaluation.features import EvaluationError, extract
+from runtime.processes import make_accelerator
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def test_the_command_writes_features_keys_and_labels(shards, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["val.npz"]
     found = np.load(tmp_path / "new" / "val.npz")
-    features, labels = extract(encoder, str(shards / "val-0.tar"), accelerator=accelerator())
+    features, labels = extract(encoder, str(shards / "val-0.tar"), accelerator=make_accelerator())
     np.testing.assert_allclose(found["features"], features.numpy(), atol=1e-5)
     np.testing.assert_array_equal(found["labels"], labels.numpy())
     assert found["keys"].tolist() == [f"val-0.tar/val-0-{i:04d}" for i in range(13)]

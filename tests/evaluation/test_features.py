@@ -8,6 +8,7 @@ from PIL import Image
 
 import encoders
 from evaluation.features import (
+    EvaluationError,
     Pixels,
     check_disjoint,
     check_labels,
@@ -17,7 +18,7 @@ from evaluation.features import (
     resize_size,
     resolve_checkpoint,
 )
-from runtime.processes import EvaluationError, accelerator
+from runtime.processes import make_accelerator
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
@@ -34,7 +35,7 @@ def read(path):
 def test_features_are_those_of_normalised_images_in_order(shards, batch_size):
     keys = []
     features, labels = extract(
-        Pixels(16), str(shards / "train-{0..1}.tar"), accelerator=accelerator(), batch_size=batch_size, keys=keys
+        Pixels(16), str(shards / "train-{0..1}.tar"), accelerator=make_accelerator(), batch_size=batch_size, keys=keys
     )
     parts = [read(shards / f"train-{i}.tar") for i in range(2)]
     pixels = (np.concatenate([images for images, _ in parts]) / 255 - MEAN) / STD
@@ -46,18 +47,18 @@ def test_features_are_those_of_normalised_images_in_order(shards, batch_size):
 def test_an_encoder_sees_the_same_in_any_batch_and_in_bf16(shards):
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=2).eval()
-    pixels, _ = extract(Pixels(16), str(shards / "val-0.tar"), accelerator=accelerator())
+    pixels, _ = extract(Pixels(16), str(shards / "val-0.tar"), accelerator=make_accelerator())
     with torch.no_grad():
         expected = encoder(pixels.view(13, 3, 16, 16)).pooled
-    exact, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=accelerator(), batch_size=5)
+    exact, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=make_accelerator(), batch_size=5)
     torch.testing.assert_close(exact, expected, atol=1e-5, rtol=1e-5)
-    rough, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=accelerator(), precision="bf16")
+    rough, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=make_accelerator(), precision="bf16")
     assert rough.dtype == torch.float32
     assert 1e-4 < (rough - expected).abs().max() < 0.2
 
 
 def test_labels_are_wanted_only_when_asked_for(shards):
-    features, labels = extract(Pixels(16), str(shards / "bare-0.tar"), accelerator=accelerator(), labels=False)
+    features, labels = extract(Pixels(16), str(shards / "bare-0.tar"), accelerator=make_accelerator(), labels=False)
     assert features.shape == (4, 768)
     assert labels.tolist() == [-1] * 4
 
@@ -67,7 +68,7 @@ def test_an_encoder_that_does_not_take_the_images_is_named(shards):
         raise ValueError("sides must be multiples of 32")
 
     with pytest.raises(EvaluationError, match="Pixels on images of 16 x 16 pixels: sides must"):
-        extract(Pixels(16), str(shards / "val-0.tar"), accelerator=accelerator(), take=take)
+        extract(Pixels(16), str(shards / "val-0.tar"), accelerator=make_accelerator(), take=take)
 
 
 def test_checkpoints_are_found_in_every_place(tmp_path):

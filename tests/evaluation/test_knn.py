@@ -10,8 +10,9 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 import encoders
+from evaluation.features import EvaluationError
 from evaluation.knn import KNNSettings, knn_accuracy, run
-from runtime.processes import EvaluationError, messages
+from runtime.processes import exit_on_user_error
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
@@ -151,7 +152,7 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
     def fails(**changed):
         given = {"checkpoint": "pixels", "image_size": 16, "train": str(shards / "train-0.tar")}
         given |= {"val": str(shards / "val-0.tar"), "workers": 0, "k": [3], "output": str(tmp_path / "x.json")}
-        with pytest.raises(SystemExit) as stopped, messages():
+        with pytest.raises(SystemExit) as stopped, exit_on_user_error():
             run(KNNSettings(**given | changed))
         assert stopped.value.code == 2
         return capsys.readouterr().err

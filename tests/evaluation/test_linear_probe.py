@@ -13,9 +13,10 @@ from threadpoolctl import threadpool_limits
 
 import encoders
 from data.collate import collate
+from evaluation.features import EvaluationError
 from evaluation.heads import Part
 from evaluation.linear_probe import EpochCrop, ProbeSettings, Take, held_out, inputs, probe, run
-from runtime.processes import EvaluationError, accelerator, messages
+from runtime.processes import exit_on_user_error, make_accelerator
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,8 +149,8 @@ def test_mistakes_end_with_a_message(shards, encoder, capsys):
     cases = [({"blocks": [5]}, "ViT on images of 16 x 16"), ({"train": str(shards / "bare-0.tar")}, "label")]
     cases += [({"checkpoint": "pixels", "image_size": 16, "average_pool": "yes"}, "--average_pool no")]
     for changed, message in cases:
-        with pytest.raises(SystemExit) as stopped, messages():
+        with pytest.raises(SystemExit) as stopped, exit_on_user_error():
             run(ProbeSettings(**given | changed))
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
-    assert accelerator().num_processes == 1
+    assert make_accelerator().num_processes == 1

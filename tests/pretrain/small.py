@@ -1,4 +1,4 @@
-"""A method of a few thousand numbers with its engine and its Saver, for tests of checkpoints."""
+"""A method of a few thousand parameters with its engine and its Saver, for tests of checkpoints."""
 
 import multiprocessing
 import os
@@ -13,34 +13,37 @@ import encoders
 from pretrain.checkpoints.save import Saver
 from pretrain.config import CheckpointConfig
 from pretrain.engines.ddp import DDP
+from pretrain.methods import METHODS
 from pretrain.methods.base import Method
-from pretrain.methods.dino import DINO
-from pretrain.methods.mae import MAE
 from pretrain.optim.adamw import OptimConfig
 from runtime.settings import Section
 
 STEPS = 10
+SMALL: dict[str, dict[str, Any]] = {
+    "dino": {"prototypes": 32, "hidden_dim": 24, "bottleneck_dim": 12},
+    "mae": {"decoder_dim": 16, "decoder_heads": 2},
+}
+"""Settings of each method that make it small."""
 SECTIONS: dict[str, Section] = {
-    "dino": DINO.resolve(DINO.Config(prototypes=32, hidden_dim=24, bottleneck_dim=12), OptimConfig(), 1000, 4, 10)[0],
-    "mae": MAE.resolve(MAE.Config(decoder_dim=16, decoder_heads=2), OptimConfig(), 1000, 4, 10)[0],
+    name: method.resolve(method.Config(**SMALL[name]), OptimConfig(), 1000, 4, STEPS)[0]
+    for name, method in METHODS.items()
 }
 ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2}
 
 
 def settings(name: str = "dino") -> dict[str, Any]:
-    """What a checkpoint holds of the settings."""
+    """Return the settings that a checkpoint stores."""
     own = {"method": name, "encoder": ENCODER, name: SECTIONS[name].model_dump(mode="json"), "steps": STEPS}
     return own | {"seed": 0, "batch_size": 4, "stream": {}, "shards": "abc"}
 
 
 def method(name: str, seed: int) -> Method:
     torch.manual_seed(seed)
-    encoder = encoders.build(**ENCODER)
-    return DINO(encoder, SECTIONS["dino"], STEPS) if name == "dino" else MAE(encoder, SECTIONS["mae"], STEPS)  # pyright: ignore
+    return METHODS[name](encoders.build(**ENCODER), SECTIONS[name], STEPS)  # pyright: ignore[reportArgumentType]
 
 
 def make(seed: int = 0, name: str = "dino") -> tuple[Accelerator, DDP]:
-    """An engine after one step along random gradients."""
+    """Return an engine after one step along random gradients."""
     PartialState(cpu=True)
     accelerator = Accelerator()
     engine = DDP(accelerator, method(name, seed), (0.9, 0.999))
@@ -51,7 +54,7 @@ def make(seed: int = 0, name: str = "dino") -> tuple[Accelerator, DDP]:
 
 
 def walk(engine: DDP) -> None:
-    """A step along random gradients; the centre moves too."""
+    """Make a step along random gradients, and change the buffers."""
     for p in engine.method.parameters():
         if p.requires_grad:
             p.grad = torch.randn_like(p)
@@ -61,18 +64,22 @@ def walk(engine: DDP) -> None:
 
 
 def saver(folder: Path, accelerator: Accelerator, engine: DDP, name: str = "dino", **config: Any) -> Saver:
-    """`folder`: OUTPUT."""
+    """Return the saver of the run folder `folder`."""
     return Saver(folder / "checkpoints", accelerator, engine, settings(name), CheckpointConfig(**config))
 
 
 def tensors(engine: DDP) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds of it, by name."""
-    return {name: piece.data.clone() for name, piece in engine.pieces().items()}
+    """Return copies of all tensors that a checkpoint holds, by name."""
+    return {name: tensor.data.clone() for name, tensor in engine.local_state().items()}
 
 
 def on_processes(target: Callable[..., None], port: int, *arguments: Any, count: int = 2, limit: float = 90) -> None:
-    """Run `target(rank, *arguments)` on processes that know of each other. One that fails or hangs fails the test."""
-    context = multiprocessing.get_context("spawn")
+    """Run `target(rank, *arguments)` on the processes of one launch. One that fails or hangs fails the test.
+
+    The processes are forked from a server that has imported this module, so that only the first call waits for that.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     started = [context.Process(target=_run, args=(target, rank, count, port, arguments)) for rank in range(count)]
     for process in started:
         process.start()

@@ -1,5 +1,4 @@
-"""One run carried on by one engine after the other, on another number of processes each time, through the real command:
-as if it had never been stopped."""
+"""A run that resumes under one engine after the other, on other numbers of processes, equals an uninterrupted run."""
 
 import json
 import shutil
@@ -36,14 +35,16 @@ def command(method: str, output: Path, *more: str) -> list[str]:
 
 
 def held(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, by torch's own reader."""
+    """Return all tensors of a checkpoint, read by torch's own tool."""
     dcp_to_torch_save(checkpoint, scratch)
     return settled(torch.load(scratch))
 
 
 def settled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the biases of the keys: attention does not depend on them, so their gradients are rounding errors, which
-    AdamW makes as large as any."""
+    """Remove the biases of the attention keys.
+
+    Attention does not depend on them, so their gradients are rounding errors, which AdamW scales up to full steps.
+    """
     for name in [name for name in tensors if name.endswith("qkv.bias")]:
         queries, _, values = tensors[name].chunk(3)
         tensors[name] = torch.cat([queries, values])

@@ -1,4 +1,4 @@
-"""What is exported is what was trained, and what was damaged is not exported."""
+"""Exports equal the trained weights, and a damaged checkpoint is not exported."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from safetensors.torch import load_file
 import encoders
 from pretrain import export
 from pretrain.checkpoints import manifest
-from pretrain.checkpoints.resume import Position
+from pretrain.checkpoints.resume import TrainState
 from pretrain.methods import METHODS
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 
 @pytest.fixture(params=["dino", "mae"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
-    """A run folder with a newer and an older checkpoint, the method's name, and what the newer one holds."""
+    """Return a run folder with two checkpoints, the method's name, and the tensors of the newer checkpoint."""
     accelerator, engine = make(0, request.param)
     output = tmp_path / "run"
     for step in (3, 6):
-        saver(output, accelerator, engine, request.param).save(Position(step, 4), engine.method.trained_encoder())
+        saver(output, accelerator, engine, request.param).save(TrainState(step, 4), engine.method.trained_encoder())
         held = {name: tensor.clone() for name, tensor in engine.method.state_dict().items()}
         for tensor in engine.method.state_dict().values():
             tensor += 1
@@ -50,7 +50,7 @@ def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Pat
     for chosen in ("encoder", "student", "teacher"):
         output = tmp_path / f"{chosen}.safetensors"
         if (name, chosen) not in PARTS:
-            with pytest.raises(ValueError, match=f"MAE has no {chosen}: take --part encoder"):
+            with pytest.raises(ValueError, match=f"MAE has no {chosen}. Use --part encoder"):
                 export.export(folder, output, chosen)
             assert not output.exists()
             continue
@@ -92,7 +92,7 @@ def test_a_whole_method_goes_on_where_it_was(run, tmp_path: Path) -> None:
     else:
         assert "decoder.pred.weight" in load_file(output)
     output.with_suffix(".json").unlink()
-    with pytest.raises(ValueError, match=r"method\.json beside it is no exported method"):
+    with pytest.raises(ValueError, match=r"method\.json beside it is not an exported method"):
         export.load(output)
 
 
@@ -117,15 +117,17 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
         return line
 
     assert "must end in .safetensors" in said(folder, tmp_path / "out.pt")
-    assert "is no folder: make it first" in said(folder, tmp_path / "no" / "out.safetensors")
-    assert "no checkpoint at" in said(tmp_path, output)
-    assert "is a file: name the run folder" in said(newest / "encoder.safetensors", output)
-    assert "takes no others: write elsewhere" in said(folder, folder / "checkpoints" / "latest" / "x.safetensors")
+    assert "is not a folder. Make it first" in said(folder, tmp_path / "no" / "out.safetensors")
+    assert "There is no checkpoint at" in said(tmp_path, output)
+    assert "is a file. Give the run folder" in said(newest / "encoder.safetensors", output)
+    assert "additional files count as damage. Write elsewhere" in said(
+        folder, folder / "checkpoints" / "latest" / "x.safetensors"
+    )
     shard = newest / "__0_0.distcp"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     line = said(folder, output)
-    assert "__0_0.distcp is not what was written" in line
+    assert "__0_0.distcp has another checksum" in line
     assert "step-00000003" in line
     shard.write_bytes(whole)
     trainer = json.loads((newest / "trainer.json").read_text())
@@ -137,7 +139,7 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
     listed = json.loads((newest / "manifest.json").read_text())
     listed["files"] |= manifest.describe([newest / "trainer.json"])
     (newest / "manifest.json").write_text(json.dumps(listed))
-    assert "does not hold what its settings say" in said(folder, output)
+    assert "does not fit its own settings" in said(folder, output)
 
 
 @pytest.mark.parametrize("run", ["mae"], indirect=True)

@@ -323,7 +323,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     else:
         train(run, batches())
         assert ahead == [(2, True), (4, True), (6, True), (8, False)]  # and the end waited
-    found = resume.whole(tmp_path / "checkpoints")
+    found = resume.list_checkpoints(tmp_path / "checkpoints")
     assert [int(p.name[5:]) for p in found] == [step for step, _ in ahead]
     for path in found:
         assert manifest.faults(path) == manifest.altered(path) == []
@@ -376,7 +376,7 @@ def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_por
     recorded = lines(tmp_path / "metrics.jsonl")
     assert [line["corrupt_images"] for line in recorded] == [2, 4, 6]  # those of both
     assert [line["skipped_steps"] for line in recorded] == [0, 1, 1]
-    assert resume.whole(tmp_path / "checkpoints")[-1].name == "step-00000003"
+    assert resume.list_checkpoints(tmp_path / "checkpoints")[-1].name == "step-00000003"
     features = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)) * torch.tensor([9.0, 3, 1, 1, 0.1]) + 2
     values = torch.linalg.svdvals((features - features.mean(0)).double())
     share = values / values.sum()

@@ -1,9 +1,10 @@
-"""One run, stopped by signals at random moments and resumed until it is done, in one process (of one or several).
+"""One run that is stopped by signals at random moments and resumed until it is done, all in the same processes.
 
-python stops_in_turn.py FILE.json, which holds `arguments` without --resume, `output`, `seed` and `stops`, after so many
-of which the run is left alone. Each process writes a list of what
-came of each turn, OUTPUT/stops-RANK.json: the exit code, the signals that it sent and what it was doing then, the last
-step that was reported and the message, the step of the newest checkpoint and of the last line of metrics.jsonl.
+python stops_in_turn.py FILE.json
+
+FILE.json holds `arguments` without --resume, `output`, `seed`, and the number of `stops`. Each process writes the list
+of turns to OUTPUT/stops-RANK.json: exit code, signals sent and the activity at that moment, last reported step,
+message, step of the newest checkpoint, and step of the last line of metrics.jsonl.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 
 
 class Signals(threading.Thread):
-    """Sends a turn's signals: to this process, to all, or to this one and its loader's workers."""
+    """Sends the signals of a turn to this process, to all, or to this one and its loader workers."""
 
     def __init__(self, rng: random.Random, output: Path) -> None:
         super().__init__(daemon=True)
@@ -44,7 +45,7 @@ class Signals(threading.Thread):
             if self.over.wait(delay):
                 return
             self.sent.append([number.name, *doing()])
-            # from another process, as a scheduler's: the loader's workers obey a SIGTERM of this one
+            # sent by another process, as a scheduler does: loader workers exit on a SIGTERM of this process
             target = -os.getpgrp() if self.group else os.getpid()
             subprocess.run(["/bin/kill", f"-{number:d}", "--", str(target)], start_new_session=True, check=True)
 
@@ -55,13 +56,13 @@ def lines(output: Path) -> list[str]:
 
 
 def doing() -> list[str]:
-    """What the threads of this process are in the middle of."""
+    """Return the activities of this process's threads."""
     found = set()
     for frame in list(sys._current_frames().values()):
         while frame is not None:
             found.add(Path(frame.f_code.co_filename).name + ":" + frame.f_code.co_name)
             frame = frame.f_back
-    known = {"loop.py:training_step": "step", "saver.py:save": "save", "scoring.py:score": "evaluation"}
+    known = {"loop.py:training_step": "step", "save.py:save": "save", "online_knn.py:score": "evaluation"}
     return [name for place, name in known.items() if place in found] or ["other"]
 
 
@@ -101,7 +102,7 @@ def run_turns(plan: dict) -> None:
         (output / f"stops-{RANK}.json").write_text(json.dumps(turns, indent=1))
         if turns[-1]["code"] != preemption.EXIT_CODE:
             sys.exit(turns[-1]["code"])
-    sys.exit("stopped by nobody")
+    sys.exit("the run did not finish")
 
 
 if __name__ == "__main__":

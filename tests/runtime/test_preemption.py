@@ -1,4 +1,4 @@
-"""Warned stops: at any moment, to one process or to all, once or ten times, nothing is lost."""
+"""Signals to stop, at any moment, to one process or to all, once or ten times, lose nothing."""
 
 import io
 import json
@@ -31,16 +31,16 @@ def test_signals_are_noted_and_what_was_before_comes_back() -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: called.append(1))
     try:
         with preemption.listening():
-            assert not preemption.asked()
+            assert not preemption.stop_requested()
             for number in (signal.SIGUSR1, signal.SIGTERM, *[signal.SIGUSR1] * 9):
                 os.kill(os.getpid(), number)
-            assert preemption.asked()
+            assert preemption.stop_requested()
             assert "stopped by SIGUSR1: step 7 is done and saved; --resume" in preemption.message(7)
-        assert not preemption.asked()
+        assert not preemption.stop_requested()
         assert not called
         os.kill(os.getpid(), signal.SIGUSR1)
         assert called
-        assert "with another process" in preemption.message(7)
+        assert "another process received a signal" in preemption.message(7)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -51,11 +51,11 @@ def test_a_signal_that_came_before_the_run_began_counts() -> None:
         preemption.listen()
         os.kill(os.getpid(), signal.SIGTERM)
         with preemption.listening():
-            assert preemption.asked()
-        assert not preemption.asked()
+            assert preemption.stop_requested()
+        assert not preemption.stop_requested()
         preemption.ignore()
         os.kill(os.getpid(), signal.SIGTERM)  # would end the test
-        assert not preemption.asked()
+        assert not preemption.stop_requested()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -260,7 +260,7 @@ def test_the_launched_command(launch, tmp_path: Path, processes: int) -> None:
 
 
 def _imports(trainers: list[int]) -> bool:
-    """Whether torch's libraries, which are loaded after the signals are arranged, begin to appear in a trainer."""
+    """Return whether the first trainer has begun to load torch's libraries, which it does after it set the handlers."""
     try:
         command = Path(f"/proc/{trainers[0]}/cmdline").read_text().split("\0")
         return (

@@ -1,4 +1,4 @@
-"""A lost process ends the others with a message; one that is merely busy does not."""
+"""If a process is lost, the others exit with a message. A busy process is not lost."""
 
 import multiprocessing
 import os
@@ -17,26 +17,25 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from runtime import watchdog
-from runtime.watchdog import Watch, watched
+from runtime.watchdog import Timing, Watch, watched
 from tests.launched import TINY, records
 
-BEAT, SILENCE, GRACE = 0.05, 1.0, 0.6
+TIMING = Timing(interval=0.05, timeout=1.0, exit_delay=0.6)
 
 
 class Room:
-    """A store, and processes of a run that are threads here; `said` holds what those said that gave up."""
+    """A store and the watches of one run, all in this process. `said` holds the message of each rank that gave up."""
 
     def __init__(self) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.said: dict[int, str] = {}
 
-    def enter(self, rank: int, processes: int, silence: float = SILENCE) -> Watch:
+    def enter(self, rank: int, processes: int) -> Watch:
         def give_up(message: str) -> None:
             assert rank not in self.said
             self.said[rank] = message
 
-        place = ("127.0.0.1", self.store.port)
-        return Watch(rank, processes, place, "run", give_up, beat=BEAT, silence=silence, grace=GRACE)
+        return Watch(rank, processes, ("127.0.0.1", self.store.port), "run", give_up, TIMING)
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def room() -> Room:
 
 
 def _wait(condition: Callable[[], object], timeout: float = 20) -> float:
-    """Seconds until the condition holds."""
+    """Wait until the condition holds, and return the seconds that took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() < start + timeout
@@ -54,7 +53,7 @@ def _wait(condition: Callable[[], object], timeout: float = 20) -> float:
 
 
 def _freeze(watch: Watch) -> None:
-    """No more beats and no goodbye, as after SIGKILL."""
+    """Stop the heartbeats without signing off, as SIGKILL does."""
     watch._leave = lambda store: None
     watch.close()
 
@@ -65,7 +64,7 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     _wait(lambda: all(peer.beats > 3 for watch in watches for peer in watch._peers.values()))
     _freeze(watches[lost])
     silent_for = _wait(lambda: len(room.said) == 3)
-    assert SILENCE - 2 * BEAT < silent_for < SILENCE + 2
+    assert TIMING.timeout - 2 * TIMING.interval < silent_for < TIMING.timeout + 2
     host = os.uname().nodename
     for rank, message in room.said.items():
         assert message.startswith(f"process {rank}: process {lost} on {host} was last heard at ")
@@ -74,14 +73,14 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     assert lost not in room.said
 
 
-def test_who_leaves_is_not_missed(room: Room) -> None:
+def test_a_process_that_signs_off_is_not_lost(room: Room) -> None:
     watches = [room.enter(rank, 3) for rank in range(3)]
     for watch in reversed(watches[1:]):
         watch.close()
-    time.sleep(2 * SILENCE)
+    time.sleep(2 * TIMING.timeout)
     assert not room.said
     watches[0].close()
-    again = [Watch(r, 2, watches[0]._place, "run 2", lambda _: None, beat=BEAT, silence=SILENCE) for r in range(2)]
+    again = [Watch(r, 2, watches[0]._address, "run 2", lambda _: None, TIMING) for r in range(2)]
     assert all(not watch.close() for watch in again), "the next run in these processes knows nothing of the one before"
 
 
@@ -93,68 +92,75 @@ def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room
     assert "process 1 on " in known
     assert "failed: OSError: disk on fire" in known
     waited = _wait(lambda: 2 in room.said)
-    assert waited > GRACE / 2
+    assert waited > TIMING.exit_delay / 2
     assert "process 1" in room.said[2], "the first failure is the one to tell"
     assert list(room.said) == [2]
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_said() -> None:
+def test_a_lost_store_is_reported() -> None:
     code = "from torch.distributed import TCPStore as S; import time; s = S('127.0.0.1', 0, is_master=True, "
     code += "wait_for_workers=False); print(s.port, flush=True); time.sleep(99)"
-    for how in (signal.SIGKILL, signal.SIGSTOP):  # the second: connected, and no answer ever, as of a lost machine
+    for how in (
+        signal.SIGKILL,
+        signal.SIGSTOP,
+    ):  # SIGSTOP: connected but without answers, as after the loss of a machine
         server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout
-            place = ("127.0.0.1", int(server.stdout.readline()))
+            address = ("127.0.0.1", int(server.stdout.readline()))
             said: list[str] = []
-            watches = [Watch(r, 2, place, "x", said.append, beat=BEAT, silence=SILENCE) for r in range(2)]
+            watches = [Watch(r, 2, address, "x", said.append, TIMING) for r in range(2)]
             _wait(lambda: all(p.beats > 3 for watch in watches for p in watch._peers.values()))  # noqa: B023
             server.send_signal(how)
             _wait(lambda: len(said) == 2)  # noqa: B023
-            assert all(f"the store at 127.0.0.1:{place[1]}, through which" in message for message in said)
+            assert all(f"the store at 127.0.0.1:{address[1]}, which carries" in message for message in said)
         finally:
             server.kill()
             server.wait()
 
 
 def _hold_the_interpreter(seconds: float) -> None:
-    """As the loading of a big library does: no other thread of this process runs meanwhile."""
+    """Keep all other threads of this process from running, as the import of a large library does."""
     import ctypes
 
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
 
 
 def _be_process(rank: int, port: int, block: str, done) -> None:
-    watch = Watch(rank, 2, ("127.0.0.1", port), "x", watchdog._give_up, beat=0.1, silence=2.0)
+    watch = Watch(rank, 2, ("127.0.0.1", port), block, watchdog._exit, Timing(0.1, 2.0))
     if rank == 1:
         {"sleep": time.sleep, "hold": lambda s: _hold_the_interpreter(s / 4), "freeze": time.sleep}[block](5)
     done.wait()
     watch.close()
 
 
-@pytest.mark.parametrize("block", ["sleep", "hold", "freeze"])
-def test_who_is_busy_is_not_lost(room: Room, block: str) -> None:
+def test_a_busy_process_is_not_lost(room: Room) -> None:
+    """Three runs of two processes at once: in one a process sleeps, in one it holds the interpreter's lock, and one run
+    is suspended as a whole, so that no process could hear another."""
     context = multiprocessing.get_context("fork")
     done = context.Event()
-    processes = [
-        context.Process(target=_be_process, args=(rank, room.store.port, block, done), daemon=True) for rank in range(2)
-    ]
+    runs = {
+        block: [
+            context.Process(target=_be_process, args=(rank, room.store.port, block, done), daemon=True)
+            for rank in range(2)
+        ]
+        for block in ("sleep", "hold", "freeze")
+    }
+    processes = [process for run in runs.values() for process in run]
     for process in processes:
         process.start()
     time.sleep(1)
-    if block == "freeze":  # a job that is suspended as a whole: nobody could hear, nobody is to blame
-        for signal_, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):
-            for process in processes:
-                assert process.pid
-                os.kill(process.pid, signal_)
-            time.sleep(seconds)
-    time.sleep(4)
-    assert [process.exitcode for process in processes] == [None, None]
+    for signal_, seconds in ((signal.SIGSTOP, 3), (signal.SIGCONT, 3)):
+        for process in runs["freeze"]:
+            assert process.pid
+            os.kill(process.pid, signal_)
+        time.sleep(seconds)
+    assert [process.exitcode for process in processes] == [None] * 6
     done.set()
     for process in processes:
         process.join(10)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert {process.exitcode for process in processes} == {0}
 
 
 def test_one_process_is_not_watched() -> None:
@@ -163,7 +169,7 @@ def test_one_process_is_not_watched() -> None:
         assert threading.active_count() == threads
 
 
-def test_what_gloo_and_nccl_say_of_a_lost_process() -> None:
+def test_errors_of_gloo_and_nccl_for_a_lost_process() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:907. GLHF!")
     nccl = dist.DistBackendError(
         "NCCL error in: x.cpp\nncclRemoteError: remote process exited or there was a network e"
@@ -175,14 +181,13 @@ def test_what_gloo_and_nccl_say_of_a_lost_process() -> None:
     assert not any(watchdog._is_broken_collective(error) for error in [*others, RuntimeError("shapes differ")])
 
 
-# A run whose processes beat faster, so that a test need not wait for most of a minute, and that can be told to hang,
-# as NCCL would, where gloo gives an error.
+# a run with shorter intervals, so that a test takes seconds, and with a forward pass that can be made to fail or hang
 FAST = """
     import os, sys, time
-    from pretrain import watchdog
+    from runtime import watchdog
     from pretrain.methods.dino import DINO
 
-    watchdog.Watch.__init__.__kwdefaults__.update(beat=0.5, silence={silence}, grace=2.0)
+    watchdog.TIMING = watchdog.Timing(interval=0.5, timeout={timeout}, exit_delay=2.0)
     forward, rank = DINO.forward, int(os.environ["RANK"])
 
     def patched(self, batch, step):
@@ -198,9 +203,9 @@ FAST = """
 
 @pytest.fixture
 def fast(tmp_path: Path) -> Callable[..., Path]:
-    def write(patch: str = "pass", silence: float = 8.0) -> Path:
+    def write(patch: str = "pass", timeout: float = 8.0) -> Path:
         script = tmp_path / "fast.py"
-        script.write_text(textwrap.dedent(FAST.format(patch=patch, silence=silence)))
+        script.write_text(textwrap.dedent(FAST.format(patch=patch, timeout=timeout)))
         return script
 
     return write
@@ -223,7 +228,7 @@ def _ended(pid: int) -> bool:
 
 
 def _resumes(launch, output: Path) -> None:
-    """The newest checkpoint is whole, and two more steps follow it."""
+    """Assert that the run resumes from its newest checkpoint for two more steps."""
     newest = int((output / "checkpoints" / "latest").resolve().name[5:])
     shorter = ["--steps", str(newest + 2), "--optim.warmup_steps", "1", "--dino.freeze_steps", "0"]
     run = launch(["--output", str(output), "--resume", *shorter, "--dino.teacher_temperature_steps", "0"])
@@ -234,7 +239,7 @@ def _resumes(launch, output: Path) -> None:
 
 @pytest.mark.slow
 def test_killed(launch, tmp_path: Path) -> None:
-    """The other process gets an error of gloo's, and says what it means."""
+    """The other process translates the error of gloo."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
     os.kill(trainers[1], signal.SIGKILL)
@@ -248,7 +253,7 @@ def test_killed(launch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
-    """The other process waits in a collective that never ends. With the real limits: this takes most of a minute."""
+    """The other process waits in a collective that never ends. The test uses the real intervals and takes a minute."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
     os.kill(trainers[0], signal.SIGSTOP)  # process 0, to which all others listen
@@ -263,7 +268,7 @@ def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
-    """Process 1 fails and does not end, as with NCCL, whose end waits for the others."""
+    """Process 1 fails but does not exit, as with NCCL, which waits for the other processes at exit."""
     output = tmp_path / "run"
     script = fast('if rank == 1 and step == 6: raise OSError("disk on fire")')
     held = "try:\n    code = main()\nexcept OSError:\n    time.sleep(600)"
@@ -276,9 +281,9 @@ def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tm
 
 @pytest.mark.slow
 def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_path: Path) -> None:
-    """One process is busy for twice the limit; then the run goes on, to its end."""
+    """One process is busy for twice the timeout. The run then goes on to its end."""
     output = tmp_path / "run"
-    script = fast("if rank == 1 and step == 2: time.sleep(8)", silence=4.0)
+    script = fast("if rank == 1 and step == 2: time.sleep(8)", timeout=4.0)
     run = launch([*TINY, "--output", str(output)], processes=2, wrapped=True, script=script)
     log = run.wait(120)
     assert run.process.returncode == 0, log

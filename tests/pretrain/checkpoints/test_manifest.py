@@ -23,7 +23,7 @@ def test_holds_sizes_and_checksums(folder: Path) -> None:
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert files["file-2"] == {"bytes": 102, "sha256": hashlib.sha256(b"\2" * 102).hexdigest()}
     assert sorted(files) == [f"file-{n}" for n in range(4)]
-    assert manifest.faults(folder) == manifest.altered(folder) == []
+    assert manifest.wrong_sizes(folder) == manifest.wrong_checksums(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -31,36 +31,36 @@ def test_holds_sizes_and_checksums(folder: Path) -> None:
     [
         (lambda f: os.truncate(f / "file-1", 50), "file-1 has 50 bytes and should have 101"),
         (lambda f: (f / "file-3").unlink(), "file-3 is missing"),
-        (lambda f: (f / "file-9").touch(), "file-9 does not belong to it"),
+        (lambda f: (f / "file-9").touch(), "file-9 is not listed in manifest.json"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read (No such file or directory)"),
-        (lambda f: os.truncate(f / "manifest.json", 50), "manifest.json, which lists its files, is no such list"),
-        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json, which lists its files, is no such list"),
+        (lambda f: os.truncate(f / "manifest.json", 50), "manifest.json is not a list of files"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json is not a list of files"),
         (
             lambda f: (f / "manifest.json").write_text('{"files": {"file-1": {"bytes": 101}}}'),
-            "manifest.json, which lists its files, is no such list",
+            "manifest.json is not a list of files",
         ),
     ],
 )
 def test_names_what_is_wrong(folder: Path, harm: Callable[[Path], object], fault: str) -> None:
     harm(folder)
-    assert manifest.faults(folder) == [fault]
+    assert manifest.wrong_sizes(folder) == [fault]
 
 
 def test_a_manifest_that_lost_a_line_is_no_proof(folder: Path) -> None:
     listed = json.loads((folder / "manifest.json").read_text())
     del listed["files"]["file-0"]
     (folder / "manifest.json").write_text(json.dumps(listed))
-    assert manifest.faults(folder) == ["file-0 does not belong to it"]
+    assert manifest.wrong_sizes(folder) == ["file-0 is not listed in manifest.json"]
 
 
 def test_processes_share_the_checksums(folder: Path) -> None:
     for number in range(4):
         (folder / f"file-{number}").write_bytes(b"x" * (100 + number))  # as long as before
-    assert manifest.faults(folder) == []
+    assert manifest.wrong_sizes(folder) == []
     for processes in (1, 2, 3, 7):
-        found = [manifest.altered(folder, rank, processes) for rank in range(processes)]
+        found = [manifest.wrong_checksums(folder, rank, processes) for rank in range(processes)]
         each = sorted(fault for of_one in found for fault in of_one)
-        assert each == [f"file-{n} is not what was written (another checksum)" for n in range(4)]
+        assert each == [f"file-{n} has another checksum than when it was written" for n in range(4)]
         assert max(map(len, found)) == -(-4 // processes)
 
 
@@ -69,4 +69,4 @@ def test_what_vanishes_while_it_is_read_is_named(folder: Path, monkeypatch: pyte
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manifest, "_sha256", broken)
-    assert manifest.altered(folder)[0] == "file-0 cannot be read (Input/output error)"
+    assert manifest.wrong_checksums(folder)[0] == "file-0 cannot be read (Input/output error)"

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint, and from nothing that only looks like one."""
+"""A run resumes from an intact checkpoint, and refuses damaged or foreign ones."""
 
 import json
 import os
@@ -10,38 +10,38 @@ from pathlib import Path
 import pytest
 import torch
 
+import encoders
 from pretrain.checkpoints import resume
-from pretrain.checkpoints.resume import Position
-from runtime import agreement
-from runtime.agreement import CheckpointError
-from tests.pretrain.small import make, on_processes, saver, settings, tensors
+from pretrain.checkpoints.resume import CheckpointError, TrainState
+from runtime import collectives
+from tests.pretrain.small import make, method, on_processes, saver, settings, tensors
 
 
 def saved(output: Path, *steps: int) -> Path:
-    """OUTPUT/checkpoints with checkpoints of these steps."""
+    """Save checkpoints of these steps and return OUTPUT/checkpoints."""
     accelerator, engine = make()
     for step in steps:
-        saver(output, accelerator, engine, keep=9).save(Position(step, 4 * step), engine.method.trained_encoder())
+        saver(output, accelerator, engine, keep=9).save(TrainState(step, 4 * step), engine.method.trained_encoder())
     return output / "checkpoints"
 
 
 def test_restores_everything(tmp_path: Path) -> None:
     accelerator, engine = make(0)
-    position = Position(7, 70, alarm={"rung": ["rank"]})
+    position = TrainState(7, 70, alarm={"rung": ["rank"]})
     saver(tmp_path, accelerator, engine).save(position, engine.method.trained_encoder())
     position.alarm["rung"].append("later")
     expected, before, steps = (torch.rand(3), random.random()), tensors(engine), engine.optimizer_steps
-    (path,) = resume.whole(tmp_path / "checkpoints")
+    (path,) = resume.list_checkpoints(tmp_path / "checkpoints")
     (path.parent / "latest").unlink()  # as a kill between the rename and the link leaves it
     accelerator, engine = make(1)
     for group in engine.optimizer.param_groups:
         group |= {"betas": (0.5, 0.6), "frozen_steps": 99}
-    engine.loaded(steps + 5)
+    engine.after_load(steps + 5)
     engine.method.center -= 5
     other = tensors(engine)
     for name in ("method.center", "method.student.head.mlp.0.weight", "exp_avg_sq.student.head.mlp.0.weight"):
         assert not torch.equal(other[name], before[name])
-    assert resume.restore(path, accelerator, engine) == Position(7, 70, alarm={"rung": ["rank"]})
+    assert resume.restore(path, accelerator, engine) == TrainState(7, 70, alarm={"rung": ["rank"]})
     after = tensors(engine)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -54,14 +54,45 @@ def test_restores_everything(tmp_path: Path) -> None:
 
 
 def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (path,) = resume.whole(saved(tmp_path, 1))
+    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     resume.check_fits(path, settings())
-    assert "another order" not in caplog.text
+    assert "the order of the samples changes" not in caplog.text
     resume.check_fits(path, settings() | {"shards": "abd", "seed": 1})
     assert "changed since step-00000001: seed 0 -> 1, shards abc -> abd" in caplog.text
-    assert "the samples go on in another order" in caplog.text
+    assert "the order of the samples changes" in caplog.text
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
         resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
+
+
+def test_an_encoder_setting_newer_than_the_checkpoint_counts_as_its_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
+    full = method("dino", 0).trained_encoder().settings
+    trainer = json.loads((path / "trainer.json").read_text())
+
+    def stored(**encoder: object) -> None:
+        trainer["settings"]["encoder"] = {
+            k: v for k, v in (full | encoder).items() if k not in ("drop_path", "patch_size")
+        }
+        (path / "trainer.json").write_text(json.dumps(trainer))
+
+    stored()
+    resume.check_fits(path, settings() | {"encoder": full})
+    resume.check_fits(path, settings())  # here the new run lacks settings
+    assert "changed since" not in caplog.text
+    assert full["patch_size"] == encoders.VARIANTS["vit_micro"]["patch_size"], "the variant's, not the constructor's"
+    with pytest.raises(CheckpointError, match=r"another run: encoder\.patch_size is 4 there and 8 here\. Resume"):
+        resume.check_fits(path, settings() | {"encoder": full | {"patch_size": 8}})
+    stored(depth=3)
+    with pytest.raises(CheckpointError, match=r"encoder\.depth is 3 there and 1 here"):
+        resume.check_fits(path, settings() | {"encoder": full})
+    stored(gone=1)
+    with pytest.raises(CheckpointError, match=r"encoder\.gone is 1 there and None here"):
+        resume.check_fits(path, settings() | {"encoder": full})
+    stored(variant="vit_gone")
+    with pytest.raises(CheckpointError, match=r"encoder\.variant is vit_gone there and vit_micro here"):
+        resume.check_fits(path, settings() | {"encoder": full})
 
 
 def flip(path: Path) -> None:
@@ -77,14 +108,14 @@ FILES = ["__0_0.distcp", ".metadata", "random-00000.pt", "trainer.json", "encode
     ("harm", "said"),
     [
         (lambda f: os.truncate(f, f.stat().st_size // 2), r"{name} has \d+ bytes and should have \d+"),
-        (flip, r"{name} is not what was written \(another checksum\)"),
+        (flip, r"{name} has another checksum"),
         (lambda f: f.unlink(), "{name} is missing"),
-        (lambda f: f.with_name(f"{f.name}.2").touch(), r"{name}\.2 does not belong to it"),
+        (lambda f: f.with_name(f"{f.name}.2").touch(), r"{name}\.2 is not listed in manifest\.json"),
     ],
 )
 def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[[Path], object], said: str) -> None:
     folder = saved(tmp_path, 99_999_998, 99_999_999, 100_000_000)  # the last name is a digit longer
-    before, middle, newest = resume.whole(folder)
+    before, middle, newest = resume.list_checkpoints(folder)
     (middle / "encoder.json").unlink()  # nor is this one whole
     for name in FILES:
         kept = (newest / name).read_bytes()
@@ -93,7 +124,9 @@ def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[
         untouched = tensors(engine)
         word = said.format(name=re.escape(name))
         if name == "trainer.json":  # it is read first, and without it there is no checkpoint to be listed
-            word = "is not there" if "missing" in said else "trainer.json is no JSON" if "bytes" in said else word
+            word = (
+                "is missing on" if "missing" in said else "trainer.json is not valid JSON" if "bytes" in said else word
+            )
         with pytest.raises(CheckpointError, match=word) as caught:
             resume.restore(newest, accelerator, engine)
         if (newest / "trainer.json").exists():
@@ -106,25 +139,27 @@ def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[
     with pytest.raises(CheckpointError, match=r"encoder\.json is missing.*continues from step-99999998\."):
         resume.verify(middle)
     (before / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"\.metadata is missing.*from the beginning: there is no whole one"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata is missing.*from the beginning, because no earlier checkpoint is complete"
+    ):
         resume.verify(before)
 
 
 def test_checkpoints_of_other_versions_are_refused_in_words(tmp_path: Path) -> None:
-    (path,) = resume.whole(saved(tmp_path, 1))
+    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     known = json.loads((path / "trainer.json").read_text())
     later = known | {"position": known["position"] | {"epoch": 3}}
     earlier = {name: value for name, value in known.items() if name not in ("optimizer_steps", "engine")}
     (path / "manifest.json").unlink()
     for other in (later, earlier, []):
         (path / "trainer.json").write_text(json.dumps(other))
-        for use in (resume.position, resume.trainer, lambda p: resume.check_fits(p, settings())):
+        for use in (resume.read_train_state, resume.read_trainer, lambda p: resume.check_fits(p, settings())):
             with pytest.raises(CheckpointError, match=r"written by another version.*--init_from .*step-00000001"):
                 use(path)
 
 
 def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    (path,) = resume.whole(saved(tmp_path, 1))
+    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     accelerator, engine = make()
     engine.method.center = torch.zeros(33)
     with pytest.raises(CheckpointError, match=r"step-00000001 does not fit this run: .*center \(32 .*33 here\)"):
@@ -132,19 +167,19 @@ def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
 
 
 def _restore(rank: int, folder: str) -> None:
-    agreement.SIGHT = 0.5
+    collectives.VISIBILITY_TIMEOUT = 0.5
     accelerator, engine = make(1)
     # what only one process finds, because its share holds it or its node reads otherwise, all say
     path = Path(folder, "checkpoints", "step-00000001")
-    with pytest.raises(CheckpointError, match=r"random-00000\.pt is not what was written"):
+    with pytest.raises(CheckpointError, match=r"random-00000\.pt has another checksum"):
         resume.restore(path, accelerator, engine)
-    with pytest.raises(CheckpointError, match=r"^process 1: .*/trainer\.json is not there on .*all nodes share"):
-        resume.position(path if rank == 0 else Path(folder, "other", "step-00000001"))
+    with pytest.raises(CheckpointError, match=r"^process 1: .*/trainer\.json is missing on .*all nodes share"):
+        resume.read_train_state(path if rank == 0 else Path(folder, "other", "step-00000001"))
 
 
 @pytest.mark.slow
 def test_processes_agree_on_what_is_damaged(tmp_path: Path, free_port: int) -> None:
-    (path,) = resume.whole(saved(tmp_path, 1))
+    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     flip(path / "random-00000.pt")
     assert list(json.loads((path / "manifest.json").read_text())["files"]).index("random-00000.pt") % 2 == 0
     on_processes(_restore, free_port, str(tmp_path))

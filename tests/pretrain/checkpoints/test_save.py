@@ -22,15 +22,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from pretrain.checkpoints import manifest, resume
 from pretrain.checkpoints import save as saving
-from pretrain.checkpoints.resume import Position, whole
-from runtime import agreement
-from runtime.agreement import CheckpointError
+from pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints
+from runtime import collectives
 from tests.pretrain.small import make, on_processes, saver, tensors, walk
 
 
 def write(to: saving.Saver, step: int) -> None:
-    """A checkpoint, in the background or not, until it is there."""
-    to.save(Position(step, 4 * step), to.engine.method.trained_encoder())
+    """Save a checkpoint and wait until it is complete."""
+    to.save(TrainState(step, 4 * step), to.engine.method.trained_encoder())
     to.wait()
 
 
@@ -39,7 +38,7 @@ def names(folder: Path) -> set[str]:
 
 
 class Gate:
-    """In place of the function that writes: waits until it is opened."""
+    """Replacement of the function that writes tensors, which waits until the gate is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened, self.original = threading.Event(), threading.Event(), saving.write
@@ -64,7 +63,7 @@ def test_it_gets_its_name_in_one_move_when_it_is_whole(tmp_path: Path, monkeypat
 
     def watched(source: Path, target: Path) -> None:
         if Path(source).is_dir():  # torch renames a file
-            assert manifest.faults(source) == manifest.altered(source) == []
+            assert manifest.wrong_sizes(source) == manifest.wrong_checksums(source) == []
             moves.append(target.name)
         rename(source, target)
 
@@ -82,12 +81,12 @@ def test_retention_by_count_and_by_interval(tmp_path: Path) -> None:
         if step == 4:  # what a kill leaves
             (folder / ".step-00000003.part").mkdir()
             (folder / ".latest.part").symlink_to("nowhere")
-        to.save(Position(step, step), engine.method.trained_encoder())
+        to.save(TrainState(step, step), engine.method.trained_encoder())
         assert (folder / "latest").resolve().name == f"step-{step:08d}"
-    assert [p.name for p in whole(folder)] == [f"step-{s:08d}" for s in (3, 6, 7)]
-    assert names(folder) == {"latest", *(p.name for p in whole(folder))}
-    to.save(Position(8, 8), engine.method.trained_encoder(), keep_all=True)
-    assert [int(p.name[5:]) for p in whole(folder)] == [3, 6, 7, 8]
+    assert [p.name for p in list_checkpoints(folder)] == [f"step-{s:08d}" for s in (3, 6, 7)]
+    assert names(folder) == {"latest", *(p.name for p in list_checkpoints(folder))}
+    to.save(TrainState(8, 8), engine.method.trained_encoder(), keep_old=True)
+    assert [int(p.name[5:]) for p in list_checkpoints(folder)] == [3, 6, 7, 8]
 
 
 def test_what_cannot_be_removed_keeps_nothing_else(
@@ -103,7 +102,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(
 
     monkeypatch.setattr(saving.shutil, "rmtree", rmtree)
     for step in (1, 2, 3):
-        to.save(Position(step, step), engine.method.trained_encoder())
+        to.save(TrainState(step, step), engine.method.trained_encoder())
     assert names(folder) == {"latest", "step-00000003", ".step-00000001.part"}
     assert "could not remove" in caplog.text
 
@@ -111,28 +110,28 @@ def test_what_cannot_be_removed_keeps_nothing_else(
 def test_a_step_that_has_a_checkpoint_keeps_it_and_half_a_one_is_said(tmp_path: Path) -> None:
     accelerator, engine = make()
     to, folder = saver(tmp_path, accelerator, engine), tmp_path / "checkpoints"
-    to.save(Position(1, 4), engine.method.trained_encoder())
+    to.save(TrainState(1, 4), engine.method.trained_encoder())
     before = (folder / "step-00000001" / "manifest.json").stat().st_mtime_ns
     walk(engine)
-    saver(tmp_path, accelerator, engine).save(Position(1, 4), engine.method.trained_encoder())
+    saver(tmp_path, accelerator, engine).save(TrainState(1, 4), engine.method.trained_encoder())
     assert (folder / "step-00000001" / "manifest.json").stat().st_mtime_ns == before
     (folder / "step-00000002").mkdir()
     (folder / "step-00000002" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"step-00000002: Directory not empty.*continues from step-00000001"):
-        to.save(Position(2, 8), engine.method.trained_encoder())
+        to.save(TrainState(2, 8), engine.method.trained_encoder())
     assert names(folder) == {"step-00000001", "step-00000002", "latest", ".latest.part"}
 
 
 def test_a_limit_on_files_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     accelerator, engine = make()
     to, folder = saver(tmp_path, accelerator, engine), tmp_path / "checkpoints"
-    to.save(Position(1, 1), engine.method.trained_encoder())
+    to.save(TrainState(1, 1), engine.method.trained_encoder())
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))  # no file may grow beyond 20 kB
         with pytest.raises(CheckpointError, match=r"step-00000002: File too large.*from step-00000001") as caught:
-            to.save(Position(2, 2), engine.method.trained_encoder())
+            to.save(TrainState(2, 2), engine.method.trained_encoder())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
@@ -154,11 +153,11 @@ def test_a_full_disk_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     place, name = step.split(".")
     with monkeypatch.context() as patched:
         patched.setattr(getattr(saving, place), name, full)
-        with pytest.raises(CheckpointError, match=r"No space.*needs 0\.00 GB: free that much.*from step-00000001"):
+        with pytest.raises(CheckpointError, match=r"No space.*needs 0\.00 GB\. Free that much.*from step-00000001"):
             write(to, 2)
     assert names(folder) - {".latest.part"} == {"step-00000001", "latest"}
     resume.verify(folder / "step-00000001")
-    to.save(Position(3, 3), engine.method.trained_encoder())  # and then there is room again
+    to.save(TrainState(3, 3), engine.method.trained_encoder())  # and then there is room again
     to.wait()
     assert names(folder) == {"step-00000001", "step-00000003", "latest"}
 
@@ -166,8 +165,10 @@ def test_a_full_disk_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, engine = make()
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(CheckpointError, match=r"No space left on device: 0\.00 GB are free.*There is none before it"):
-        saver(tmp_path, accelerator, engine).save(Position(1, 1), engine.method.trained_encoder())
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device: 0\.00 GB are free.*There is no earlier checkpoint"
+    ):
+        saver(tmp_path, accelerator, engine).save(TrainState(1, 1), engine.method.trained_encoder())
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -181,13 +182,13 @@ def test_ctrl_c_in_the_middle_of_writing_is_no_trouble_of_the_disk(
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        saver(tmp_path, accelerator, engine).save(Position(1, 1), engine.method.trained_encoder())
-    assert whole(tmp_path / "checkpoints") == []
+        saver(tmp_path, accelerator, engine).save(TrainState(1, 1), engine.method.trained_encoder())
+    assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
 def test_the_background_writes_what_was_there_when_it_began(tmp_path: Path, gate: Gate) -> None:
     accelerator, engine = make()
-    position = Position(1, 4, alarm={"rung": ["rank"]})
+    position = TrainState(1, 4, alarm={"rung": ["rank"]})
     later = saver(tmp_path / "later", accelerator, engine, background=True)
     later.save(position, engine.method.trained_encoder())
     assert gate.reached.wait(30)
@@ -199,7 +200,7 @@ def test_the_background_writes_what_was_there_when_it_began(tmp_path: Path, gate
     later.wait()
     accelerator, engine = make()  # the same moment again
     saver(tmp_path / "now", accelerator, engine).save(
-        Position(1, 4, alarm={"rung": ["rank"]}), engine.method.trained_encoder()
+        TrainState(1, 4, alarm={"rung": ["rank"]}), engine.method.trained_encoder()
     )
     one, two = (tmp_path / name / "checkpoints" / "step-00000001" for name in ("later", "now"))
     files = json.loads((one / "manifest.json").read_text())["files"]
@@ -227,21 +228,21 @@ def test_an_error_of_the_background_comes_out_at_the_next_save_and_at_the_end(
 
     with monkeypatch.context() as patched:
         patched.setattr(saving, "write", broken)
-        to.save(Position(1, 4), encoder)
+        to.save(TrainState(1, 4), encoder)
         with pytest.raises(CheckpointError, match=r"step-00000001: RuntimeError: out of order"):
-            to.save(Position(2, 8), encoder)
-        to.save(Position(3, 12), encoder)
+            to.save(TrainState(2, 8), encoder)
+        to.save(TrainState(3, 12), encoder)
         with pytest.raises(CheckpointError, match="step-00000003"), to:
             pass
-        to.save(Position(4, 16), encoder)
+        to.save(TrainState(4, 16), encoder)
         assert to._thread is not None
         to._thread.join()
-    to.save(Position(5, 20), encoder, now=True)  # a run that is asked to stop saves all the same
+    to.save(TrainState(5, 20), encoder, exiting=True)  # a run that is asked to stop saves all the same
     assert "could not save" in caplog.text
-    assert [p.name for p in whole(tmp_path / "checkpoints")] == ["step-00000005"]
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
     # what no one foresaw is not lost with the thread
     monkeypatch.setattr(saving.Saver, "_write", lambda *_: 1 / 0)
-    to.save(Position(6, 24), encoder)
+    to.save(TrainState(6, 24), encoder)
     with pytest.raises(ZeroDivisionError):
         to.wait()
 
@@ -251,17 +252,17 @@ def test_a_run_that_fails_leaves_the_background_some_time(
 ) -> None:
     accelerator, engine = make()
     for number, (seconds, kept) in enumerate([(0.2, False), (30.0, True)]):
-        monkeypatch.setattr(saving, "GRACE", seconds)
+        monkeypatch.setattr(saving, "BACKGROUND_TIMEOUT", seconds)
         gate.opened.clear()
         to = saver(tmp_path / str(number), accelerator, engine, background=True)
         started = time.monotonic()
         threading.Timer(1.0, gate.opened.set).start()
-        to.save(Position(1, 4), engine.method.trained_encoder())
+        to.save(TrainState(1, 4), engine.method.trained_encoder())
         with pytest.raises(ValueError, match="diverged"), to:
             raise ValueError("diverged")
         assert time.monotonic() - started < 5
-        assert saving.abandoned() == (not kept)  # then run.py leaves without the interpreter's farewell
-        assert bool(whole(tmp_path / str(number) / "checkpoints")) == kept
+        assert saving.has_unfinished_save() == (not kept)  # then run.py leaves without the interpreter's farewell
+        assert bool(list_checkpoints(tmp_path / str(number) / "checkpoints")) == kept
         assert ("took too long" in caplog.text) != kept
         caplog.clear()
         to.wait()
@@ -271,34 +272,42 @@ INTERRUPTED = """
 import sys, time
 from pathlib import Path
 from pretrain.checkpoints import save as saving
-from pretrain.checkpoints.resume import Position
+from pretrain.checkpoints.resume import TrainState
 from tests.pretrain.small import make, saver
-saving.GRACE = 0.2
+saving.BACKGROUND_TIMEOUT = 0.2
 saving.write = lambda *_: time.sleep(600)
 accelerator, engine = make()
 with saver(Path(sys.argv[1]), accelerator, engine, background=True) as to:
-    to.save(Position(1, 4), engine.method.trained_encoder())
+    to.save(TrainState(1, 4), engine.method.trained_encoder())
     raise KeyboardInterrupt if sys.argv[2] == "ctrl-c" else ValueError
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), [("ctrl-c", -signal.SIGINT), ("crash", 1)])
-def test_the_interpreter_does_not_wait_for_the_background(tmp_path: Path, how: str, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path), how],
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "the checkpoint that was being written is lost" in done.stderr
+def test_the_interpreter_does_not_wait_for_the_background(tmp_path: Path) -> None:
+    codes = {"ctrl-c": -signal.SIGINT, "crash": 1}
+    started = {
+        how: subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, str(tmp_path / how), how],
+            cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True,
+        )
+        for how in codes
+    }  # fmt: skip
+    for how, process in started.items():
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == codes[how], errors
+        assert "the checkpoint that was being written is lost" in errors
 
 
 def _save(rank: int, folder: str) -> None:
-    agreement.SIGHT = 0.5
+    collectives.VISIBILITY_TIMEOUT = 0.5
     output, other = Path(folder, "a"), Path(folder, "b")
     accelerator, engine = make()
     encoder = engine.method.trained_encoder()
-    with pytest.raises(CheckpointError, match=r"^process 1: .*b/\.shared-\w+ is not there on .* that all nodes share$"):
+    with pytest.raises(CheckpointError, match=r"^process 1: .*b/\.shared-\w+ is missing on .* that all nodes share\.$"):
         saver(output if rank == 0 else other, accelerator, engine)
     for background in (False, True):
         to = saver(output, accelerator, engine, background=background)
@@ -313,7 +322,7 @@ def _save(rank: int, folder: str) -> None:
         saving.shutil.disk_usage = usage
         if rank == 1:
             saving.torch.save = lambda *_: (_ for _ in ()).throw(OSError(errno.EDQUOT, "Disk quota exceeded"))
-        with pytest.raises(CheckpointError, match=r"process 1: Disk quota exceeded\. A checkpoint of .*: free that"):
+        with pytest.raises(CheckpointError, match=r"process 1: Disk quota exceeded\. A checkpoint of .*\. Free that"):
             write(to, first + 2)
         saving.torch.save = send
         if rank == 1:
@@ -322,13 +331,13 @@ def _save(rank: int, folder: str) -> None:
             write(to, first + 3)
         to.folder = output / "checkpoints"
         if rank == 1 and background:
-            copies = saving._Moment.copy
-            saving._Moment.copy = lambda _: (_ for _ in ()).throw(RuntimeError("cannot allocate"))  # pyright: ignore
+            copies = saving._Snapshot.to_host
+            saving._Snapshot.to_host = lambda _: (_ for _ in ()).throw(RuntimeError("cannot allocate"))  # pyright: ignore
         if background:
             with pytest.raises(CheckpointError, match="process 1: RuntimeError: cannot allocate"):
-                to.save(Position(first + 4, 1), encoder)
+                to.save(TrainState(first + 4, 1), encoder)
             if rank == 1:
-                saving._Moment.copy = copies  # pyright: ignore
+                saving._Snapshot.to_host = copies  # pyright: ignore
         write(to, first + 5)
         resume.verify(output / "checkpoints" / "latest")
     Path(folder, f"said-{rank}").touch()
@@ -357,7 +366,7 @@ def _save_for_ever(folder: str, seed: int) -> None:
 
         setattr(os, name, slow)
     for step in range(1, 1_000_000):
-        to.save(Position(step, step), engine.method.trained_encoder())
+        to.save(TrainState(step, step), engine.method.trained_encoder())
 
 
 @pytest.mark.slow
@@ -371,25 +380,25 @@ def test_killed_at_any_moment_of_saving(tmp_path: Path) -> None:
         process = context.Process(target=_save_for_ever, args=(str(output), attempt))
         process.start()
         end = time.monotonic() + 60
-        while len(whole(folder)) == 0:
+        while len(list_checkpoints(folder)) == 0:
             assert time.monotonic() < end
             time.sleep(0.01)
         end = time.monotonic() + rng.random() * 0.4
         while time.monotonic() < end:  # a reader never meets half of one
-            for found in whole(folder):
-                faults = manifest.faults(found)
+            for found in list_checkpoints(folder):
+                faults = manifest.wrong_sizes(found)
                 assert not faults or not found.exists(), faults  # it may be removed meanwhile
         assert process.pid
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         left |= {name.split("-")[0] for name in names(folder)}
-        listed = whole(folder)
+        listed = list_checkpoints(folder)
         assert listed
         for found in listed:
-            assert manifest.faults(found) == manifest.altered(found) == []
+            assert manifest.wrong_sizes(found) == manifest.wrong_checksums(found) == []
         assert (folder / "latest" / "trainer.json").exists()
         accelerator, engine = make(1)
         assert resume.restore(listed[-1], accelerator, engine).step == int(listed[-1].name[5:])
-        saver(output, accelerator, engine, keep=1).save(Position(10**6, 1), engine.method.trained_encoder())
+        saver(output, accelerator, engine, keep=1).save(TrainState(10**6, 1), engine.method.trained_encoder())
         assert names(folder) == {"step-01000000", "latest"}
     assert ".step" in left  # some were hit amid writing

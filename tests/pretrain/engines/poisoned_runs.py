@@ -1,7 +1,10 @@
 """Several pretraining runs in one process, one after the other, some with batches that give no finite gradient.
 
-python poisoned_runs.py FILE.json, which holds a list of {"arguments": a command line, "poison": {step: [process, pass
-of the step, what]}}, where what is "loss", "gradient" or "image": the first thing that is not finite.
+python poisoned_runs.py FILE.json
+
+FILE.json holds a list of {"arguments": a command line, "poison": {step: [process, pass of the step, what]}}. "what" is
+the first thing that is not finite: "loss", "gradient" or "image". An entry {"averages": FOLDER} calls
+`thousand_averages.run` instead.
 """
 
 import json
@@ -27,7 +30,7 @@ passes: Counter[int] = Counter()
 
 
 class Infinite(torch.autograd.Function):
-    """The same number, with a gradient that is not finite."""
+    """Identity with a gradient that is not finite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -39,7 +42,7 @@ class Infinite(torch.autograd.Function):
 
 
 def poisonous(method: type[Method]) -> None:
-    """Replace the method's forward pass by one that heeds `poison`."""
+    """Replace the method's forward pass by one that applies `poison`."""
     healthy = method.forward
 
     def forward(self: Method, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,8 +51,8 @@ def poisonous(method: type[Method]) -> None:
         if (process % PROCESSES, which) != (RANK, passes[step]):
             return healthy(self, batch, step)
         if what == "image":
-            view = batch.views[0].images
-            (view.patches if isinstance(view, PackedImages) else view).view(-1)[7] = torch.nan
+            images = batch.views[0].images
+            (images.patches if isinstance(images, PackedImages) else images).view(-1)[7] = torch.nan
         loss, metrics = healthy(self, batch, step)
         loss = {"image": loss, "loss": loss * torch.nan, "gradient": Infinite.apply(loss)}[what]
         return loss, metrics  # pyright: ignore[reportReturnType]
@@ -64,6 +67,12 @@ for run in json.loads(Path(sys.argv[1]).read_text()):
     GradientState._reset_state()
     poison = run.get("poison", {})
     passes.clear()
+    if "averages" in run:
+        sys.path.insert(0, str(Path(__file__).parent))
+        import thousand_averages
+
+        thousand_averages.run(Path(run["averages"]))
+        continue
     code = main(run["arguments"])
     if code:
         sys.exit(code)

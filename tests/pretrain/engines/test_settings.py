@@ -1,4 +1,4 @@
-"""What the engines take from the launcher, and what they refuse before anything is written."""
+"""Launcher settings that engines accept or refuse, before anything is written."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from pretrain.engines import fsdp2, zero
 from runtime.settings import SettingsError
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
-# as a user's own file has it, written for Hugging Face's trainer
+# a user's file, written for Hugging Face's trainer
 FILE: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -39,7 +39,7 @@ FILE: dict[str, Any] = {
 
 
 def deepspeed(file: dict[str, Any]) -> Any:
-    """What `check` needs of an accelerator that was launched with this DeepSpeed file."""
+    """Return a stand-in for an accelerator that was launched with this DeepSpeed file."""
     plugin = DeepSpeedPlugin(hf_ds_config=file)
     plugin.set_mixed_precision("no")
     return SimpleNamespace(
@@ -48,7 +48,7 @@ def deepspeed(file: dict[str, Any]) -> Any:
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
-    """FILE with one key set, `zero.x` being a key of zero_optimization."""
+    """Return FILE with one key set. `zero.x` is a key of zero_optimization."""
     name = key.removeprefix("zero.")
     if key == name:
         return {**FILE, "zero_optimization": dict(FILE["zero_optimization"]), name: value}
@@ -57,7 +57,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 
 def test_a_users_deepspeed_file_is_completed() -> None:
     accelerator = deepspeed(changed("zero.reduce_scatter", False))
-    assert engines.check(accelerator, "bf16", 3) is zero.ZeRO
+    assert engines.select(accelerator, "bf16", 3) is zero.ZeRO
     chosen = accelerator.state.deepspeed_plugin.deepspeed_config
     left = chosen["zero_optimization"]
     assert "auto" not in left.values()
@@ -83,23 +83,23 @@ def test_a_users_deepspeed_file_is_completed() -> None:
         ("gradient_accumulation_steps", 4, "--accumulate 4"),
         ("train_batch_size", 64, "has 'train_batch_size'.*--batch_size"),
         ("train_micro_batch_size_per_gpu", 8, "has 'train_micro_batch_size_per_gpu'.*--batch_size"),
-        ("communication_data_type", "bf16", "remove communication_data_type"),
+        ("communication_data_type", "bf16", "Remove communication_data_type"),
         ("data_types", {"grad_accum_dtype": "bf16"}, "data_types"),
-        ("compression_training", {}, "'compression_training', which is not supported here: remove it"),
+        ("compression_training", {}, "'compression_training', which is not supported. Remove it"),
         ("zero.stage", 0, "stage 0.*--multi_gpu"),
-        ("zero.round_robin_gradients", True, r"zero_optimization\.round_robin_gradients is not supported: remove"),
+        ("zero.round_robin_gradients", True, r"zero_optimization\.round_robin_gradients is not supported\. Remove"),
         ("zero.zero_hpz_partition_size", 2, "zero_hpz_partition_size"),
         ("zero.zero_quantized_nontrainable_weights", True, "zero_quantized_nontrainable_weights"),
         ("zero.stage3_param_persistence_threshold", 10000, "stage3_param_persistence_threshold"),
         ("zero.offload_optimizer", {"device": "nvme", "nvme_path": "/x"}, "NVMe.*device cpu"),
         ("zero.offload_param", {"device": "nvme", "nvme_path": "/x"}, "NVMe.*device cpu"),
-        ("zero.offload_optimizer", {"device": "cpu", "ratio": 0.5}, "remove ratio"),
+        ("zero.offload_optimizer", {"device": "cpu", "ratio": 0.5}, "Remove ratio"),
     ],
 )
 def test_deepspeed_settings_that_change_the_numbers_are_refused(key: str, value: Any, message: str) -> None:
     accelerator = deepspeed(changed(key, value))
     with pytest.raises(SettingsError, match=message):
-        engines.check(accelerator, "fp32", 3)
+        engines.select(accelerator, "fp32", 3)
 
 
 def test_compiled_blocks_are_refused_where_deepspeed_gathers_weights() -> None:
@@ -110,12 +110,12 @@ def test_compiled_blocks_are_refused_where_deepspeed_gathers_weights() -> None:
 
 
 def test_fp16_is_refused_where_it_would_reach_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match="use bf16"):
-        engines.check(deepspeed(FILE), "fp16", 1)
+    with pytest.raises(SettingsError, match="Use --precision bf16"):
+        engines.select(deepspeed(FILE), "fp16", 1)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(SettingsError, match="use bf16"):
-        engines.check(fsdp(), "fp16", 1)
+    with pytest.raises(SettingsError, match="Use --precision bf16"):
+        engines.select(fsdp(), "fp16", 1)
 
 
 def fsdp(processes: int = 2) -> Any:
@@ -128,9 +128,9 @@ def fsdp(processes: int = 2) -> Any:
     ("variable", "value", "processes", "message"),
     [
         ("FSDP_VERSION", "1", 2, "fsdp_version: 2"),
-        ("FSDP_OFFLOAD_PARAMS", "true", 2, "here is no device"),
+        ("FSDP_OFFLOAD_PARAMS", "true", 2, "needs a GPU, and this run is on the CPU"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", 2, "--encoder.checkpoint_activations"),
-        ("FSDP_RESHARD_AFTER_FORWARD", "true", 1, "launch two or more"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "true", 1, "Launch two or more"),
     ],
 )
 def test_fsdp_settings_that_cannot_be_are_refused(
@@ -138,16 +138,16 @@ def test_fsdp_settings_that_cannot_be_are_refused(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert engines.check(fsdp(), "bf16", 1) is fsdp2.FSDP2
+    assert engines.select(fsdp(), "bf16", 1) is fsdp2.FSDP2
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError, match=message):
-        engines.check(fsdp(processes), "bf16", 1)
+        engines.select(fsdp(processes), "bf16", 1)
 
 
 def test_what_accelerate_knows_besides_is_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
     with pytest.raises(SettingsError, match="configs/accelerate"):
-        engines.check(accelerator, "fp32", 1)
+        engines.select(accelerator, "fp32", 1)
 
 
 def test_every_engine_has_a_file_for_the_launcher() -> None:

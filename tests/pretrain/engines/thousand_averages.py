@@ -1,10 +1,5 @@
-"""The teacher's average over a thousand steps under the launcher's engine, beside the formula in float64.
+"""The teacher's average over a thousand steps under the launcher's engine, beside the formula in float64."""
 
-python thousand_averages.py FOLDER: writes FOLDER/PROCESS.pt, three state dictionaries of the teacher: as it started, as
-the engine has it at the end, as float64 says.
-"""
-
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +8,7 @@ from torch import Tensor, nn
 
 from data.demo import demo_shards
 from pretrain.config import load, resolve
+from pretrain.engines import Engine
 from pretrain.job import build_method, processes
 from pretrain.optim import ema
 
@@ -20,30 +16,30 @@ MOMENTUM = 0.9999
 SMALL = "--method dino --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.hidden_dim 24"
 HEAD = "--dino.prototypes 32 --dino.bottleneck_dim 16"
 
-config = resolve(load(["--data", demo_shards()[0], "--precision", "fp32", *SMALL.split(), *HEAD.split()]), 1000)
-accelerator, engine_class = processes(config)
-torch.manual_seed(0)
-method = build_method(config, fresh=True)
-engine = engine_class(accelerator, method, (0.9, 0.999))
-teacher, student = (cast(nn.Module, getattr(method, name)) for name in ("teacher", "student"))
+
+def run(folder: Path) -> None:
+    """Write FOLDER/PROCESS.pt: three state dictionaries of the teacher, at the start, at the end, and in float64."""
+    config = resolve(load(["--data", demo_shards()[0], "--precision", "fp32", *SMALL.split(), *HEAD.split()]), 1000)
+    accelerator, engine_class = processes(config)
+    torch.manual_seed(0)
+    method = build_method(config, fresh=True)
+    engine = engine_class(accelerator, method, (0.9, 0.999))
+    teacher, student = (cast(nn.Module, getattr(method, name)) for name in ("teacher", "student"))
+    start = full_weights(engine, teacher)
+    exact = {name: tensor.double() for name, tensor in start.items()}
+    local = {name: tensor for name, tensor in engine.local_state().items() if name.startswith("method.student.")}
+    generator = torch.Generator().manual_seed(1)  # equal on all processes
+    for _ in range(1000):
+        for name, tensor in exact.items():
+            moved = start[name] + 1 + torch.randn(tensor.shape, generator=generator)
+            own = local[f"method.student.{name}"]
+            own.data.copy_(moved.view(-1)[own.offset : own.offset + len(own.data)])
+            tensor.mul_(MOMENTUM).add_(moved.double(), alpha=1 - MOMENTUM)
+        ema.update(teacher.parameters(), student.parameters(), MOMENTUM)
+    folder.mkdir(exist_ok=True)
+    torch.save((start, full_weights(engine, teacher), exact), folder / f"{accelerator.process_index}.pt")
 
 
-def whole() -> dict[str, Tensor]:
-    """The teacher's weights, gathered."""
-    gathered = engine.whole(teacher)
-    assert gathered is not None
-    return {name: p.detach().clone() for name, p in gathered.named_parameters()}
-
-
-start = whole()
-exact = {name: tensor.double() for name, tensor in start.items()}
-pieces = {name: piece for name, piece in engine.pieces().items() if name.startswith("method.student.")}
-generator = torch.Generator().manual_seed(1)  # the same on all processes
-for _ in range(1000):
-    for name, tensor in exact.items():
-        moved = start[name] + 1 + torch.randn(tensor.shape, generator=generator)
-        piece = pieces[f"method.student.{name}"]
-        piece.data.copy_(moved.view(-1)[piece.offset : piece.offset + len(piece.data)])
-        tensor.mul_(MOMENTUM).add_(moved.double(), alpha=1 - MOMENTUM)
-    ema.update(teacher.parameters(), student.parameters(), MOMENTUM)
-torch.save((start, whole(), exact), Path(sys.argv[1]) / f"{accelerator.process_index}.pt")
+def full_weights(engine: Engine, module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the module's gathered weights."""
+    return {name: p.detach().clone() for name, p in engine.gather_full_parameters(module).named_parameters()}

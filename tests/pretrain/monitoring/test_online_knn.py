@@ -17,7 +17,7 @@ import encoders
 from encoders.base import IMAGENET, Encoder
 from pretrain.config import EvaluationConfig
 from pretrain.monitoring.online_knn import Scorer
-from runtime.processes import accelerator
+from runtime.processes import make_accelerator
 
 SIDE, K = 16, 5
 
@@ -48,7 +48,7 @@ def make(paths: dict[str, str], pictures: int = 2) -> tuple[Scorer, Encoder]:
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=1, dim=24, heads=2, image_size=SIDE, drop_path=0.5)
     config = EvaluationConfig(val=paths["val"], k=K, batch_size=8, pictures=pictures)
-    return Scorer(config, paths["train"], SIDE, accelerator()), encoder
+    return Scorer(config, paths["train"], SIDE, make_accelerator()), encoder
 
 
 def normalised(images: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""The interface of all engines, and AdamW as every engine uses it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from data.batch import Batch
+from pretrain.engines.local_state import LocalTensor
+from pretrain.methods.base import Method
+from pretrain.optim.adamw import parameter_groups
+from runtime.collectives import local
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+M = TypeVar("M", bound=nn.Module)
+AdamWState = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Engine(ABC):
+    """A method, its optimizer, and their distribution over processes.
+
+    Weights, gradients and moments are float32 under every engine; autocast lowers the precision of the forward pass.
+    All methods are collective.
+    """
+
+    name: str
+    """Name in logs and checkpoints."""
+    sharded: bool
+    """True if `local_gradients` are parts of tensors, so that their squares have to be summed over processes."""
+    accelerator: Accelerator
+    method: Method
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+        """Distribute `method` and build its optimizer, whose state is allocated at once."""
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of a batch, and accumulate the gradient.
+
+        Args:
+            last: the batch is the last one of the step, after which gradients are reduced over processes.
+        """
+
+    def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
+        """Return this process's part of the gradient: for each module of `parts` a list of views."""
+        return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
+
+    def step(self) -> None:
+        """Update the weights and clear the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def skip(self) -> None:
+        """Clear the gradients without an update."""
+        self.optimizer.zero_grad()
+
+    def gather_full_parameters(self, module: M) -> M:
+        """Return `module`, the method or a part of it, with full parameters. A copy where the engine shards them."""
+        return module
+
+    def gather_on_main(self, module: M) -> M | None:
+        """Return `module` with full parameters on the main process, None on all others."""
+        return module if self.accelerator.is_main_process else None
+
+    @abstractmethod
+    def local_state(self) -> dict[str, LocalTensor]:
+        """Return this process's part of weights, buffers and moments, by name, as views."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer updates so far."""
+        return next((int(state["step"]) for state in self.adamw_state.values()), 0)  # all parameters step together
+
+    def after_load(self, optimizer_steps: int) -> None:
+        """Complete the loading of a checkpoint, after `local_state` was filled from it.
+
+        Args:
+            optimizer_steps: number of updates that the checkpoint's optimizer had made.
+        """
+        for state in self.adamw_state.values():
+            state["step"] = torch.tensor(float(optimizer_steps))
+
+    @property
+    def adamw_state(self) -> AdamWState:
+        """State of the optimizer that holds the moments."""
+        return self.optimizer.state
+
+
+def build_optimizer(method: Method, betas: tuple[float, float]) -> torch.optim.AdamW:
+    """Return AdamW over the trainable parameters of `method`. Schedules set the learning rate before each step."""
+    return torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
+
+
+def allocate_moments(state: AdamWState, parameters: Iterable[Tensor]) -> None:
+    """Allocate AdamW's state eagerly, as zeros, so that a checkpoint can be loaded into it before the first step."""
+    for parameter in parameters:
+        zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+        state[parameter] = {"step": torch.tensor(0.0)} | zeros
+
+
+def trainable(method: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name."""
+    return {name: parameter for name, parameter in method.named_parameters() if parameter.requires_grad}
+
+
+def local_state(
+    method: nn.Module, state: AdamWState, to_local: Callable[[Tensor], LocalTensor]
+) -> dict[str, LocalTensor]:
+    """Return the local state of an engine that distributes moments as it distributes weights.
+
+    Args:
+        state: AdamW's state by parameter.
+        to_local: returns this process's part of a weight, buffer or moment.
+    """
+    tensors = {f"method.{name}": tensor for name, tensor in method.state_dict(keep_vars=True).items()}
+    for name, parameter in trainable(method).items():
+        tensors |= {f"{moment}.{name}": state[parameter][moment] for moment in MOMENTS}
+    return {name: to_local(tensor) for name, tensor in tensors.items()}

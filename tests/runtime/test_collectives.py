@@ -1,0 +1,88 @@
+"""Collectives with one process and with two."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pretrain.checkpoints.resume import CheckpointError
+from runtime import collectives
+from runtime.collectives import (
+    RankError,
+    all_gather,
+    all_reduce_max,
+    all_reduce_sum,
+    broadcast_object,
+    gather_objects,
+    rank,
+    run_on_all_ranks,
+    wait_for_path,
+    world_size,
+)
+from tests.pretrain.small import on_processes
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert (world_size(), rank()) == (1, 0)
+    assert all_reduce_sum(x) is x
+    assert all_reduce_max(x) is x
+    assert all_gather(x)[0] is x
+    assert gather_objects("a") == ["a"]
+    assert broadcast_object("a") == "a"
+    assert run_on_all_ranks(lambda: 7) == 7
+    wait_for_path(tmp_path)
+    with pytest.raises(RankError, match=r"no is missing on .*--output must be on a disk that all nodes share"):
+        wait_for_path(tmp_path / "no")
+    with pytest.raises(KeyboardInterrupt):
+        run_on_all_ranks(lambda: fail(KeyboardInterrupt()))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("a bad value\nin two lines"), "in two lines"),
+        (RuntimeError("broken"), "RuntimeError: broken"),
+        (OSError(28, "No space left on device", "a file"), "No space left on device: a file"),
+        (CheckpointError("damaged"), "damaged"),
+    ],
+)
+def test_failures_are_described_in_one_line(error: Exception, message: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_on_all_ranks(lambda: fail(error))
+    assert str(caught.value) == message
+    assert isinstance(caught.value, CheckpointError) == isinstance(error, CheckpointError)
+
+
+def _two_processes(own: int, folder: str) -> None:
+    dist.init_process_group("gloo")
+    collectives.VISIBILITY_TIMEOUT = 0.5
+    assert (world_size(), rank()) == (2, own)
+    x = torch.tensor([1.0, 10.0 * own], requires_grad=True)
+    total = all_reduce_sum(x)
+    assert total.tolist() == [2, 10]
+    (total * torch.tensor([1.0, 3.0]) * (own + 1)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 9], "the loss of both processes depends on the sum"
+    assert all_reduce_sum(torch.tensor([[1, 2], [3, 4]]).T).tolist() == [[2, 6], [4, 8]], "not contiguous"
+    assert all_reduce_max(x).tolist() == [1, 10]
+    assert [part.tolist() for part in all_gather(torch.full((own, 2), 5))] == [[], [[5, 5]]]
+    assert gather_objects({"rank": own}) == [{"rank": 0}, {"rank": 1}]
+    assert broadcast_object(f"from {own}") == "from 0"
+    assert run_on_all_ranks(lambda: own) == own
+    with pytest.raises(CheckpointError, match=r"^process 1: damaged$"):
+        run_on_all_ranks(lambda: fail(CheckpointError("damaged")) if own else None)
+    with pytest.raises(RankError, match=r"^process 0: RuntimeError: a$"):
+        run_on_all_ranks(lambda: fail(RuntimeError("ab"[own])))
+    with pytest.raises(RankError, match=r"^process 0: .*nothing is missing on "):
+        run_on_all_ranks(lambda: wait_for_path(Path(folder, "nothing")) if own == 0 else None)
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path, free_port: int) -> None:
+    on_processes(_two_processes, free_port, str(tmp_path))
