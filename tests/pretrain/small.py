@@ -79,7 +79,6 @@ def on_processes(target: Callable[..., None], port: int, *arguments: Any, count:
     The processes are forked from a server that has imported this module, so that only the first call waits for that.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     started = [context.Process(target=_run, args=(target, rank, count, port, arguments)) for rank in range(count)]
     for process in started:
         process.start()

@@ -135,6 +135,7 @@ def _be_process(rank: int, port: int, block: str, done) -> None:
     watch.close()
 
 
+@pytest.mark.medium
 def test_a_busy_process_is_not_lost(room: Room) -> None:
     """Three runs of two processes at once: in one a process sleeps, in one it holds the interpreter's lock, and one run
     is suspended as a whole, so that no process could hear another."""
