@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not count or config.option.slow_suite:
         return
     if config.option.fast_suite:
-        terminalreporter.write_line(f"{count} tests that take longer were left out: `pytest --all` runs everything")
+        terminalreporter.write_line(f"{count} medium and slow tests were left out: `pytest --all` runs all tests")
     else:
         terminalreporter.write_line(f"{count} slow tests were left out: `pytest --slow` runs them")
 

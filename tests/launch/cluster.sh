@@ -4,11 +4,11 @@
 #     tests/launch/cluster.sh start FOLDER    # then: export SLURM_CONF=FOLDER/slurm.conf
 #     tests/launch/cluster.sh stop FOLDER
 #
-# munged, slurmctld and two slurmd with everything they write in FOLDER, on ports that were free; a SLURM that the
-# machine may have of its own is not touched. Needs root (slurmd starts jobs), and `apt-get install slurm-wlm munge`.
+# The cluster is munged, slurmctld and two slurmd on free ports. They write all their files to FOLDER and do not touch a
+# SLURM that is installed on this machine. Needs root (slurmd starts jobs), and `apt-get install slurm-wlm munge`.
 #
-# The nodes are called 127.0.0.2 and 127.0.0.3: names of hosts have to resolve, and these do without /etc/hosts. Each
-# says that it has 8 processors and 2 GPUs, of which there are none: jobs that ask for three are refused.
+# The nodes are called 127.0.0.2 and 127.0.0.3, because these names resolve without /etc/hosts. Each node claims to have 8
+# processors and 2 GPUs. The GPUs do not exist, but SLURM refuses jobs that ask for three.
 set -euo pipefail
 
 free_ports() {
@@ -31,7 +31,7 @@ SlurmctldHost=$(hostname)(127.0.0.1)
 SlurmctldPort=$controller
 SlurmUser=root
 AuthType=auth/munge
-# a requeued job waits as long as a credential lives
+# a requeued job waits until its credential expires
 AuthInfo=socket=$PWD/munge.socket,cred_expire=5
 StateSaveLocation=$PWD/state
 SlurmdSpoolDir=$PWD/spool-%n
@@ -60,7 +60,7 @@ NodeName=127.0.0.3 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$second CPUs
 PartitionName=main Nodes=ALL Default=YES MaxTime=2-0 PriorityTier=1 GraceTime=60 OverSubscribe=NO
 PartitionName=urgent Nodes=ALL MaxTime=2-0 PriorityTier=2
 CONF
-    printf "Name=gpu File=%s\n" /dev/null /dev/zero > gres.conf  # a GPU needs a file of its own
+    printf "Name=gpu File=%s\n" /dev/null /dev/zero > gres.conf  # every GPU needs its own device file
     dd if=/dev/urandom of=munge.key bs=1 count=1024 status=none
     mkdir -p state
     chown -R munge . && chmod 755 . && chmod 600 munge.key

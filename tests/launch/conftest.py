@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on this machine, and stand-ins for the commands of one."""
+"""Fixtures: a SLURM cluster of two nodes on this machine, and fake SLURM commands."""
 
 import json
 import os
@@ -16,7 +16,7 @@ HARD = [
     "two words", "it's", 'a "b"', "$HOME", "`id`", "a;b", "*", "-", "--dashes", "--x=-1", "käse/日本", "back\\slash",
     "line\nbreak", "", "!!", "#", "%j", "~", "{a,b}-{0..3}.tar",
 ]  # fmt: skip
-"""values that a shell would like to change"""
+"""Values that a shell would change if they were not quoted."""
 
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -43,7 +43,7 @@ sys.exit(code)
 
 
 class StandIns:
-    """Commands on PATH that record how they are called and answer what they are told."""
+    """Fake commands on PATH. They record their calls and print prepared answers."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
@@ -57,20 +57,22 @@ class StandIns:
         (self.folder / name).chmod(0o755)
 
     def answer(self, answers: dict[str, list[tuple[int, str, str]]]) -> None:
-        """`{"scontrol requeue": [(0, "", "")]}`: exit code, stdout and stderr of each call in turn, the last for all
-        others. Of a first argument that is a path its name counts."""
+        """Set answers, for example `{"scontrol requeue": [(0, "", "")]}`: exit code, stdout and stderr of each call.
+
+        The last answer repeats. A key is a command and its first argument; if that argument is a path, its name.
+        """
         self.answers |= answers
         (self.folder / "answers.json").write_text(json.dumps(self.answers))
 
     def calls(self, name: str | None = None) -> list[dict]:
-        """How they were called, in order."""
+        """Return the recorded calls in order."""
         path = self.folder / "calls.jsonl"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [call for call in found if name in (None, call["name"])]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Nothing of a SLURM around the tests, and no other commands than these and the system's."""
+        """Environment without SLURM variables, whose PATH holds only the fake commands and the system's."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "TESSERA_"))}
         return kept | {"PATH": f"{self.folder}:/usr/bin:/bin"}
 
@@ -86,7 +88,7 @@ def stand_ins(tmp_path: Path) -> Callable[..., StandIns]:
 
 
 class Cluster:
-    """A running cluster: nodes 127.0.0.2 and 127.0.0.3, partitions `main` and `urgent`."""
+    """A running cluster with the nodes 127.0.0.2 and 127.0.0.3 and the partitions `main` and `urgent`."""
 
     def __init__(self, folder: Path, work: Path) -> None:
         self.work = work
@@ -100,7 +102,7 @@ class Cluster:
         )
 
     def submit(self, script: str, *flags: str, options: tuple[str, ...] = (), **environment: str) -> str:
-        """Id of a job of one of the scripts in launch/."""
+        """Submit a script in launch/ and return the id of the job."""
         done = self.run("sbatch", "--parsable", *options, str(ROOT / "launch" / script), *flags, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -114,7 +116,7 @@ class Cluster:
         return int(shown.partition("Restarts=")[2].split()[0])
 
     def wait(self, condition: Callable[[], object], log: Path, job: str | None = None, timeout: float = 240) -> None:
-        """Until something holds, which `job` has to live to see."""
+        """Wait until the condition holds. Fail if the job ends or the time is over before."""
         end = time.monotonic() + timeout
         while not condition():
             over = job is not None and self.state(job) in OVER and not condition()
@@ -123,7 +125,7 @@ class Cluster:
             time.sleep(0.2)
 
     def wait_for(self, job: str, state: str, log: Path) -> None:
-        """Wait until a job is over, and see that it ended as expected."""
+        """Wait until a job is over, and check its final state."""
         self.wait(lambda: self.state(job) in OVER, log)
         assert self.state(job) == state, log.read_text() if log.exists() else "no log"
 
@@ -132,10 +134,10 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     if missing:
-        pytest.skip(f"no SLURM here ({', '.join(missing)}): apt-get install slurm-wlm munge")
+        pytest.skip(f"SLURM is not installed ({', '.join(missing)} not found): apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
-        pytest.skip("a SLURM cluster of one's own needs root")
-    folder = Path("/tmp") / tmp_path_factory.mktemp("cluster").name  # the path of a socket has 108 characters at most
+        pytest.skip("starting a SLURM cluster needs root")
+    folder = Path("/tmp") / tmp_path_factory.mktemp("cluster").name  # the path of a socket is limited to 108 characters
     script = Path(__file__).parent / "cluster.sh"
     started = subprocess.run([script, "start", folder], capture_output=True, text=True)
     assert started.returncode == 0, started.stderr

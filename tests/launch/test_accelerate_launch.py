@@ -99,8 +99,8 @@ def module() -> ModuleType:
     ("codes", "asked", "expected"),
     [
         ([75, 75], signal.SIGUSR1, 75),
-        ([75, 75], None, 75),  # told by another machine's trainers
-        ([75, -15], signal.SIGUSR1, 75),  # the launcher's SIGTERM to who was slower
+        ([75, 75], None, 75),  # another machine's trainers received the signal
+        ([75, -15], signal.SIGUSR1, 75),  # the launcher's SIGTERM killed the slower trainer
         ([-15, 75], None, 75),
         ([1, -15], None, 1),
         ([-15, 2], None, 2),
@@ -112,7 +112,7 @@ def module() -> ModuleType:
         ([75, -9], signal.SIGTERM, 137),
         ([-6], None, 134),
         ([-15, -15], None, 143),
-        ([-15, -15], signal.SIGTERM, 75),  # asked before they were able to listen
+        ([-15, -15], signal.SIGTERM, 75),  # the signal came before they could listen
         ([-10, -15], signal.SIGUSR1, 75),
         ([-10], None, 138),
     ],
@@ -126,10 +126,10 @@ def test_one_code_for_all(module: ModuleType, codes: list[int], asked: signal.Si
     ("codes", "expected"), [([0], 0), ([2], 2), ([75], 75), ([0, 0], 0), ([0, 3], 3), ([-1, 2], 2), ([137, -1], 137)]
 )
 def test_the_trainers_own_code(start, tmp_path: Path, codes: list[int], expected: int) -> None:
-    options = ("--debug",) if codes == [0, 3] else ()  # with which accelerate itself says nothing of a failure
+    options = ("--debug",) if codes == [0, 3] else ()  # accelerate then prints nothing about a failure
     launcher = start("codes", *map(str, codes), processes=len(codes), options=options, ready=False)
     for rank, code in enumerate(codes):
-        if code == -1:  # its handler only notes the launcher's SIGTERM: it would be killed after half a minute
+        if code == -1:  # its handler only records SIGTERM, so the launcher would kill it after 30 s
             while not (tmp_path / f"ready-{rank}").exists():
                 time.sleep(0.02)
             time.sleep(2)
@@ -159,14 +159,14 @@ def test_a_signal_reaches_the_trainers_and_nothing_else_happens(
 
 @pytest.mark.slow
 def test_they_may_save_for_longer_than_half_a_minute_and_are_not_started_again(start, tmp_path: Path) -> None:
-    """torch's agent kills after 30 seconds whom it has told to end."""
+    """torch's agent would kill the trainers 30 seconds after its own SIGTERM."""
     launcher = start("save", "33", options=("--max_restarts", "3"))
     os.kill(launcher.pid, signal.SIGTERM)
     assert exit_code(launcher) == 75
     for rank in range(2):
         assert (tmp_path / f"saved-{rank}").exists()
         assert len((tmp_path / f"ready-{rank}").read_text().split()) == 1
-    assert (tmp_path / "log.txt").read_text().count("failed (exitcode") == 1  # of those started again each fails
+    assert (tmp_path / "log.txt").read_text().count("failed (exitcode") == 1  # a restarted trainer would fail again
 
 
 @pytest.mark.medium

@@ -1,4 +1,4 @@
-"""What is found wrong with a node before a job starts on it."""
+"""launch/check_node.py: problems of a node that are found before a job starts."""
 
 import threading
 import time

@@ -15,7 +15,7 @@ from tests.launched import records
 
 pytestmark = pytest.mark.slow
 STEPS, EVERY = 200, 100
-# SLURM looks every 30 seconds for jobs near their limit: a run has to last, and two cores shall not burn meanwhile
+# SLURM looks for jobs near their limit every 30 seconds. The run must last that long, without using the cores
 SLOW = """
 import json, time
 dumps = json.dumps
@@ -27,7 +27,7 @@ SLURM = [sys.executable, str(ROOT / "launch" / "slurm.py")]
 
 @dataclass
 class Work:
-    """A folder with data and settings, on a cluster."""
+    """A folder with data and settings for the cluster."""
 
     cluster: Cluster
     config: Path
@@ -46,7 +46,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def work(cluster: Cluster) -> Work:
-    """The embedded digits as data of one's own, an encoder of two narrow blocks, and settings in a file."""
+    """Make shards of the embedded digits and a settings file with a small encoder."""
     cache = cluster.work / "cache"
     (cluster.work / "slow").mkdir()
     (cluster.work / "slow" / "sitecustomize.py").write_text(SLOW)
@@ -73,14 +73,14 @@ def step_reached(output: Path) -> int:
 
 
 def numbers(output: Path) -> list[dict]:
-    """What was recorded, without what a clock says."""
+    """Return the records without the values that depend on the clock."""
     timed = ("images_per_second", "data_wait")
     return [{name: value for name, value in record.items() if name not in timed} for record in records(output)]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(work: Work) -> Path:
-    """A chain by launch/slurm.py: pretraining on two nodes, k-NN of every checkpoint, a probe afterwards."""
+    """Run a chain of jobs: pretraining on two nodes, k-NN of every checkpoint, and a probe afterwards."""
     output = work.folder / "it's an $undisturbed run, 100%"
     done = work.slurm(
         "submit", "--config", work.config, "--output", output, "--nodes", "2", "--gpus", "0", "--cpus", "2",
@@ -119,9 +119,9 @@ def test_the_probe_starts_after_success(work: Work, undisturbed: Path) -> None:
 
 
 def test_every_checkpoint_is_evaluated_once(work: Work, undisturbed: Path) -> None:
-    """Though only the newest checkpoint stays."""
+    """Only the newest checkpoint stays, but every checkpoint is evaluated."""
     assert len(list((undisturbed / "checkpoints").glob("step-*"))) == 1
-    assert work.slurm("follow", undisturbed).stdout == ""  # nothing is left to submit
+    assert work.slurm("follow", undisturbed).stdout == ""  # there is nothing left to submit
     jobs = json.loads((undisturbed / "submitted" / "jobs.json").read_text())["jobs"]
     steps = [f"step-{step:08d}" for step in range(EVERY, STEPS + 1, EVERY)]
     assert [job["name"] for job in jobs[2:]] == [f"knn-{step}" for step in steps]
@@ -129,7 +129,7 @@ def test_every_checkpoint_is_evaluated_once(work: Work, undisturbed: Path) -> No
         work.cluster.wait_for(job["id"], "COMPLETED", undisturbed / "submitted" / f"{job['name']}-{job['id']}.log")
         assert 0.1 < json.loads((undisturbed / "evaluation" / step / "knn.json").read_text())["top1"] <= 1
     work.slurm("follow", undisturbed)
-    assert not list((undisturbed / "evaluation").rglob("encoder.*"))  # what was kept for it is gone
+    assert not list((undisturbed / "evaluation").rglob("encoder.*"))  # the kept encoders are removed
     shown = work.slurm("status", undisturbed).stdout
     assert f"step {STEPS} of {STEPS}" in shown
     assert all(name in shown for name in ("linear_probe", f"{steps[0]}/knn", "COMPLETED"))
@@ -171,7 +171,7 @@ def test_engines_train_on_two_nodes(work: Work, engine: str) -> None:
 
 
 def test_preempted_then_cancelled(work: Work) -> None:
-    """Another job takes a node: the run saves and comes back; after scancel it can be resumed."""
+    """A preempted run saves and resumes. After scancel it can be resumed by hand."""
     output = work.folder / "taken"
     flags = ("--config", str(work.config), "--output", str(output))
     job = work.cluster.submit("pretrain.sbatch", *flags, options=("--nodes=1", "--cpus-per-task=8"))
@@ -202,7 +202,7 @@ def newest(output: Path) -> int:
 
 
 def test_no_evaluation_after_a_failure(work: Work) -> None:
-    """Shards that are not there are found before the start, on each node; the job does not come back."""
+    """Missing shards are found on each node before the start, and the job is not requeued."""
     output = work.folder / "failed"
     done = work.slurm(
         "submit", "--config", work.config, "--output", output, "--nodes", "2", "--gpus", "0", "--cpus", "2",
@@ -224,7 +224,7 @@ def test_no_evaluation_after_a_failure(work: Work) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_found(work: Work) -> None:
-    """The cluster believes in GPUs; torch does not."""
+    """SLURM allocates GPUs that do not exist."""
     job = work.cluster.submit("pretrain.sbatch", options=("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"))
     work.cluster.wait_for(job, "FAILED", work.log(job))
     for node in ("127.0.0.2", "127.0.0.3"):

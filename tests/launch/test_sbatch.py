@@ -1,4 +1,4 @@
-"""The scripts as bash reads them, on stand-ins for the commands of a cluster."""
+"""The sbatch scripts, run by bash with fake SLURM commands."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from data.workers import free_cores
 from tests.launch.conftest import HARD, ROOT, StandIns
 
-# answers where the project is, records the rest, and saves a checkpoint if it is told to
+# says where the project is, records all other calls, and writes a checkpoint if $SAVES is set
 PYTHON = """#!/usr/bin/env bash
 [[ $1 == -P ]] && exec {python} "$@"
 if [[ -n $SAVES && $1 == */accelerate_launch.py ]]; then
@@ -20,7 +20,7 @@ if [[ -n $SAVES && $1 == */accelerate_launch.py ]]; then
 fi
 exec "$(dirname "$0")/called" "$@"
 """
-# runs its command for every node in turn; its exit code is the largest, as srun's
+# runs the command for each node in turn; the exit code is the largest one, as for srun
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 code=0
@@ -34,7 +34,7 @@ exit $code
 
 
 class Script:
-    """One of the scripts in launch/, in a job of its own."""
+    """A script in launch/, run as a job."""
 
     def __init__(self, name: str, commands: StandIns, folder: Path) -> None:
         self.path, self.commands, self.folder = ROOT / "launch" / name, commands, folder
@@ -54,7 +54,7 @@ class Script:
         )  # fmt: skip
 
     def called(self, script: str) -> list[dict]:
-        """Calls of a Python script of the project."""
+        """Return the calls of a Python script of the project."""
         return [call for call in self.commands.calls("called") if call["argv"][0].endswith(script)]
 
 
@@ -155,7 +155,7 @@ def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], code: in
 
 
 def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
-    """A warning that comes before the first step can be done would go on for ever; one or two may be bad luck."""
+    """A warning before the first step could requeue the job for ever. One or two such starts may be bad luck."""
     pretrain = script("pretrain.sbatch")
     pretrain.commands.answer({"called accelerate_launch.py": [(75, "", "")]})
     requeued, errors = [], []
@@ -227,7 +227,7 @@ def test_checkpoints_are_followed_where_that_was_asked(script: Callable[[str], S
 def test_loader_processes_follow_the_allocation(
     monkeypatch: pytest.MonkeyPatch, allocated: str | None, workers: int
 ) -> None:
-    """Of a machine of 32 cores, where SLURM says how many but confines nobody to them; 4 trainers."""
+    """Four trainers on a machine of 32 cores. SLURM sets a number of cores but does not enforce it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)

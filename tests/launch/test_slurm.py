@@ -1,4 +1,4 @@
-"""launch/slurm.py on stand-ins for sbatch, squeue, scontrol and scancel."""
+"""launch/slurm.py with fake sbatch, squeue, scontrol and scancel."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ SETTINGS = "method: mae  # a comment\ndata: shards-{0..3}.tar\nevaluation: {trai
 
 
 class Slurm:
-    """The command in a folder with a settings file, `x.yaml`."""
+    """The command, called in a folder with a settings file `x.yaml`."""
 
     def __init__(self, folder: Path, commands: StandIns) -> None:
         self.folder, self.commands, self.environment = folder, commands, commands.environment
@@ -36,7 +36,7 @@ class Slurm:
         return [call["argv"] for call in self.commands.calls("sbatch")]
 
     def everything(self) -> list[str]:
-        """All files but those of the stand-ins."""
+        """Return all files except those of the fake commands."""
         files = (path.relative_to(self.folder) for path in self.folder.rglob("*"))
         return sorted(str(path) for path in files if path.parts[0] != "commands")
 
@@ -47,7 +47,7 @@ def slurm(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Slurm:
 
 
 def flags_of(argv: list[str]) -> list[str]:
-    """What follows the name of the script."""
+    """Return the arguments after the name of the script."""
     return argv[next(place for place, word in enumerate(argv) if word.endswith(".sbatch")) + 1 :]
 
 
