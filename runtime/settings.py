@@ -11,10 +11,10 @@ import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -25,6 +25,8 @@ class SettingsError(UserError, ValueError):
     """Unknown setting, or a value out of range."""
 
 
+# The decorator lets pyright accept subclasses with `frozen=True`, whose fields a subclass may narrow.
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Section(BaseModel):
     """Group of settings. The docstring below a field is its help text. Unknown names are refused."""
 
@@ -50,6 +52,7 @@ class Section(BaseModel):
         return {cls.short_form: value}
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Settings(Section):
     """Settings of one command."""
 
