@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 import encoders
+from data.decode import jpeg_decoder
 from data.demo import demo_shards
 from data.loader import Batches, Reading, training_batches
 from data.sampler import BatchSampler, bounded_buffers
@@ -71,6 +72,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     method = build_method(config, fresh=newest is None)
     config = resolve_crops(config, method)
     settings["loader"] = config.loader.model_dump(mode="json")
+    if config.data.shards is not None:
+        jpeg_decoder()  # workers share the pages of what is imported before they are forked; the digits are PNG
     batches = loader(config, method, opened, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:

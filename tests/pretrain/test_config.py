@@ -188,7 +188,7 @@ def test_a_method_from_outside_needs_no_preset(monkeypatch: pytest.MonkeyPatch) 
 HEAVY = (
     "accelerate deepspeed fsspec.implementations matplotlib pandas pretrain.job scipy sklearn sympy tensorboard "
     "torch._dynamo torch._inductor torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor "
-    "torch.nn.attention.varlen transformers"
+    "torch.nn.attention.varlen torchvision transformers"
 )
 
 
