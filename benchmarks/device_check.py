@@ -39,7 +39,7 @@ from data.resample import cut_views
 from data.sampler import BatchSampler
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
-from pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients, parameter_groups
 from runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ class DeviceCheck(Settings):
     """Markdown file of the tables"""
 
 
-def build(name: str, variant: str, batch_size: int, steps: int, **settings: Any) -> tuple[Method, OptimConfig, Any]:
+def build(name: str, variant: str, batch_size: int, steps: int, **settings: Any) -> tuple[Method, ResolvedOptim, Any]:
     """A method on a fresh encoder, its resolved optimizer settings, and the loader's transform."""
     torch.manual_seed(0)
     kind = METHODS[name]
@@ -109,7 +109,9 @@ def milliseconds(work: Callable[[], object], times: int) -> float:
     return float(np.median(taken[3:]))
 
 
-def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool) -> Tensor:
+def step(
+    method: Method, optimizer, optim: ResolvedOptim, batch: Batch, number: int, steps: int, *, bf16: bool
+) -> Tensor:
     """One training step on a batch of the loader; the loss ()."""
     device = next(method.parameters()).device
     return train(
@@ -118,7 +120,7 @@ def step(method: Method, optimizer, optim: OptimConfig, batch: Batch, number: in
 
 
 def train(
-    method: Method, optimizer, optim: OptimConfig, batch: Batch, number: int, steps: int, *, bf16: bool
+    method: Method, optimizer, optim: ResolvedOptim, batch: Batch, number: int, steps: int, *, bf16: bool
 ) -> Tensor:
     """The same on a finished batch on the device."""
     apply_schedules(optimizer, optim, number, steps, 256)
@@ -187,7 +189,7 @@ def throughput(settings: DeviceCheck) -> list[str]:
     return lines
 
 
-def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: OptimConfig, transform, images: int) -> str:
+def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: ResolvedOptim, transform, images: int) -> str:
     """Share of the time that the loader keeps the device waiting, on real shards; `-` without."""
     if settings.data is None:
         return "-"

@@ -120,7 +120,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     total = sum(p.numel() for p in method.parameters())
     block = max(sum(p.numel() for p in unit.parameters()) for unit in method.units())
-    engine = engine_class(accelerator, method, cast(tuple[float, float], optim.betas))
+    engine = engine_class(accelerator, method, optim)
     passes = count_passes(method.trained_parts())
     batch = random_batch(transform, settings.images, seed=accelerator.process_index)
     seconds, sent = [], []

@@ -30,7 +30,7 @@ from data.masking import random_mask
 from encoders.base import Encoder
 from encoders.images import Mask
 from pretrain.methods import METHODS
-from pretrain.optim.adamw import parameter_groups
+from pretrain.optim.adamw import adamw
 from runtime.settings import Settings, parse
 
 DROPPING = ("vit_base", "navit_base")
@@ -121,8 +121,7 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
     """Some steps of one pair, in a process that has done nothing else."""
     method, optim, transform = build(method_name, variant, batch_size, steps + 1)
     method.to(device())
-    groups = parameter_groups(method, method.frozen())
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optim.betas or (0.9, 0.999))
+    optimizer = adamw(method, optim, method.frozen(), method.lr_factors())
     batch = random_batch(transform, batch_size, seed=0)
     weights = sum(t.nbytes for t in [*method.parameters(), *method.buffers()])
     before = peak_memory(0)

@@ -42,7 +42,7 @@ Strength = Annotated[float, Field(ge=0)]
 Sigmas = Annotated[tuple[Strength, Strength], AfterValidator(ascending)]
 
 
-class ColorConfig(Section):
+class ColorConfig(Section, frozen=True):
     """Photometric changes that are the same for all views."""
 
     brightness: Strength = 0.4

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
-from pydantic_settings import CliPositionalArg
 from rich.filesize import decimal
 
 from data.shards import LARGEST_FOLDER_INDEX, expand, remote
@@ -24,7 +23,7 @@ from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.tar import ShardError
 from data.tools.facts import MOST_NAMED, Facts, Look, check_shard, class_names
 from data.tools.parallel import Advance, WorkerError, spread
-from runtime.settings import Settings, SettingsError, flags, validate
+from runtime.settings import Positional, Settings, SettingsError, flags, validate
 
 PROGRAM = "python -m data.check_shards"
 MOST_SHOWN = 10
@@ -33,7 +32,7 @@ MOST_SHOWN = 10
 class CheckShards(Settings):
     """Check shards: what they hold, and what a run would refuse."""
 
-    shards: CliPositionalArg[list[str]]
+    shards: Positional[list[str]]
     """SHARDS: paths, globs, brace ranges, URLs"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
     """processes"""

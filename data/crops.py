@@ -46,7 +46,7 @@ class RandomCropConfig(Section):
     """largest turn to either side about the centre of the crop, in degrees; what comes from outside is a reflection"""
 
 
-class MultiCropConfig(ColorConfig):
+class MultiCropConfig(ColorConfig, frozen=True):
     """Global and local crops, and their colours."""
 
     global_size: int = Field(default=224, ge=1)

@@ -4,11 +4,12 @@ H x W pixels. JPEGs of one or three components, the bulk of every data set, go t
 other images, and pictures that their EXIF data turns, go through Pillow, which gives the same pixels a little slower.
 """
 
+import functools
+from collections.abc import Callable
 from io import BytesIO
 
 import numpy as np
 import torch
-import torchvision.io
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
@@ -30,8 +31,17 @@ SIDEWAYS = (TURNS[5], TURNS[6], TURNS[7], TURNS[8])
 MAX_PIXELS = 178_956_970
 """Pillow's own limit"""
 
-# torchvision deprecates its decoders in favour of torchcodec: without them Pillow decodes everything.
-_decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
+
+@functools.cache
+def jpeg_decoder() -> Callable[[Tensor], Tensor] | None:
+    """Return torchvision's JPEG decoder, or None if this torchvision has none. Pillow then decodes everything.
+
+    torchvision deprecates its decoders in favour of torchcodec.
+    """
+    import torchvision.io  # loads torch's compiler, for which --help and data of other formats need not wait
+
+    decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
+    return decode_jpeg and functools.partial(decode_jpeg, mode=torchvision.io.ImageReadMode.RGB)
 
 
 class ImageError(ValueError):
@@ -103,9 +113,9 @@ class Picture:
         """
         if self._pixels is not None:
             return self._pixels
-        if self.plain and shrink == 1 and _decode_jpeg is not None:
+        if self.plain and shrink == 1 and (decode_jpeg := jpeg_decoder()):
             try:
-                pixels = _decode_jpeg(as_tensor(self.encoded), mode=torchvision.io.ImageReadMode.RGB)
+                pixels = decode_jpeg(as_tensor(self.encoded))
             except RuntimeError as error:
                 raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
         else:

@@ -28,7 +28,6 @@ from typing import Any, Literal
 import numpy as np
 import PIL
 from pydantic import Field, model_validator
-from pydantic_settings import CliPositionalArg
 from rich.filesize import decimal
 
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_whole
@@ -38,7 +37,7 @@ from data.tools.pack import DIGEST, Format, Recipe, WriteError, shared_keys, wri
 from data.tools.parallel import Advance, WorkerError, spread
 from data.tools.shard_folder import PART, Folder, FolderError
 from data.tools.split import encoded_ratio, find_duplicates, same, shuffled, split
-from runtime.settings import Settings, SettingsError, flags, validate
+from runtime.settings import Positional, Settings, SettingsError, flags, validate
 
 PROGRAM = "python -m data.make_shards"
 SPARED = 2**28  # bytes of disk to leave free
@@ -54,9 +53,9 @@ class MakeError(ValueError):
 class MakeShards(Settings):
     """Make shards of images. The same command goes on after a stop."""
 
-    images: CliPositionalArg[Path]
+    images: Positional[Path]
     """folder of images, or of class folders; or a list (.txt), or a manifest (.csv, .parquet)"""
-    shards: CliPositionalArg[Path]
+    shards: Positional[Path]
     """folder for the shards, without shards of other images or settings"""
     name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """shards are NAME-000000.tar and so on"""

@@ -1,6 +1,5 @@
-"""Settings of a pretraining run: defaults, then a file, then flags; and what follows from them and the data."""
+"""Settings of a pretraining run: defaults, then a file, then flags; and values derived from them and from the data."""
 
-import argparse
 import inspect
 import re
 from collections.abc import Sequence
@@ -13,70 +12,138 @@ from pydantic import Field, create_model
 import encoders
 from data.loader import LoaderConfig, StreamConfig
 from data.shards import SourceConfig
+from encoders.base import IMAGENET, Preprocessing
 from pretrain.methods import METHODS
 from pretrain.monitoring.collapse import HealthConfig
-from pretrain.optim.adamw import OptimConfig
-from runtime.settings import Section, Settings, SettingsError, flags, merge, read_yaml, suggestion, validate
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.settings import Section, Settings, SettingsError, flags, merge, peek, read_yaml, suggestion, validate
 
 PRESETS = Path(__file__).parent.parent / "configs"
 
 
+class DataConfig(Section, frozen=True):
+    """Training images and their normalisation."""
+
+    short_form = "shards"
+
+    shards: str | list[str] | dict[str, float] | None = None
+    """SHARDS: a path, glob or brace range of .tar or .tar.gz, also as a URL, an index.json, or pipe:COMMAND; a list of
+    them, or a mapping of them to weights; default: the embedded digits; short form: --data SHARDS"""
+    channels: int = Field(default=3, ge=1)
+    """channels of an image"""
+    mean: Literal["auto"] | tuple[float, ...] | None = None
+    """mean of each channel, for pixel values from 0 to 1; auto: measured on the shards; default: ImageNet's for 3
+    channels, else auto"""
+    std: Literal["auto"] | tuple[float, ...] | None = None
+    """standard deviation of each channel, for pixel values from 0 to 1; auto and default: see mean"""
+
+    @property
+    def needs_statistics(self) -> bool:
+        """True if `mean` or `std` has to be measured on the shards."""
+        return any(given == "auto" or (given is None and self.channels != 3) for given in (self.mean, self.std))
+
+    def resolve(self, measured: Preprocessing | None = None) -> "ResolvedData":
+        """Return the section with numbers for `mean` and `std`.
+
+        Args:
+            measured: Statistics of the shards, for settings that are `auto`.
+
+        Raises:
+            SettingsError: a wrong number of values, or `auto` without statistics.
+        """
+        values: dict[str, tuple[float, ...]] = {}
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            fallback = measured if given == "auto" or self.channels != 3 else IMAGENET
+            if given in (None, "auto"):
+                if fallback is None:
+                    raise SettingsError(f"data.{name} is auto, but the shards were not measured. Give numbers")
+                given = getattr(fallback, name)
+            if len(given) != self.channels:
+                raise SettingsError(
+                    f"data.{name} has {len(given)} values, but data.channels is {self.channels}. Give one per channel"
+                )
+            values[name] = given
+        if min(values["std"]) <= 0:
+            raise SettingsError(f"data.std must be positive, not {list(values['std'])}")
+        return ResolvedData(shards=self.shards, channels=self.channels, mean=values["mean"], std=values["std"])
+
+
+class ResolvedData(DataConfig, frozen=True):
+    """Training images and their normalisation in numbers."""
+
+    mean: tuple[float, ...] = Field()
+    std: tuple[float, ...] = Field()
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Normalisation of the images."""
+        return Preprocessing(self.mean, self.std)
+
+
 class CheckpointConfig(Section):
-    """Which checkpoints stay."""
+    """Checkpoints."""
 
     keep: int = Field(default=2, ge=1)
-    """newest checkpoints that stay"""
+    """newest checkpoints that are kept"""
     keep_every: int | None = Field(default=None, ge=1)
-    """checkpoints at multiples of this many steps stay too"""
+    """checkpoints at multiples of this many steps are kept too"""
     background: bool = False
-    """write while the training goes on, from a copy in the host's memory"""
+    """write while the training continues, from a copy in the host's memory"""
 
 
 class EvaluationConfig(Section):
-    """The k-NN inside pretraining."""
+    """k-NN evaluation during pretraining."""
 
     train: str | list[str] | None = None
-    """labelled SHARDS of the bank; without them `data`"""
+    """labelled SHARDS of the bank; default: `data`"""
     val: str | list[str] | None = None
-    """labelled SHARDS that are scored; without them there is no evaluation"""
+    """labelled SHARDS that are scored; default: no evaluation"""
     k: int = Field(default=20, ge=1)
     """neighbours"""
     batch_size: int = Field(default=256, ge=1)
-    """images a process encodes at once"""
+    """images that each process encodes at once"""
     pictures: int = Field(default=8, ge=0)
     """held-out images shown as attention and PCA maps"""
 
 
-class RunConfig(Settings):
+class EncoderConfig(Section):
+    """Encoder. A run has the subclass of its variant, whose fields are the arguments of the constructor."""
+
+    short_form = "variant"
+
+    variant: str = "vit_small"
+    """name of the variant; short form: --encoder NAME"""
+
+
+class RunConfig(Settings, frozen=True):
     """Pretrain a vision encoder on shards of images. Settings: defaults, then --config FILE.yaml, then flags."""
 
-    method: Literal[tuple(METHODS)] = "dino"  # pyright: ignore[reportInvalidTypeForm]
+    method: str = "dino"
     """pretraining method"""
     config: str | None = None
     """YAML file of settings; flags win over it"""
-    data: str | list[str] | dict[str, float] | None = None
-    """SHARDS: a path, glob or brace range of .tar or .tar.gz, also as a URL, an index.json, or pipe:COMMAND; a list of
-    them, or a mapping of them to weights; without it, the embedded digits"""
+    data: DataConfig = DataConfig()
     output: str | None = None
-    """run folder; without it, a fresh one under runs/"""
+    """run folder; default: a fresh folder under runs/"""
     steps: int | None = Field(default=None, ge=1)
-    """optimizer steps; without it, 100 epochs"""
+    """optimizer steps; default: 100 epochs"""
     batch_size: int = Field(default=512, ge=1)
     """images of one optimizer step over all processes"""
     accumulate: int = Field(default=1, ge=1)
     """forward passes that share one optimizer step"""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """everything random follows from it"""
+    """seed of everything random"""
     workers: int | None = Field(default=None, ge=0)
-    """loader processes of each training process; without it, one a free core, at most 8"""
+    """loader processes of each training process; default: one per free core, at most 8"""
     resume: bool = False
-    """continue the newest whole checkpoint of --output; without one, begin"""
+    """continue the newest complete checkpoint of --output; without one, start from the beginning"""
     dry_run: bool = False
     """print the resolved settings, steps, memory and shards per worker, and stop"""
     init_from: str | None = None
     """run folder or file of weights, ours or published, that the encoder starts from"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """arithmetic of the forward pass; auto: bf16 where a GPU has it, else fp32"""
+    """precision of the forward pass; auto: bf16 on a GPU that has it, else fp32"""
     compile: bool = False
     """torch.compile each block of the encoder"""
     record_every: int = Field(default=50, ge=1)
@@ -84,7 +151,8 @@ class RunConfig(Settings):
     checkpoint_every: int = Field(default=1000, ge=1)
     """steps between two checkpoints; the last step always has one"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """steps between two k-NN evaluations; without it, before and after only"""
+    """steps between two k-NN evaluations; default: before the first and after the last step only"""
+    encoder: EncoderConfig = EncoderConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
     source: SourceConfig = SourceConfig()
@@ -95,21 +163,28 @@ class RunConfig(Settings):
 
     @property
     def encoder_settings(self) -> dict[str, Any]:
-        """The encoder's settings that the user or a preset gave, `variant` among them."""
-        return cast(Any, self).encoder.model_dump(exclude_unset=True)
+        """Settings of the encoder that the user, a preset or the method gave, and its variant."""
+        return {"variant": self.encoder.variant} | self.encoder.model_dump(exclude_unset=True)
 
     @property
-    def method_config(self) -> Any:
-        """The section of the chosen method."""
+    def method_config(self) -> Section:
+        """Section of the chosen method."""
         return getattr(self, self.method)
 
 
+class ResolvedRun(RunConfig, frozen=True):
+    """Settings of a run whose length, optimizer, encoder and normalisation are known."""
+
+    data: ResolvedData = Field()
+    steps: int = Field()
+    optim: ResolvedOptim = Field()
+
+
 def settings_model(variant: str) -> type[RunConfig]:
-    """`RunConfig` with a section for the variant's encoder, whose settings are the constructor's arguments, and one for
-    each method.
+    """Return `RunConfig` with a section for the variant's encoder and one for each method.
 
     Raises:
-        SettingsError: no such variant.
+        SettingsError: unknown variant.
     """
     if variant not in encoders.VARIANTS:
         known = list(encoders.VARIANTS)
@@ -117,14 +192,15 @@ def settings_model(variant: str) -> type[RunConfig]:
     family = encoders.family(variant)
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
     chosen = encoders.VARIANTS[variant]
-    fields: dict[str, Any] = {
-        "variant": (str, Field(variant, description="name of the variant; short form: --encoder NAME"))
-    }
+    help_text = EncoderConfig.model_fields["variant"].description
+    fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)
         fields[name] = (parameter.annotation, Field(default, description=described.get(name)))
-    encoder = create_model("Encoder", __base__=Section, __doc__=f"Settings of {variant}.", **fields)
+    encoder = create_model("Encoder", __base__=EncoderConfig, __doc__=f"Settings of {variant}.", **fields)
     sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.items()}
+    method_help = RunConfig.model_fields["method"].description
+    sections["method"] = (Literal[tuple(METHODS)], Field("dino", description=method_help))
     model = create_model(
         "RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, encoder=(encoder, encoder()), **sections
     )
@@ -132,74 +208,85 @@ def settings_model(variant: str) -> type[RunConfig]:
 
 
 def load(argv: Sequence[str]) -> RunConfig:
-    """Settings from a command line and the files it names.
+    """Return the settings of a command line and the files it names.
 
-    Without `--data` the preset of the embedded data lies below the file; `--resume` reads the run's own config.yaml
+    Without shards, the preset of the embedded digits lies below the file. `--resume` reads the run's own config.yaml
     unless a file is given.
 
     Raises:
         SettingsError: an unknown name or a value out of range.
     """
-    # the encoder's section depends on the variant, so names of files and of the variant are looked up first
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--config", "--data", "--output", "--method"):
-        peek.add_argument(name)
-    peek.add_argument("--resume", action="store_true")
-    first, _ = peek.parse_known_args(argv)
-    short = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    short.add_argument("--encoder")
-    encoder, rest = short.parse_known_args(argv)
-    if encoder.encoder:
-        rest += ["--encoder.variant", encoder.encoder]
-    file = {}
-    if first.config:
-        file = read_yaml(first.config)
-    elif first.resume and first.output and (Path(first.output) / "config.yaml").exists():
-        file = read_yaml(Path(first.output) / "config.yaml")
-    if isinstance(file.get("encoder"), str):
-        file["encoder"] = {"variant": file["encoder"]}
-    method = first.method or file.get("method", "dino")
+    config, output = peek(argv, "config"), peek(argv, "output")
+    own = Path(output) / "config.yaml" if output and "--resume" in argv else None
+    file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
+    file = merge(RunConfig, file)  # short forms are written out
+    method = peek(argv, "method") or file.get("method", "dino")
     if method not in METHODS:
         raise SettingsError(
             f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
         )
-    if first.config and not first.data and "data" not in file:  # a run's own config.yaml says `data: null` itself
-        raise SettingsError(f"{first.config} names no data: give --data SHARDS")
-    preset = {}
-    if not (first.data or file.get("data")):
-        preset = read_yaml(PRESETS / f"digits_{method}.yaml")
+    file_data = file.get("data") or {}
+    shards = peek(argv, "data") or peek(argv, "data.shards")
+    if config and not shards and "shards" not in file_data:  # a run's own config.yaml has `shards: null`
+        raise SettingsError(f"{config} names no data: give --data SHARDS")
+    digits = PRESETS / f"digits_{method}.yaml"
+    use_preset = not (shards or file_data.get("shards")) and digits.exists()
+    preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
+    asked = peek(argv, "encoder") or peek(argv, "encoder.variant")
+    saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    variant = encoder.encoder or file.get("encoder", {}).get("variant") or preset_variant or "vit_small"
-    saved = file.get("encoder", {}).get("variant")
-    if first.resume and not first.config and saved and variant != saved:
+    variant = asked or saved or preset_variant or "vit_small"
+    if own and not config and saved and variant != saved:
         raise SettingsError(f"this run trains {saved}, not {variant}: leave --encoder away, or choose another --output")
     if variant != preset_variant:  # the preset's details belong to its own variant
         preset.pop("encoder", None)
     model = settings_model(variant)
-    return validate(model, merge(preset, file, {"encoder": {"variant": variant}}, flags(model, rest, "run.py")))
+    chosen = {"encoder": {"variant": variant}}
+    return validate(model, merge(model, preset, file, chosen, flags(model, argv, "run.py")))
 
 
-def resolve(config: RunConfig, images: int) -> RunConfig:
-    """Fill in what follows from the number of images: steps, the optimizer's and the method's settings, the encoder's.
+def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = None) -> ResolvedRun:
+    """Return the settings with the values that follow from the data: steps, and those of the method and the encoder.
+
+    Args:
+        images: Number of training images.
+        statistics: Pixel statistics of the shards, if `config.data.needs_statistics`.
 
     Raises:
-        SettingsError: settings that do not fit each other.
+        SettingsError: settings that contradict each other.
     """
     steps = config.steps or max(100 * images // config.batch_size, 1)
     method = METHODS[config.method]
     method_config, optim = method.resolve(config.method_config, config.optim, images, config.batch_size, steps)
-    warmup = optim.warmup_steps or 0
-    if warmup >= steps:
-        raise SettingsError(f"optim.warmup_steps is {warmup}, which must be less than the run's {steps} steps")
-    chosen = encoders.family(config.encoder_settings["variant"])
-    given = method.encoder_defaults(method_config, chosen) | config.encoder_settings
-    section = type(cast(Any, config).encoder)
-    values = {"steps": steps, "optim": optim, config.method: method_config, "encoder": section(**given)}
-    return config.model_copy(update=values)
+    if optim.warmup_steps >= steps:
+        raise SettingsError(
+            f"optim.warmup_steps is {optim.warmup_steps}, which must be less than the run's {steps} steps"
+        )
+    data = config.data.resolve(statistics)
+    encoder = _resolved_encoder(config, method.encoder_defaults(method_config, _family(config)), data.channels)
+    model = create_model("ResolvedRun", __base__=(ResolvedRun, type(config)), encoder=(type(encoder), encoder))
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    own = {"steps": steps, "optim": optim, "data": data, "encoder": encoder, config.method: method_config}
+    return cast(ResolvedRun, validate(model, given | own))
+
+
+def _family(config: RunConfig) -> type[encoders.Encoder]:
+    return encoders.family(config.encoder.variant)
+
+
+def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
+    """Return the encoder's section with the method's defaults and the channels of the images."""
+    given = defaults | config.encoder_settings
+    own = given.get("channels", getattr(config.encoder, "channels", channels))
+    if own != channels and "channels" in given:
+        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Leave encoder.channels out")
+    if own != channels:
+        given["channels"] = channels
+    return type(config.encoder)(**given)
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The settings as `config.yaml` holds them: `--config` with that file repeats the run."""
+    """Return the settings as text for `config.yaml`; `--config` with that file repeats the run."""
     values = config.model_dump(mode="json", exclude={"config", "resume", "dry_run", "output"})
     others = [name for name in METHODS if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from data.augment import to_model_input
 from data.batch import Batch
 from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
-from pretrain.config import RunConfig
+from pretrain.config import ResolvedRun
 from pretrain.engines import Engine
 from pretrain.methods.base import Method
 from pretrain.monitoring import pictures
@@ -41,7 +41,7 @@ class NonFiniteError(UserError, RuntimeError):
 class Run:
     """Everything that a training step touches."""
 
-    config: RunConfig
+    config: ResolvedRun
     output: Path
     accelerator: Accelerator
     method: Method
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        assert self.config.steps is not None
+        """Length of the run."""
         return self.config.steps
 
 
@@ -85,7 +85,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
         loss, numbers = engine.forward_backward(batch, step, last=count == run.config.accumulate)
         losses.append(loss)
         metrics.append(numbers)
-    clip, clip_by = cast(float, run.config.optim.clip), run.config.optim.clip_by
+    clip, clip_by = run.config.optim.clip, run.config.optim.clip_by
     norm = clip_gradients(engine.local_gradients(method.trained_parts()), clip, clip_by, sharded=engine.sharded)
     norm = norm.to(accelerator.device)  # gradients may have been moved to the host
     mean = torch.stack(losses).mean()

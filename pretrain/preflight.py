@@ -1,55 +1,87 @@
-"""What a run will do and need, before it starts (`--dry_run`)."""
+"""Checks before a run starts: a forward pass without computation, and the report of `--dry_run`."""
 
 import copy
+import logging
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
-import encoders
 from data.augment import to_model_input
+from data.batch import Batch
 from data.collate import collate
-from data.shards import plan
-from pretrain.config import RunConfig, to_yaml
+from data.shards import WeightedShards, plan
+from encoders.base import IMAGENET, Encoder
+from pretrain.config import ResolvedRun, to_yaml
 from pretrain.methods.base import Method
 
+log = logging.getLogger(__name__)
 
-def rehearse(method: Method, encoder: encoders.Encoder) -> None:
-    """Show the encoder crops of a square, a wide and a tall image, on a device where nothing is computed.
+
+@dataclass(frozen=True)
+class Plan:
+    """Data and processes of a run, for `report`."""
+
+    shards: WeightedShards
+    images: int
+    """Images in `shards`."""
+    processes: int
+    workers: int
+    """Loader workers per process."""
+
+
+def dry_forward(method: Method) -> None:
+    """Pass crops of a square, a wide and a tall image through a copy of the method on the meta device.
+
+    No value is computed and no random number is taken from the run.
 
     Raises:
-        ValueError: it does not take them.
+        ValueError: the method or its encoder does not take the crops.
     """
-    transform = method.transform()
-    pictures = [torch.zeros(3, *size, dtype=torch.uint8) for size in ((64, 64), (32, 256), (256, 32))]
-    batch = to_model_input(collate(transform, pictures, [np.random.default_rng(0) for _ in pictures])).to("meta")
-    with torch.device("meta"):
-        phantom = encoders.build(**encoder.settings).train()
+    batch = _blank_batch(method, [(64, 64), (32, 256), (256, 32)]).to("meta")
+    empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in method.buffers()}
+    for p in method.parameters():
+        empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    phantom = copy.deepcopy(method, empty)
     with torch.random.fork_rng(devices=[]):
-        for view in batch.views:
-            for mask in view.masks or (None,):
-                phantom(view.images, mask, drop=method.drop)
+        try:
+            phantom(batch, 0)
+        except (NotImplementedError, RuntimeError) as error:  # a method may read values, which meta tensors lack
+            log.debug("%s does not run on the meta device: %s", type(method).__name__, error)
+
+
+def _blank_batch(method: Method, sizes: Sequence[tuple[int, int]]) -> Batch:
+    """Return black images of the given heights and widths as the method's transform crops and masks them."""
+    preprocessing = next((part.preprocessing for part in method.modules() if isinstance(part, Encoder)), IMAGENET)
+    images = [torch.zeros(preprocessing.channels, *size, dtype=torch.uint8) for size in sizes]
+    rngs = [np.random.default_rng(0) for _ in images]
+    return to_model_input(collate(method.transform(), images, rngs, preprocessing))
 
 
 def state_bytes(method: Method) -> int:
-    """Bytes of weights, gradients and AdamW's two moments, all float32."""
+    """Return the bytes of weights, gradients and AdamW's two moments, all float32."""
     everything = [*method.parameters(), *method.buffers()]
     trained = [p for p in method.parameters() if p.requires_grad]
     return sum(t.nbytes for t in everything) + 3 * sum(t.nbytes for t in trained)
 
 
-def activation_bytes(method: Method, config: RunConfig, images: int) -> int:
-    """Bytes that a forward pass of `images` keeps for the backward pass: from real passes of two and of four."""
-    method = copy.deepcopy(method)  # a pass leaves its traces
-    two, four = (_kept_bytes(method, config, n) for n in (2, 4))
+def activation_bytes(method: Method, precision: str, images: int) -> int:
+    """Return the bytes that a forward pass of `images` keeps for the backward pass.
+
+    The number is extrapolated from real passes of two and of four images.
+    """
+    method = copy.deepcopy(method)  # a pass changes the state of a method
+    two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
     return two + (four - two) * (images - 2) // 2
 
 
-def _kept_bytes(method: Method, config: RunConfig, images: int) -> int:
+def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed address would be given out twice
 
@@ -58,42 +90,41 @@ def _kept_bytes(method: Method, config: RunConfig, images: int) -> int:
         alive.append(tensor)
         return tensor
 
-    pictures = [torch.zeros(3, 64, 64, dtype=torch.uint8)] * images
-    batch = to_model_input(collate(method.transform(), pictures, [np.random.default_rng(0) for _ in pictures]))
+    batch = _blank_batch(method, [(64, 64)] * images)
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=config.precision != "fp32"),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"),
     ):
         method(batch, 0)
     return sum(size for address, size in kept.items() if address not in weights)
 
 
-def report(config: RunConfig, method: Method, shards: Any, images: int, processes: int, workers: int) -> None:
-    """Print the resolved settings and a table of what the run will do and need."""
-    assert config.steps is not None
-    each = config.batch_size // processes // config.accumulate
-    activations = activation_bytes(method, config, each)
-    planned = plan(shards, world_size=processes, workers=workers)
+def report(config: ResolvedRun, method: Method, run: Plan) -> None:
+    """Print the resolved settings and a table of the run's length, data and memory."""
+    each = config.batch_size // run.processes // config.accumulate
+    activations = activation_bytes(method, config.precision, each)
+    planned = plan(run.shards, world_size=run.processes, workers=run.workers)
     count = sum(source["shards"] for source in planned)
     size = sum(source["bytes"] for source in planned)
     shares = ", ".join(f"{source['shards_per_worker']:.1f}" for source in planned)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
-    table = Table("what", "how much", title="this run")
+    checkpoints = math.ceil(config.steps / config.checkpoint_every)
     rows = {
         "trained parameters": f"{trained:,}",
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
-        "images": f"{images:,} in {count:,} shards, {size / 1e9:.2f} GB",
-        "epochs": f"{config.steps * config.batch_size / images:.1f}",
-        "processes x loader workers": f"{processes} x {workers}",
+        "images": f"{run.images:,} in {count:,} shards, {size / 1e9:.2f} GB",
+        "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
+        "processes x loader workers": f"{run.processes} x {run.workers}",
         "shards per worker": f"{shares} (any number works)",
-        "images a process holds at once": f"{each}",
-        "memory a process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
-        "memory a process: activations (estimate)": f"{activations / 1e9:.2f} GB",
+        "images per forward pass of a process": f"{each}",
+        "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
+        "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
         "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",
-        "checkpoints": f"{math.ceil(config.steps / config.checkpoint_every)}, the newest {config.checkpoint.keep} stay",
+        "checkpoints": f"{checkpoints}, the newest {config.checkpoint.keep} stay",
     }
-    for what, much in rows.items():
-        table.add_row(what, much)
+    table = Table("quantity", "value", title="this run")
+    for quantity, value in rows.items():
+        table.add_row(quantity, value)
     print(to_yaml(config))
     Console().print(table)

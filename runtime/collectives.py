@@ -50,14 +50,14 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks, differentiable; `x` itself with one process."""
-    return x if world_size() == 1 else _AllReduceSum.apply(x)  # pyright: ignore[reportReturnType]
+    """Return the sum of `x` over ranks, differentiable; `x` itself with one process or on the meta device."""
+    return x if world_size() == 1 or x.is_meta else _AllReduceSum.apply(x)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
 def all_reduce_max(x: Tensor) -> Tensor:
     """Return the elementwise maximum of `x` over ranks; `x` itself with one process."""
-    return x if world_size() == 1 else _all_reduce(x, dist.ReduceOp.MAX)
+    return x if world_size() == 1 or x.is_meta else _all_reduce(x, dist.ReduceOp.MAX)
 
 
 @torch.no_grad()

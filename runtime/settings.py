@@ -1,98 +1,117 @@
-"""Settings of a command: defaults, then a YAML file, then flags, checked and typed by pydantic.
+"""Settings of a command: defaults, then a YAML file, then flags, validated and typed by pydantic.
 
-A command declares one pydantic model; every field is a flag (`--section.key value`), a YAML key and a line of `--help`.
+A command declares one pydantic model. Every field is a flag (`--section.key value`), a YAML key and a line of `--help`.
+
+Flags are read here, not by a command-line library: a section may be made at run time (the constructor of an encoder),
+`--flag`, `--no-flag` and `--flag true` all work, and shards such as `{a,b}-{0..3}.tar` are never split at commas.
 """
 
-import argparse
 import difflib
-import json
 import sys
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
-from pydantic_settings import SettingsError as UnreadableValue
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from runtime.errors import UserError
 
 
+class SettingsError(UserError, ValueError):
+    """Unknown setting, or a value out of range."""
+
+
+# The decorator lets pyright accept subclasses with `frozen=True`, whose fields a subclass may narrow.
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Section(BaseModel):
-    """A group of settings. The docstring below a field is its help text; unknown names are refused."""
+    """Group of settings. The docstring below a field is its help text. Unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
 
+    short_form: ClassVar[str | None] = None
+    """Field that `--section VALUE` and `section: VALUE` set; None if the section has no short form."""
 
-class Settings(BaseSettings):
-    """The settings of one command. Reads nothing from the environment: what a run did is in its files and flags."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-    )
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return cls.expand(value)
 
     @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # else a variable STEPS or SEED of the shell would be a setting
+    def expand(cls, value: Any) -> Any:
+        """Return the fields of the section; a value in short form becomes `{short_form: value}`."""
+        if cls.short_form is None or isinstance(value, BaseModel):
+            return value
+        if isinstance(value, Mapping):
+            maybe_short = dict in _kinds(cls.model_fields[cls.short_form].annotation)
+            if not maybe_short or not value or cls.model_fields.keys() & value.keys():
+                return value
+        return {cls.short_form: value}
 
 
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
+class Settings(Section):
+    """Settings of one command."""
 
 
-class SettingsError(UserError, ValueError):
-    """A setting that is unknown or out of range. The message is meant for the user."""
+class _PositionalMarker:
+    """Annotation of a field that is given by position."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses by exception, so that the caller can add what it knows."""
+T = TypeVar("T")
+Positional = Annotated[T, _PositionalMarker()]
+"""Type of a field that is given by position and not as a flag; a list takes all words that are left."""
 
-    def error(self, message: str):
-        raise SettingsError(message)
+SettingsT = TypeVar("SettingsT", bound=Section)
 
 
-def names(model: type[BaseModel], prefix: str = "", only: Any = None) -> list[str]:
-    """Dotted names of all settings of a model, or of those of one type, also where that may be None; `list[str]` finds
-    what may also be a string."""
-    found = []
+def section_type(field: FieldInfo | None) -> type[Section] | None:
+    """Return the model of a field that is a section, else None."""
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return all settings of a model by dotted name, those of its sections included."""
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += names(field.annotation, f"{prefix}{name}.", only)
-            continue
-        types = set(get_args(field.annotation))
-        if only is None or field.annotation is only or {str, only} <= types or {NoneType, only} == types:
-            found.append(prefix + name)
+        section = section_type(field)
+        found |= settings_of(section, f"{prefix}{name}.") if section else {prefix + name: field}
     return found
 
 
-def suggestion(unknown: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?` or nothing."""
+def suggestion(unknown: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest known name, or an empty string."""
+    known = list(known)
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
     if not close:  # perhaps the section was forgotten: `lr` for `optim.lr`
-        close = [name for name in known if name.rpartition(".")[2] == unknown.rpartition(".")[2]][:1]
+        last = unknown.lstrip("-").rpartition(".")[2]
+        close = [name for name in known if name.lstrip("-").rpartition(".")[2] == last][:1]
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries, later ones winning."""
+def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested dictionaries of settings; later layers win.
+
+    Only sections are merged key by key. A setting that is itself a mapping is replaced.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
-        for key, value in layer.items():
-            old = merged.get(key)
-            merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        for name, value in layer.items():
+            section = section_type(model.model_fields.get(name))
+            value = section.expand(value) if section else value
+            old = merged.get(name, {})
+            if section and isinstance(value, Mapping) and isinstance(old, Mapping):
+                value = merge(section, old, value)
+            merged[name] = value
     return merged
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file.
+    """Return the settings in a YAML file.
 
     Raises:
         SettingsError: the file is missing or is not a mapping.
@@ -106,85 +125,161 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values or {}
 
 
-def _switches(model: type[BaseModel], argv: Sequence[str]) -> list[str]:
-    """Allows `--name true` and `--name=false` where argparse knows `--name` and `--no-name`."""
-    known = set(names(model, only=bool))
-    plain: list[str] = []
-    rest = list(argv)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if flag.removeprefix("--") in known:
-            if not equals and rest and rest[0].lower() in ("true", "false"):
-                value = rest.pop(0)
-            off = value.lower() == "false"
-            plain.append(
-                f"--no-{flag[2:]}" if off else f"{flag}" if value.lower() in ("", "true") else f"{flag}={value}"
-            )
-        else:
-            plain.append(flag + equals + value)
-    return plain
-
-
-def _lists(model: type[BaseModel], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Settings that are a string or a list of strings, and the other arguments.
-
-    A string stays as it is, so that the commas and braces of `{a,b}-{0..3}.tar` split nothing; a list is the flag
-    again and again, or JSON.
-    """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in names(model, only=list[str]):
-        parser.add_argument(f"--{name}", action="append")
-    taken, rest = parser.parse_known_args(argv)
-    found: dict[str, Any] = {}
-    for name, strings in vars(taken).items():
-        try:
-            values = [json.loads(s) if s.startswith(('["', '{"')) else s for s in strings]
-        except json.JSONDecodeError as error:
-            raise SettingsError(f"--{name} is no JSON: {error}") from error
-        value: Any = values[0] if len(values) == 1 else values
-        for part in reversed(name.split(".")):
-            value = {part: value}
-        found = merge(found, value)
-    return found, rest
-
-
-def _singles(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes what the parser makes of one number where a number or several can stand: `8` of the list `[8]`."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        field = model.model_fields.get(name)
-        kind = field and field.annotation
-        if isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, BaseModel):
-            value = _singles(kind, value)
-        elif isinstance(value, list) and len(value) == 1 and get_origin(kind) in (Union, UnionType):
-            value = value[0] if {int, float} & set(get_args(kind)) else value
-        found[name] = value
+def peek(argv: Sequence[str], name: str) -> str | None:
+    """Return the last value of `--name` on a command line, before a model is known."""
+    found = None
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            found = value if equals else following
     return found
 
 
-def flags(model: type[SettingsT], argv: Sequence[str], program: str) -> dict[str, Any]:
-    """What the command line sets, as nested dictionaries. Handles `--help`.
+def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, Any]:
+    """Return the settings of a command line as nested dictionaries. Print the help and exit for `--help`.
 
     Raises:
-        SettingsError: an unknown flag, with the nearest known one.
+        SettingsError: an unknown flag (the message suggests the nearest one) or a missing value.
     """
-    parser = _Parser(prog=program, description=model.__doc__, allow_abbrev=False)
-    known = names(model)
+    known = settings_of(model)
+    positional = [name for name, field in known.items() if _is_positional(field)]
+    words: dict[str, list[str]] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-h", "--help"):
+            print(help_text(model, program))
+            raise SystemExit(0)
+        if word.startswith("--"):
+            name, value = _flag(model, known, word[2:], rest)
+        else:
+            open_names = (n for n in positional if n not in words or list in _kinds(known[n].annotation))
+            name, value = next(open_names, None), word
+            if name is None:
+                raise SettingsError(f"unexpected argument '{word}'. Settings are flags: --name VALUE")
+        words.setdefault(name, []).append(value)
+    values: dict[str, Any] = {}
+    for name, given in words.items():
+        value: Any = _typed(name, known[name], given)
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        values = merge(model, values, value)
+    return values
+
+
+def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
+    """Return the dotted name and the value of one flag, given without its dashes; take the value off `rest`."""
+    flag, equals, value = flag.partition("=")
+    section = section_type(model.model_fields.get(flag))
+    name = f"{flag}.{section.short_form}" if section and section.short_form else flag
+    switched_off = flag.removeprefix("no-")
+    if name not in known and switched_off in known and _is_switch(known[switched_off]):
+        return switched_off, "false"
+    if name not in known or _is_positional(known[name]):
+        hint = suggestion(f"--{flag}", [f"--{n}" for n, field in known.items() if not _is_positional(field)])
+        raise SettingsError(f"unknown flag --{flag}{hint}")
+    if equals:
+        return name, value
+    if _is_switch(known[name]):
+        return name, rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+    if not rest or rest[0].startswith("--"):
+        raise SettingsError(f"--{flag} expects a value")
+    return name, rest.pop(0)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the members of a union, or the type alone; `list` for `list[str]`, the values of a literal."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {kind for member in get_args(annotation) for kind in _kinds(member)}
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {get_origin(annotation) or annotation}
+
+
+def _is_switch(field: FieldInfo) -> bool:
+    return _kinds(field.annotation) <= {bool, types.NoneType}
+
+
+def _is_positional(field: FieldInfo) -> bool:
+    return any(isinstance(mark, _PositionalMarker) for mark in field.metadata)
+
+
+def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
+    """Return the value of a flag that was given once or more, ready for validation; pydantic converts single words."""
+    kinds = _kinds(field.annotation)
+    if types.NoneType in kinds and words[-1] in ("None", "none", "null"):
+        return None
+    structured = kinds & {list, tuple, dict}
+    if structured and _is_positional(field):
+        return words
+    if structured and str in kinds:  # shards: a word stays as it was written unless it is JSON
+        values = [_yaml(name, word) if word.startswith(('["', '{"')) else word for word in words]
+        return values[0] if len(values) == 1 else values
+    if not structured:
+        return words[-1]
+    text = ",".join(words)
+    if text.startswith(("[", "{")):
+        return _yaml(name, text)
+    if text in kinds or (kinds & {int, float} and "," not in text):
+        return text  # one value where several may be given
+    return [part.strip() for part in text.split(",")]
+
+
+def _yaml(name: str, text: str) -> Any:
     try:
-        lists, rest = _lists(model, argv)
-        values = merge(CliSettingsSource(model, root_parser=parser, cli_parse_args=_switches(model, rest))(), lists)
-        return _singles(model, values)
-    except UnreadableValue as error:  # a list or mapping that is not JSON
-        raise SettingsError(f"{str(error).splitlines()[0]}: {error.__cause__ or error}") from error
-    except SettingsError as error:
-        first = next((a for a in str(error).split() if a.startswith("--")), "")
-        unknown = first.lstrip("-").rstrip(":").split("=")[0]
-        hint = suggestion(unknown, known) if unknown and unknown not in known else ""
-        raise SettingsError(f"{error}{hint.replace(chr(39), chr(39) + '--', 1)}") from error
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--{name} is neither JSON nor YAML: {error}") from error
+
+
+def help_text(model: type[Section], program: str) -> str:
+    """Return the help of a command: one line per setting, with its type, meaning and default."""
+    known = settings_of(model)
+    positional = [name for name, field in known.items() if _is_positional(field)]
+    usage = " ".join([program, *(name.upper() for name in positional), "[--SETTING VALUE ...]"])
+    lines = [f"usage: {usage}", "", *(model.__doc__ or "").splitlines()]
+    title = None
+    for name, field in known.items():
+        section = name.rpartition(".")[0]
+        if section != title:
+            lines += ["", f"{section}:" if section else "settings:"]
+            title = section
+        flag = name.upper() if name in positional else f"--{name}"
+        kind = "" if _is_switch(field) else _type_name(field.annotation)
+        default = "" if field.default in (None, PydanticUndefined) else f" (default: {_shown(field.default)})"
+        if field.default_factory or name in positional:
+            default = ""
+        lines.append(f"  {f'{flag} {kind}':<44} {' '.join((field.description or '').split())}{default}".rstrip())
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """Return a default as it is written on a command line."""
+    if isinstance(value, (tuple, list)):
+        return ",".join(_shown(v) for v in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    """Return a short name of a type for the help: `int`, `float,float`, `auto|bf16`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return "|".join(dict.fromkeys(_type_name(kind) for kind in arguments if kind is not types.NoneType))
+    if origin in (list, tuple):
+        return ",".join("..." if kind is ... else _type_name(kind) for kind in arguments) + ",..." * (origin is list)
+    if origin is dict:
+        return "{" + ": ".join(map(_type_name, arguments)) + "}"
+    return "path" if annotation is Path else getattr(annotation, "__name__", str(annotation))
 
 
 def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-    """Typed settings from nested dictionaries.
+    """Return typed settings from nested dictionaries.
 
     Raises:
         SettingsError: one line for each setting that is unknown (with the nearest known one) or out of range.
@@ -192,18 +287,24 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        lines = []
+        known = settings_of(model)
+        lines: dict[str, None] = {}
         for problem in error.errors():
-            name = ".".join(str(part) for part in problem["loc"] if not str(part).endswith("]"))
+            parts = [str(part) for part in problem["loc"]]
+            prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+            name = next((prefix for prefix in prefixes if prefix in known), prefixes[0] if prefixes else "settings")
             if problem["type"] == "extra_forbidden":
-                lines.append(f"unknown setting '{name}'{suggestion(name, names(model))}")
+                lines[f"unknown setting '{name}'{suggestion(name, known)}"] = None
+            elif problem["type"] == "missing":
+                lines[f"{name} is required"] = None
             else:
-                lines.append(f"{name or 'settings'}: {problem['msg']} (got {problem['input']!r})")
+                message = problem["msg"].removeprefix("Value error, ")
+                lines[f"{name}: {message} (got {problem['input']!r})"] = None
         raise SettingsError("\n".join(lines)) from None
 
 
 def parse(model: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
-    """Settings of a simple command from its flags; prints what is wrong and exits with 2."""
+    """Return the settings of a simple command from its flags; print what is wrong and exit with 2."""
     program = Path(sys.argv[0]).name
     try:
         return validate(model, flags(model, sys.argv[1:] if argv is None else argv, program))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from pretrain.engines.local_state import LocalTensor
 from pretrain.methods.base import Method
-from pretrain.optim.adamw import parameter_groups
+from pretrain.optim.adamw import ResolvedOptim, adamw
 from runtime.collectives import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +35,7 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
-    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         """Distribute `method` and build its optimizer, whose state is allocated at once."""
 
     @abstractmethod
@@ -91,9 +91,9 @@ class Engine(ABC):
         return self.optimizer.state
 
 
-def build_optimizer(method: Method, betas: tuple[float, float]) -> torch.optim.AdamW:
+def build_optimizer(method: Method, optim: ResolvedOptim) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of `method`. Schedules set the learning rate before each step."""
-    return torch.optim.AdamW(parameter_groups(method, method.frozen()), lr=0.0, betas=betas)
+    return adamw(method, optim, method.frozen(), method.lr_factors())
 
 
 def allocate_moments(state: AdamWState, parameters: Iterable[Tensor]) -> None:

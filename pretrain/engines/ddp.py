@@ -7,6 +7,7 @@ from data.batch import Batch
 from pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
 from pretrain.engines.local_state import LocalTensor, unsharded
 from pretrain.methods.base import Method
+from pretrain.optim.adamw import ResolvedOptim
 
 
 class DDP(Engine):
@@ -15,9 +16,9 @@ class DDP(Engine):
     name = "ddp"
     sharded = False
 
-    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method.to(accelerator.device)
-        self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, betas))
+        self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
         allocate_moments(self.adamw_state, trainable(method).values())
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:

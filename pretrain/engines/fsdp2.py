@@ -16,6 +16,7 @@ from pretrain.engines.base import Engine, M, allocate_moments, build_optimizer, 
 from pretrain.engines.local_state import LocalTensor, unsharded
 from pretrain.engines.meta_copy import MetaCopy
 from pretrain.methods.base import Method
+from pretrain.optim.adamw import ResolvedOptim
 from runtime.collectives import local
 from runtime.settings import SettingsError
 
@@ -30,7 +31,7 @@ class FSDP2(Engine):
     name = "fsdp2"
     sharded = True
 
-    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method)
         plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
@@ -41,7 +42,7 @@ class FSDP2(Engine):
                 unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward), offload_policy=policy
             )
         fully_shard(method, mesh=mesh, offload_policy=policy)  # moves the method to the device, unit by unit
-        self.optimizer = build_optimizer(method, betas)
+        self.optimizer = build_optimizer(method, optim)
         allocate_moments(self.adamw_state, trainable(method).values())
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:

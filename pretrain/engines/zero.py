@@ -12,6 +12,7 @@ from pretrain.engines.base import MOMENTS, AdamWState, Engine, M, allocate_momen
 from pretrain.engines.local_state import LocalTensor, unsharded
 from pretrain.engines.meta_copy import MetaCopy
 from pretrain.methods.base import Method
+from pretrain.optim.adamw import ResolvedOptim
 from runtime.settings import SettingsError
 
 
@@ -24,7 +25,7 @@ class ZeRO(Engine):
 
     sharded = True
 
-    def __init__(self, accelerator: Accelerator, method: Method, betas: tuple[float, float]) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         """Raise `SettingsError` for compiled blocks under ZeRO-3."""
         self.stage: int = _config(accelerator)["zero_optimization"]["stage"]
         self.name = f"zero{self.stage}"
@@ -36,7 +37,7 @@ class ZeRO(Engine):
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method)
         self.trained = trainable(method)
-        wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, betas))
+        wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
         self.engine = cast(Any, wrapped)
         self.zero = self.engine.optimizer
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups

@@ -1,28 +1,57 @@
 """The interface of all methods."""
 
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
 from data.collate import Transform
 from encoders.base import Encoder
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
+from runtime.settings import Section
+
+ResolvedT = TypeVar("ResolvedT", bound=Section)
 
 
 class Method(nn.Module):
     """One module that holds everything a method trains or averages, wrapped whole by the engine.
 
-    A method's class also has its settings, `Config`; `resolve(config, optim, images, batch_size, steps)`, what of them
-    and of the optimizer's follows from the data and the length of the run; and `encoder_defaults(config, family)`, the
-    encoder settings that hold for it unless the user gives others.
+    `METHODS[name](encoder, config, steps)` builds a method from resolved settings.
     """
 
+    Config: ClassVar[type[Section]]
+    """Settings of the method."""
     image_size: int
     """side in pixels of the images on which the encoder is scored while it trains"""
     drop: bool = False
     """whether hidden tokens are left out of the encoder"""
     has_panels: bool = False
     """whether there are pictures of what it does (`panels`), which take the whole method on one process"""
+
+    @staticmethod
+    def resolve(
+        config: Any, optim: OptimConfig, images: int, batch_size: int, steps: int
+    ) -> tuple[Section, ResolvedOptim]:
+        """Return the settings of the method and of the optimizer with a value for each that was not given.
+
+        A method may give a default to any setting of the optimizer; see `fill`.
+
+        Args:
+            config: `Config`, as the user gives it.
+            images: Images of the data set.
+            batch_size: Images of one optimizer step.
+            steps: Length of the run.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def encoder_defaults(config: Any, family: type[Encoder]) -> dict[str, Any]:
+        """Return encoder settings that hold unless the user gives others; `config` is resolved."""
+        del config, family
+        return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss () float32 of this process's images, and metrics () that cost no wait for the device."""
@@ -45,12 +74,14 @@ class Method(nn.Module):
 
     def units(self) -> list[nn.Module]:
         """The repeated parts, teacher's and student's: an engine that shards weights gathers them one at a time."""
-        blocks = [block for part in self.modules() if isinstance(part, Encoder) for block in part.blocks]
-        stages = (block if isinstance(block, nn.ModuleList) else [block] for block in blocks)  # Twins lists stages
-        return [block for stage in stages for block in stage]
+        return [block for part in self.modules() if isinstance(part, Encoder) for block in flat_blocks(part)]
 
     def frozen(self) -> dict[str, int]:
         """Prefixes of parameter names, and for how many steps they keep learning rate 0."""
+        return {}
+
+    def lr_factors(self) -> dict[str, float]:
+        """Return factors on the learning rate by prefix of parameter names."""
         return {}
 
     def collapse_bound(self) -> float | None:
@@ -75,6 +106,12 @@ def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
-def fill(config: Any, defaults: dict[str, Any]) -> Any:
-    """The settings with values for those that the user left open."""
-    return config.model_copy(update={name: value for name, value in defaults.items() if getattr(config, name) is None})
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast on the device of `x`. The meta device of `dry_forward` knows no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def fill(config: Section, resolved: type[ResolvedT], defaults: Mapping[str, Any]) -> ResolvedT:
+    """Return `config` as the type `resolved`, with `defaults` for the settings that were not given or are None."""
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    return resolved(**{**defaults, **{name: value for name, value in given.items() if value is not None}})

@@ -17,15 +17,15 @@ from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.images import Images, pack
-from pretrain.methods.base import Method, fill, freeze
+from pretrain.methods.base import Method, fill, freeze, full_precision
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
-from pretrain.optim.adamw import OptimConfig
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from pretrain.optim.schedules import cosine, linear
 from runtime.collectives import all_reduce_max, all_reduce_sum, world_size
 
 
-class DINOConfig(MultiCropConfig):
+class DINOConfig(MultiCropConfig, frozen=True):
     """DINO. What is not set follows from the size of the data, the batch and the length of the run."""
 
     prototypes: int | None = Field(default=None, ge=2)
@@ -58,9 +58,19 @@ class DINOConfig(MultiCropConfig):
     """momentum of the running mean"""
 
 
+class ResolvedDINO(DINOConfig, frozen=True):
+    """Settings of DINO with a value for each."""
+
+    prototypes: int = Field()
+    freeze_steps: int = Field()
+    teacher_temperature: float = Field()
+    teacher_temperature_steps: int = Field()
+    momentum: float = Field()
+
+
 def resolve(
     config: DINOConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
-) -> tuple[DINOConfig, OptimConfig]:
+) -> tuple[ResolvedDINO, ResolvedOptim]:
     """Fill what the user left open, from images in the data set, images per step, and steps.
 
     At ImageNet's size this is the published recipe. Below, the number of prototypes falls with the number of images,
@@ -86,7 +96,7 @@ def resolve(
         "teacher_temperature_steps": min(30 * epoch, steps // 3),
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 250), 6),
     }
-    return fill(config, defaults), fill(optim, optim_defaults)
+    return fill(config, ResolvedDINO, defaults), fill(optim, ResolvedOptim, optim_defaults)
 
 
 class Prototypes(nn.Module):
@@ -117,7 +127,7 @@ class BatchNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             x32 = x.float()
             sums = torch.cat([x32.sum(0), x32.square().sum(0)])  # (2 D,)
             mean, square = (all_reduce_sum(sums) / (len(x) * world_size())).chunk(2)
@@ -128,9 +138,8 @@ class BatchNorm(nn.Module):
 class Head(nn.Module):
     """Projection (N, D) -> (N, K): an MLP with GELU, L2 normalisation, prototypes."""
 
-    def __init__(self, dim: int, config: DINOConfig) -> None:
+    def __init__(self, dim: int, config: ResolvedDINO) -> None:
         super().__init__()
-        assert config.prototypes is not None
         widths = [dim] + [config.hidden_dim] * (config.head_layers - 1) + [config.bottleneck_dim]
         layers: list[nn.Module] = []
         for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
@@ -186,10 +195,10 @@ class DINO(Method):
     Config = DINOConfig
     resolve = staticmethod(resolve)
 
-    def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
-        """`config` is resolved; `steps` is the length of the run."""
+    def __init__(self, encoder: Encoder, config: ResolvedDINO, steps: int) -> None:
+        """`steps` is the length of the run."""
         super().__init__()
-        self.config: Any = config  # resolved: no value is None any more
+        self.config = config
         self.steps = steps
         self.image_size = config.global_size
         freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
@@ -220,7 +229,7 @@ class DINO(Method):
         target, spread = self._targets(batch.views[0], step)  # (G, B, K)
         pooled = self._pooled(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
-        with torch.autocast(logits.device.type, enabled=False):
+        with full_precision(logits):
             log_probabilities = F.log_softmax(logits.float() / self.config.student_temperature, dim=-1)
             loss = dino_loss(log_probabilities.unflatten(0, (sum(view.crops for view in batch.views), -1)), target)
         entropy = -torch.special.xlogy(target, target).sum(-1).mean()
@@ -240,7 +249,7 @@ class DINO(Method):
         pooled = self.teacher["encoder"](view.images).pooled  # (G * B, D)
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
         temperature = self.temperature(step)
-        with torch.autocast(logits.device.type, enabled=False):
+        with full_precision(logits):
             if self.config.centering == "sinkhorn":
                 target = sinkhorn(logits, temperature)
             else:
@@ -274,7 +283,7 @@ class DINO(Method):
         return list(self.student.values())
 
     def frozen(self) -> dict[str, int]:
-        return {"student.head.last_layer.": self.config.freeze_steps or 0}
+        return {"student.head.last_layer.": self.config.freeze_steps}
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:

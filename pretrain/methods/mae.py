@@ -20,9 +20,9 @@ from encoders.images import Images, Layout, Mask, PackedImages, onto, patchify, 
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.vit import Block, ViT
-from pretrain.methods.base import Method, fill, freeze
+from pretrain.methods.base import Method, fill, freeze, full_precision
 from pretrain.monitoring.collapse import effective_rank
-from pretrain.optim.adamw import OptimConfig
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
 LONGEST_SIDE = 512
 """tokens of a side up to which the decoder has positions"""
@@ -63,7 +63,7 @@ class MAEConfig(RandomCropConfig):
 
 def resolve(
     config: MAEConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
-) -> tuple[MAEConfig, OptimConfig]:
+) -> tuple[MAEConfig, ResolvedOptim]:
     """Fill what the user left open: the published recipe, whose warm-up is 40 of 800 epochs."""
     defaults = {
         "lr": 1.5e-4,
@@ -74,7 +74,8 @@ def resolve(
         "betas": (0.9, 0.95),
         "clip": 0.0,
     }
-    return fill(config, {"smallest_size": config.size} if config.native else {}), fill(optim, defaults)
+    smallest = {"smallest_size": config.size} if config.native else {}
+    return fill(config, MAEConfig, smallest), fill(optim, ResolvedOptim, defaults)
 
 
 class Decoder(nn.Module):
@@ -182,7 +183,7 @@ class MAE(Method):
         """
         super().__init__()
         del steps
-        self.config: Any = config
+        self.config = config
         self.image_size = config.size
         self.drop = encoder.can_drop if config.drop is None else config.drop
         _check(encoder, config, self.drop)
@@ -208,7 +209,7 @@ class MAE(Method):
         c, stride = self.config, self.encoder.stride
         # multiples of the largest leave least room unused (benchmarks/results/packing.md)
         budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
-        crop = NativeCrop(c, stride, c.smallest_size, budget) if c.native else RandomCrop(c)
+        crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -216,7 +217,7 @@ class MAE(Method):
         images, mask = _masked_view(batch)
         features = self.encoder(images, mask, drop=self.drop)
         predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
-        with torch.autocast(predicted.device.type, enabled=False):
+        with full_precision(predicted):
             loss = mae_loss(predicted, self._targets(images), mask, features.grids)
         self._pooled = features.pooled.detach().float()
         # an encoder that tells the decoder nothing gives the same prediction everywhere

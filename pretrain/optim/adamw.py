@@ -1,6 +1,7 @@
-"""AdamW's parameter groups, their schedules, and three ways to clip gradients."""
+"""AdamW: settings, parameter groups, schedules, and three ways to clip gradients."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,36 +13,126 @@ from pretrain.optim.schedules import cosine
 from runtime.collectives import all_reduce_sum
 from runtime.settings import Section
 
+LrScaling = Literal["linear", "sqrt", "none"]
 
-class OptimConfig(Section):
-    """AdamW. What is not set follows from the method, the size of the data, the batch and the length of the run."""
+
+class OptimConfig(Section, frozen=True):
+    """AdamW. A setting that is not given takes the default of the method; several follow from the length of the run."""
 
     lr: float | None = Field(default=None, gt=0)
-    """learning rate for 256 images a step; scaled linearly with the batch size"""
+    """learning rate at the reference batch size of lr_scaling"""
+    lr_scaling: LrScaling = "linear"
+    """rule for other batch sizes. linear: lr * batch_size / 256; sqrt: lr * sqrt(batch_size / 1024), as in DINOv2;
+    none: lr for every batch size"""
     min_lr: float | None = Field(default=None, ge=0)
     """learning rate at the end of the run (not scaled)"""
     warmup_steps: int | None = Field(default=None, ge=0)
     """steps over which the learning rate rises linearly from 0"""
+    layer_decay: float = Field(default=1.0, gt=0, le=1)
+    """factor on the learning rate per layer below the last: layer_decay ** (depth + 1 - layer)"""
+    patch_embed_lr_factor: float = Field(default=1.0, gt=0)
+    """factor on the learning rate of the patch embedding, times that of layer_decay"""
     weight_decay: float | None = Field(default=None, ge=0)
     """weight decay at the start; biases, norms, other vectors and what the encoder's paper exempts have none"""
     weight_decay_end: float | None = Field(default=None, ge=0)
     """weight decay at the end (cosine in between)"""
     betas: tuple[float, float] | None = None
     """AdamW's decay rates of the two moments"""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's term in the denominator"""
     clip: float | None = Field(default=None, ge=0)
     """largest gradient norm; 0 leaves gradients as they are"""
     clip_by: Literal["tensor", "module", "global"] = "tensor"
-    """what the norm is taken of: each parameter tensor (DINO), each part of the student (DINOv2), or all"""
+    """unit of the norm: each parameter tensor (DINO), each part of the student (DINOv2), or all parameters"""
     nonfinite_limit: int = Field(default=20, ge=1)
     """skipped steps in a row (loss or gradient not finite) after which the run stops"""
 
 
-def parameter_groups(method: nn.Module, frozen: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Trainable parameters, split by weight decay (no biases, no vectors, nothing that is `undecayed` in its encoder)
-    and by how long they stay frozen.
+class ResolvedOptim(OptimConfig, frozen=True):
+    """Settings of AdamW with a value for each."""
 
-    `frozen` maps a prefix of parameter names to the steps during which those parameters keep learning rate 0. A group
-    with learning rate 0 freezes under every engine; deleting gradients, as DINO does, is not seen by ZeRO.
+    lr: float = Field()
+    min_lr: float = Field()
+    warmup_steps: int = Field()
+    weight_decay: float = Field()
+    weight_decay_end: float = Field()
+    betas: tuple[float, float] = Field()
+    clip: float = Field()
+
+    def scaled_lr(self, batch_size: int) -> float:
+        """Return the peak learning rate for `batch_size` images a step."""
+        if self.lr_scaling == "linear":
+            return self.lr * batch_size / 256
+        if self.lr_scaling == "sqrt":
+            return self.lr * math.sqrt(batch_size / 1024)
+        return self.lr
+
+
+def adamw(
+    method: nn.Module, config: ResolvedOptim, frozen: Mapping[str, int], factors: Mapping[str, float]
+) -> torch.optim.AdamW:
+    """Return the optimizer of a method's trainable parameters; see `parameter_groups`."""
+    groups = parameter_groups(method, frozen, learning_rate_factors(method, config, factors))
+    return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
+
+
+def flat_blocks(encoder: Encoder) -> list[nn.Module]:
+    """Return the blocks of an encoder in one list, also if `Encoder.blocks` holds a list per stage (Twins)."""
+    stages = (block if isinstance(block, nn.ModuleList) else [block] for block in encoder.blocks)
+    return [block for stage in stages for block in stage]
+
+
+def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield the name, parameter and layer of each parameter of an encoder; layers count as in BEiT's fine-tuning.
+
+    Layer 0 holds everything before the first block: embeddings, positions and tokens. Block i is layer i + 1.
+    Everything after the last block is layer depth + 1. A part between two blocks, such as Swin's downsampling, belongs
+    to the layer of the block before it.
+    """
+    blocks = flat_blocks(encoder)
+    layer_of = {parameter: i + 1 for i, block in enumerate(blocks) for parameter in block.parameters()}
+    layer = 0
+    for name, parameter in encoder.named_parameters():
+        inside = layer_of.get(parameter)
+        if inside is None and layer == len(blocks):
+            layer = len(blocks) + 1
+        layer = inside or layer
+        yield name, parameter, layer
+
+
+def learning_rate_factors(
+    method: nn.Module, config: ResolvedOptim, prefixes: Mapping[str, float]
+) -> dict[nn.Parameter, float]:
+    """Return the factor on the learning rate of each parameter whose factor is not 1.
+
+    Args:
+        prefixes: Factors by prefix of parameter names, `Method.lr_factors()`.
+    """
+    factors: dict[nn.Parameter, float] = {}
+    for encoder in (module for module in method.modules() if isinstance(module, Encoder)):
+        last = len(flat_blocks(encoder)) + 1
+        for name, parameter, layer in layers(encoder):
+            factors[parameter] = config.layer_decay ** (last - layer)
+            if name.startswith("patch_embed"):
+                factors[parameter] *= config.patch_embed_lr_factor
+    for name, parameter in method.named_parameters():
+        for prefix, factor in prefixes.items():
+            if name.startswith(prefix):
+                factors[parameter] = factors.get(parameter, 1.0) * factor
+    return {parameter: factor for parameter, factor in factors.items() if factor != 1.0}
+
+
+def parameter_groups(
+    method: nn.Module, frozen: Mapping[str, int], factors: Mapping[nn.Parameter, float] | None = None
+) -> list[dict[str, Any]]:
+    """Return AdamW's parameter groups: trainable parameters split by weight decay, freezing and learning-rate factor.
+
+    Biases, vectors and `Encoder.undecayed` parameters have no weight decay. A frozen group has learning rate 0, which
+    works under every engine; ZeRO would ignore deleted gradients, DINO's way.
+
+    Args:
+        frozen: Steps of learning rate 0 by prefix of parameter names, `Method.frozen()`.
+        factors: Factors on the learning rate that are not 1, `learning_rate_factors`.
     """
     encoders = [module for module in method.modules() if isinstance(module, Encoder)]
     undecayed = {
@@ -50,38 +141,41 @@ def parameter_groups(method: nn.Module, frozen: Mapping[str, int]) -> list[dict[
         for name, parameter in encoder.named_parameters()
         if any(part in name for part in encoder.undecayed)
     }
-    groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, int, float], list[nn.Parameter]] = {}
     for name, parameter in method.named_parameters():
         if not parameter.requires_grad:
             continue
         decays = parameter.ndim > 1 and not name.endswith(".bias") and parameter not in undecayed
         steps = max((n for prefix, n in frozen.items() if name.startswith(prefix)), default=0)
-        groups.setdefault((decays, steps), []).append(parameter)
+        factor = factors.get(parameter, 1.0) if factors else 1.0
+        groups.setdefault((decays, steps, factor), []).append(parameter)
     return [
-        {"params": parameters, "decays": decays, "frozen_steps": steps}
-        for (decays, steps), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+        {"params": parameters, "decays": decays, "frozen_steps": steps, "lr_factor": factor}
+        for (decays, steps, factor), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
     ]
 
 
-def apply_schedules(optimizer: torch.optim.Optimizer, config: Any, step: int, steps: int, batch_size: int) -> None:
-    """Set each group's learning rate and weight decay for `step` of `steps`; `config` is a resolved `OptimConfig`."""
-    lr = cosine(step, steps, config.lr * batch_size / 256, config.min_lr, config.warmup_steps)
+def apply_schedules(
+    optimizer: torch.optim.Optimizer, config: ResolvedOptim, step: int, steps: int, batch_size: int
+) -> None:
+    """Set each group's learning rate and weight decay for `step` of `steps`."""
+    lr = cosine(step, steps, config.scaled_lr(batch_size), config.min_lr, config.warmup_steps)
     weight_decay = cosine(step, steps, config.weight_decay, config.weight_decay_end)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0 if step < group["frozen_steps"] else lr
+        group["lr"] = 0.0 if step < group["frozen_steps"] else lr * group["lr_factor"]
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
 @torch.no_grad()
 def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False) -> Tensor:
-    """Scale gradients so that no norm is above `limit` (0: none), and return the global norm before () float32.
+    """Scale gradients so that no norm is above `limit` (0: no limit); return the global norm before, () float32.
 
-    Nothing here waits for the device.
+    Does not wait for the device.
 
     Args:
-        grads: tensor after tensor of each of the modules whose norms count apart under "module".
-        by: what the norm is taken of: "tensor", "module" or "global".
-        sharded: each process has a part of every tensor, perhaps an empty one.
+        grads: Gradients of each module, one list per module.
+        by: Unit of the norm: "tensor", "module" or "global".
+        sharded: True if each process holds a part of every tensor, which may be empty.
     """
     flat = [g for part in grads for g in part]
     if not flat:

@@ -144,7 +144,7 @@ def test_a_file_is_read_whatever_its_name_says_and_junk_around_segments_does_not
 def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
     encoded = saved(COLORS.convert("RGB"), "JPEG")
     expected = decode(encoded)
-    monkeypatch.setattr(data.decode, "_decode_jpeg", None)
+    monkeypatch.setattr(data.decode, "jpeg_decoder", lambda: None)
     assert torch.equal(decode(encoded), expected)
 
 

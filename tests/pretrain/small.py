@@ -24,10 +24,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "mae": {"decoder_dim": 16, "decoder_heads": 2},
 }
 """Settings of each method that make it small."""
-SECTIONS: dict[str, Section] = {
-    name: method.resolve(method.Config(**SMALL[name]), OptimConfig(), 1000, 4, STEPS)[0]
+_resolved = {
+    name: method.resolve(method.Config(**SMALL[name]), OptimConfig(), 1000, 4, STEPS)
     for name, method in METHODS.items()
 }
+SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}
+OPTIM = _resolved["dino"][1]
 ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2}
 
 
@@ -46,7 +48,7 @@ def make(seed: int = 0, name: str = "dino") -> tuple[Accelerator, DDP]:
     """Return an engine after one step along random gradients."""
     PartialState(cpu=True)
     accelerator = Accelerator()
-    engine = DDP(accelerator, method(name, seed), (0.9, 0.999))
+    engine = DDP(accelerator, method(name, seed), OPTIM)
     for group in engine.optimizer.param_groups:
         group["lr"] = 1e-3
     walk(engine)

@@ -1,13 +1,24 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
+from encoders.base import IMAGENET, Preprocessing
 from pretrain.config import PRESETS, load, resolve, settings_model, to_yaml
-from runtime.settings import SettingsError, names
+from pretrain.methods import METHODS
+from pretrain.methods.base import fill
+from pretrain.methods.mae import MAE
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.settings import SettingsError, settings_of
 
 SHARDS = ["--data", "somewhere.tar"]
+RESOLVED_OPTIM = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 1, "weight_decay": 0.1, "weight_decay_end": 0.1} | {
+    "betas": (0.9, 0.999),
+    "clip": 0.0,
+}
 
 
 def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
@@ -34,7 +45,7 @@ def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
         (["--batch_size", "0"], "batch_size: Input should be greater than or equal to 1"),
         (["--dino.local_scale", "0.5,0.1"], "local_scale"),
         (["--config", "missing.yaml"], "missing.yaml"),
-        (["--steps"], "expected one argument"),
+        (["--steps"], "--steps expects a value"),
     ],
 )
 def test_bad_flags_are_refused_with_what_would_work(arguments: list[str], message: str) -> None:
@@ -92,7 +103,7 @@ def test_every_setting_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> No
     assert stop.value.code == 0
     text = capsys.readouterr().out
     model = settings_model("vit_small")
-    assert [name for name in names(model) if f"--{name}" not in text] == []
+    assert [name for name in settings_of(model) if f"--{name}" not in text] == []
     assert undescribed(model) == []
 
 
@@ -109,3 +120,82 @@ def undescribed(model: type[BaseModel]) -> list[str]:
 def test_a_file_without_data_does_not_train_the_embedded_digits() -> None:
     with pytest.raises(SettingsError, match="names no data: give --data SHARDS"):
         load(["--config", str(PRESETS / "imagenet_dino_vit_small.yaml")])
+
+
+@pytest.mark.parametrize("data", ["a.tar", ["a.tar", "b.tar"], {"a.tar": 1.0, "b.tar": 2.0}])
+def test_data_of_older_files_and_of_the_section_are_the_same(data: object, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(yaml.safe_dump({"data": data}))
+    new.write_text(yaml.safe_dump({"data": {"shards": data, "channels": 3}}))
+    configs = [resolve(load(["--config", str(file)]), 1000) for file in (old, new)]
+    assert configs[0].data == configs[1].data
+    assert configs[0].data.shards == data
+    assert configs[0].data.preprocessing == IMAGENET
+    assert load(["--config", str(old), "--data", "c.tar"]).data.shards == "c.tar"
+
+
+def test_an_older_file_of_the_embedded_digits(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("data: null\nsteps: 3\n")
+    config = load(["--config", str(file)])
+    assert (config.data.shards, config.encoder.variant) == (None, "vit_micro")
+
+
+def test_normalisation_of_the_images() -> None:
+    flags = ["--encoder", "vit_micro", "--data.channels", "1"]
+    config = load([*SHARDS, *flags])
+    assert config.data.needs_statistics
+    with pytest.raises(SettingsError, match=r"data.mean is auto, but the shards were not measured"):
+        resolve(config, 1000)
+    resolved = resolve(config, 1000, Preprocessing((0.4,), (0.2,)))
+    assert resolved.data.preprocessing == Preprocessing((0.4,), (0.2,))
+    assert resolved.encoder_settings["channels"] == 1
+    assert yaml.safe_load(to_yaml(resolved))["data"] == {
+        "shards": "somewhere.tar", "channels": 1, "mean": [0.4], "std": [0.2]
+    }  # fmt: skip
+    given = resolve(load([*SHARDS, *flags, "--data.mean", "0.5", "--data.std", "0.3"]), 1000)
+    assert given.data.preprocessing == Preprocessing((0.5,), (0.3,))
+    measured = resolve(load([*SHARDS, "--data.mean", "auto"]), 1000, Preprocessing((0.1, 0.2, 0.3), (1.0, 1.0, 1.0)))
+    assert measured.data.preprocessing == Preprocessing((0.1, 0.2, 0.3), IMAGENET.std)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.mean", "0.5,0.5"], "data.mean has 2 values, but data.channels is 3"),
+        (["--data.std", "0.5,0.5,0"], "data.std must be positive"),
+        (["--encoder.channels", "1"], "encoder.channels is 1, but data.channels is 3"),
+    ],
+)
+def test_normalisation_that_does_not_fit_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        resolve(load([*SHARDS, *arguments]), 1000)
+
+
+def test_a_method_may_fill_every_setting_of_the_optimizer() -> None:
+    defaults = RESOLVED_OPTIM | {"eps": 1e-6, "clip_by": "module", "lr_scaling": "sqrt"}
+    filled = fill(OptimConfig(lr=2.0, clip_by="global"), ResolvedOptim, defaults)
+    assert (filled.lr, filled.eps, filled.clip_by, filled.lr_scaling) == (2.0, 1e-6, "global", "sqrt")
+    assert filled.layer_decay == 1.0
+
+
+def test_a_method_from_outside_needs_no_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "other", MAE)
+    config = resolve(load(["--method", "other", "--other.mask_ratio", "0.5"]), 1000)
+    assert (config.data.shards, config.encoder.variant, config.method) == (None, "vit_small", "other")
+
+
+HEAVY = (
+    "accelerate deepspeed fsspec.implementations matplotlib pandas pretrain.job scipy sklearn sympy tensorboard "
+    "torch._dynamo torch._inductor torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor "
+    "torch.nn.attention.varlen torchvision transformers"
+)
+
+
+def test_help_imports_no_heavy_module() -> None:
+    """`--help` is quick because it imports torch and the settings alone."""
+    code = "import sys\nfrom pretrain.run import main\n"
+    code += "try: main(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--optim.lr float" in done.stdout
+    assert set(HEAVY.split()) & set(done.stderr.split()) == set()

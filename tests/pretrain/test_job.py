@@ -20,7 +20,7 @@ def listed(*names, unreadable=()):
 def test_processes_that_see_other_shards(monkeypatch):
     both, one = listed("a.tar", "b.tar"), listed("a.tar", unreadable=["http://h/b.tar"])
     others = []
-    monkeypatch.setattr(job, "gather", lambda own: [own, *others])
+    monkeypatch.setattr(job, "gather_objects", lambda own: [own, *others])
     seen = job.agree([both], [1024])
     others = [(job.fingerprint([both], [1024]), 6, [])]
     assert job.agree([both], [1024]) == seen

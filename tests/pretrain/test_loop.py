@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import encoders
 from data.batch import Batch
 from pretrain.checkpoints import manifest, resume, save
 from pretrain.config import RunConfig, load, resolve
-from pretrain.job import processes
+from pretrain.job import make_accelerator
 from pretrain.loop import NonFiniteError, Run, train, training_step
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
@@ -95,8 +95,8 @@ def settings(*arguments: str) -> RunConfig:
 
 
 def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
-    accelerator, engine_class = processes(config)
-    engine = engine_class(accelerator, method, cast(tuple[float, float], config.optim.betas))
+    accelerator, engine_class = make_accelerator(config)
+    engine = engine_class(accelerator, method, config.optim)
     to = save.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
     return Run(config, output, accelerator, method, engine, None, None, to)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import encoders
 from data.batch import Batch
 from data.crops import MultiCrop, MultiCropConfig
-from pretrain.config import RunConfig, load, resolve
+from pretrain.config import ResolvedRun, load, resolve
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
-from pretrain.preflight import activation_bytes, rehearse, report, state_bytes
+from pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes
 from tests.evaluation.conftest import write_shard
 from tests.views import batch_of
 
@@ -38,7 +38,7 @@ class TwoLayers(Method):
         return self.student(batch.views[0].images.flatten(1)).float().mean(), {}
 
 
-def settings(*arguments: str) -> RunConfig:
+def settings(*arguments: str) -> ResolvedRun:
     tiny = (
         "--data x.tar --encoder vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2 --dino.global_size 16 "
         "--dino.local_size 8 --dino.local_crops 3 --dino.hidden_dim 32 --dino.bottleneck_dim 16 --dino.prototypes 64 "
@@ -47,9 +47,9 @@ def settings(*arguments: str) -> RunConfig:
     return resolve(load([*tiny.split(), *arguments]), 1000)
 
 
-def dino(config: RunConfig) -> DINO:
+def dino(config: ResolvedRun) -> DINO:
     chosen: dict[str, Any] = dict(config.encoder_settings)
-    return DINO(encoders.build(chosen.pop("variant"), **chosen), config.method_config, config.steps or 0)
+    return DINO(encoders.build(chosen.pop("variant"), **chosen), config.method_config, config.steps)
 
 
 def test_state_is_weights_gradients_and_two_moments() -> None:
@@ -60,9 +60,9 @@ def test_state_is_weights_gradients_and_two_moments() -> None:
 @pytest.mark.parametrize("images", [1, 5])
 def test_activations_of_two_layers_counted_by_hand(images: int) -> None:
     crops = 2 * images
-    kept = activation_bytes(TwoLayers(), settings("--precision", "fp32"), images)
+    kept = activation_bytes(TwoLayers(), "fp32", images)
     assert kept == 4 * crops * (WIDTH + HIDDEN)  # each layer's input
-    kept = activation_bytes(TwoLayers(), settings("--precision", "bf16"), images)
+    kept = activation_bytes(TwoLayers(), "bf16", images)
     assert kept == 2 * crops * (WIDTH + HIDDEN) + 2 * HIDDEN  # a weight's bfloat16 copy is there once, for any batch
 
 
@@ -82,11 +82,11 @@ def test_activations_equal_those_of_a_real_forward_pass() -> None:
     real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
     fresh = dino(config)
     before = {name: value.clone() for name, value in fresh.state_dict().items()}
-    assert activation_bytes(fresh, config, 4) == pytest.approx(real, rel=0.02)
+    assert activation_bytes(fresh, config.precision, 4) == pytest.approx(real, rel=0.02)
     assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
     assert fresh._last is None
     recomputed = settings("--precision", "fp32", "--encoder.drop_path", "0", "--encoder.checkpoint_activations", "true")
-    assert activation_bytes(dino(recomputed), recomputed, 4) < 0.7 * real
+    assert activation_bytes(dino(recomputed), recomputed.precision, 4) < 0.7 * real
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         write_shard(tmp_path / f"{name}.tar", np.zeros((count, 16, 16, 3), np.uint8), None)
     config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
     method = dino(config)
-    report(config, method, str(tmp_path / "*.tar"), 50, 2, 3)
+    report(config, method, Plan(str(tmp_path / "*.tar"), 50, 2, 3))
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
     trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     for part in (
@@ -105,7 +105,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "images 50 in 2 shards",
         "epochs 1.3",
         "processes x loader workers 2 x 3",
-        "images a process holds at once 2",
+        "images per forward pass of a process 2",
         "checkpoints 3, the newest 1 stay",
         "prototypes: 64",
     ):
@@ -127,6 +127,6 @@ def test_crops_that_the_encoder_does_not_take_are_refused_before_the_start(argum
     method = dino(config)
     drawn = torch.random.get_rng_state()
     with pytest.raises(ValueError, match=message):
-        rehearse(method, method.trained_encoder())
+        dry_forward(method)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert not torch.equal(before, drawn)

@@ -6,14 +6,16 @@ import pytest
 from pydantic import Field, ValidationError
 
 from runtime.settings import (
+    Positional,
     Section,
     Settings,
     SettingsError,
     flags,
+    help_text,
     merge,
-    names,
     parse,
     read_yaml,
+    settings_of,
     suggestion,
     validate,
 )
@@ -101,7 +103,7 @@ def test_shards_arrive_as_they_were_written(name: str, values: list[str], expect
 
 def test_shards_with_weights() -> None:
     assert load("--data", '{"a.tar": 1, "b.tar": 0.5}').data == {"a.tar": 1.0, "b.tar": 0.5}
-    with pytest.raises(SettingsError, match=r"--data is no JSON"):
+    with pytest.raises(SettingsError, match=r"--data is neither JSON nor YAML"):
         load("--data", '{"a.tar": 1')
 
 
@@ -123,13 +125,14 @@ def test_switches_in_every_form(argv: list[str], expected: tuple[bool, bool]) ->
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--stesp", "1"], "--stesp 1; did you mean '--steps'?"),
+        (["--stesp", "1"], "unknown flag --stesp; did you mean '--steps'?"),
         (["--inner.rat", "1"], "did you mean '--inner.rate'?"),
         (["--rate", "1"], "did you mean '--inner.rate'?"),
         (["--step", "1"], "did you mean '--steps'?"),  # no abbreviations
         (["--steps", "many"], "steps: Input should be a valid integer"),
         (["--inner.rate", "2"], "inner.rate: Input should be less than or equal to 1 (got '2')"),
         (["--on", "maybe"], "maybe"),
+        (["--on=maybe"], "on: Input should be a valid boolean"),
         (["stray"], "stray"),
     ],
 )
@@ -143,7 +146,7 @@ def test_refused_with_what_would_work(argv: list[str], message: str) -> None:
 def test_a_missing_value_brings_no_suggestion(name: str) -> None:
     with pytest.raises(SettingsError) as error:
         load(f"--{name}")
-    assert str(error.value) == f"argument --{name}: expected one argument"
+    assert str(error.value) == f"--{name} expects a value"
 
 
 def test_every_wrong_value_has_a_line() -> None:
@@ -157,25 +160,84 @@ def test_every_wrong_value_has_a_line() -> None:
 
 def test_suggestions_and_names() -> None:
     inner = ["inner.rate", "inner.pair", "inner.shards", "inner.fast", "inner.slow", "inner.size"]
-    assert names(Job) == ["steps", "data", "on", *inner]
-    assert names(Job, only=bool) == ["on", "inner.fast", "inner.slow"]
-    assert names(Job, only=list[str]) == ["data", "inner.shards"]
-    assert suggestion("qqqqqq", names(Job)) == ""
+    assert list(settings_of(Job)) == ["steps", "data", "on", *inner]
+    assert suggestion("qqqqqq", settings_of(Job)) == ""
 
 
 def test_later_layers_win_and_siblings_stay() -> None:
-    first = {"a": 1, "b": {"c": 1, "d": {"e": 1}}}
-    assert merge(first, {"b": {"d": {"f": 2}}}, {"a": {"x": 1}}) == {
-        "a": {"x": 1},
-        "b": {"c": 1, "d": {"e": 1, "f": 2}},
+    first = {"steps": 1, "data": {"a.tar": 1}, "inner": {"rate": 0.5, "fast": True}}
+    assert merge(Job, first, {"inner": {"rate": 0.7}, "unknown": 3}, {"data": {"b.tar": 2}}) == {
+        "steps": 1,
+        "data": {"b.tar": 2},  # a setting that is a mapping is replaced, not merged
+        "inner": {"rate": 0.7, "fast": True},
+        "unknown": 3,
     }
-    assert first == {"a": 1, "b": {"c": 1, "d": {"e": 1}}}
+    assert first == {"steps": 1, "data": {"a.tar": 1}, "inner": {"rate": 0.5, "fast": True}}
+
+
+class Images(Section):
+    """Images."""
+
+    short_form = "shards"
+    shards: str | list[str] | dict[str, float] | None = None
+    """SHARDS"""
+    channels: int = 3
+    """channels"""
+
+
+class Copy(Settings):
+    """Copy images."""
+
+    source: Positional[Path]
+    """folder"""
+    others: Positional[list[str]] = Field(default=[])
+    """more folders"""
+    images: Images = Images()
+    move: bool = False
+    """move"""
+
+
+@pytest.mark.parametrize("value", ["a.tar", ["a.tar", "b.tar"], {"a.tar": 1.0, "b.tar": 0.5}, None])
+def test_a_section_has_a_short_form(value: object, tmp_path: Path) -> None:
+    assert validate(Copy, {"source": "x", "images": value}).images == Images.model_validate({"shards": value})
+    file = merge(Copy, {"images": value}, flags(Copy, ["x", "--images.channels", "1"], "copy"))
+    images = validate(Copy, file).images
+    assert (images.shards, images.channels) == (value, 1)
+    replaced = merge(Copy, file, flags(Copy, ["x", "--images", "c.tar"], "copy"))
+    assert validate(Copy, replaced).images.shards == "c.tar"
+    assert validate(Copy, {"source": "x", "images": {}}).images == Images()
+
+
+def test_arguments_by_position() -> None:
+    copy = validate(Copy, flags(Copy, ["--move", "a", "b-{1,2}.tar", "--images.channels=1", "c"], "copy"))
+    assert (copy.source, copy.others, copy.move) == (Path("a"), ["b-{1,2}.tar", "c"], True)
+    with pytest.raises(SettingsError, match="source is required"):
+        validate(Copy, flags(Copy, [], "copy"))
+    with pytest.raises(SettingsError, match="unknown flag --source"):
+        flags(Copy, ["--source", "a"], "copy")
+
+
+def test_none_is_a_value_where_a_setting_may_be_open() -> None:
+    assert load("--inner.slow", "true", "--inner.slow=None").inner.slow is None
+    with pytest.raises(SettingsError, match="steps: Input should be a valid integer"):
+        load("--steps", "None")
+
+
+def test_help_has_one_line_per_setting() -> None:
+    text = help_text(Copy, "copy")
+    assert text.startswith("usage: copy SOURCE OTHERS [--SETTING VALUE ...]\n\nCopy images.\n")
+    lines = [" ".join(line.split()) for line in help_text(Job, "job").splitlines()]
+    assert "--inner.rate float a rate (default: 0.1)" in lines
+    assert "--inner.size int|int,int one number or two (default: 3)" in lines
+    assert "--inner.pair float,float two numbers (default: 0.0,1.0)" in lines
+    assert "--on a switch that is on (default: true)" in lines
+    assert "--data str|str,...|{str: float} SHARDS" in lines
 
 
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("steps: 5\ninner: {rate: 0.5}\n")
-    assert validate(Job, merge(read_yaml(file), flags(Job, ["--inner.fast"], "job"))).model_dump(
+    assert validate(Job, merge(Job, read_yaml(file), flags(Job, ["--inner.fast"], "job"))).model_dump(
         include={"steps": True, "inner": {"rate", "fast"}}
     ) == {"steps": 5, "inner": {"rate": 0.5, "fast": True}}
     file.write_text("")

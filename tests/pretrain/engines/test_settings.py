@@ -12,6 +12,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from pretrain import engines
 from pretrain.engines import fsdp2, zero
 from runtime.settings import SettingsError
+from tests.pretrain.small import OPTIM
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 # a user's file, written for Hugging Face's trainer
@@ -106,7 +107,7 @@ def test_compiled_blocks_are_refused_where_deepspeed_gathers_weights() -> None:
     method: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
     method[0].compile()
     with pytest.raises(SettingsError, match=r"--compile.*FSDP2"):
-        zero.ZeRO(deepspeed(FILE), method, (0.9, 0.999))
+        zero.ZeRO(deepspeed(FILE), method, OPTIM)
 
 
 def test_fp16_is_refused_where_it_would_reach_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:

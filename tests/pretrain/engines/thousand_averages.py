@@ -23,7 +23,7 @@ def run(folder: Path) -> None:
     accelerator, engine_class = processes(config)
     torch.manual_seed(0)
     method = build_method(config, fresh=True)
-    engine = engine_class(accelerator, method, (0.9, 0.999))
+    engine = engine_class(accelerator, method, config.optim)
     teacher, student = (cast(nn.Module, getattr(method, name)) for name in ("teacher", "student"))
     start = full_weights(engine, teacher)
     exact = {name: tensor.double() for name, tensor in start.items()}

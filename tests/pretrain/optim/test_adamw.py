@@ -5,11 +5,20 @@ import torch
 from torch import nn
 
 import encoders
-from pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients, parameter_groups
+from pretrain.optim.adamw import (
+    ResolvedOptim,
+    adamw,
+    apply_schedules,
+    clip_gradients,
+    flat_blocks,
+    layers,
+    learning_rate_factors,
+    parameter_groups,
+)
 from pretrain.optim.schedules import cosine
 
-RESOLVED = OptimConfig(
-    lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999)
+RESOLVED = ResolvedOptim(
+    lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999), clip=3.0
 )
 
 
@@ -104,3 +113,63 @@ def test_clipping_equals_a_loop(by: str, limit: float) -> None:
     if limit == 0:
         expected = torch.nn.utils.get_total_norm([p.grad for part in parts for p in part.parameters()])
         torch.testing.assert_close(total, expected)
+
+
+def test_layer_decay_equals_timm() -> None:
+    import timm
+    from timm.optim import param_groups_layer_decay
+
+    ours = encoders.build("vit_tiny", image_size=32)
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    expected = {}
+    names = {parameter: name for name, parameter in theirs.named_parameters()}
+    for group in param_groups_layer_decay(theirs, weight_decay=0.1, layer_decay=0.75):
+        expected |= {names[p]: group["lr_scale"] for p in group["params"]}
+    config = RESOLVED.model_copy(update={"layer_decay": 0.75})
+    optimizer = adamw(ours, config, {}, {})
+    names = {parameter: name for name, parameter in ours.named_parameters()}
+    found = {names[p]: group["lr_factor"] for group in optimizer.param_groups for p in group["params"]}
+    # timm counts the last norm to the last block; BEiT, MAE and DINOv2 count it to the head
+    expected = {name: scale for name, scale in expected.items() if not name.startswith(("norm.", "head."))}
+    assert {name: found.pop(name) for name in ("norm.weight", "norm.bias")} == {"norm.weight": 1.0, "norm.bias": 1.0}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found["cls_token"] == 0.75**13
+    apply_schedules(optimizer, config, 3, 10, 256)
+    lr = cosine(3, 10, 1e-3, 1e-6, 2)
+    assert all(group["lr"] == lr * group["lr_factor"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("variant", [name for name in encoders.VARIANTS if name.endswith("_micro")])
+def test_every_encoder_has_layers_from_0_to_depth_plus_1(variant: str) -> None:
+    with torch.device("meta"):
+        encoder = encoders.build(variant)
+    found = {name: layer for name, _, layer in layers(encoder)}
+    assert list(found) == [name for name, _ in encoder.named_parameters()]
+    assert set(found.values()) == set(range(len(flat_blocks(encoder)) + 2))
+    assert {layer for name, layer in found.items() if name.startswith("patch_embed")} == {0}
+
+
+def test_factors_of_prefixes_and_of_the_patch_embedding_multiply() -> None:
+    method = nn.ModuleDict({"encoder": encoders.build("vit_micro"), "head": nn.Linear(2, 2)})
+    config = RESOLVED.model_copy(update={"patch_embed_lr_factor": 0.2})
+    factors = learning_rate_factors(method, config, {"head.": 3.0, "encoder.": 0.5, "head.bias": 2.0})
+    named = {name: factors.get(p, 1.0) for name, p in method.named_parameters()}
+    assert named["head.weight"] == 3.0
+    assert named["head.bias"] == 6.0
+    assert named["encoder.norm.weight"] == 0.5
+    assert named["encoder.patch_embed.proj.weight"] == pytest.approx(0.1)
+    assert learning_rate_factors(method, RESOLVED, {}) == {}
+
+
+def test_default_settings_split_nothing() -> None:
+    method = nn.ModuleDict({"encoder": encoders.build("vit_micro")})
+    plain, with_settings = parameter_groups(method, {}), adamw(method, RESOLVED, {}, {}).param_groups
+    assert [g["params"] for g in plain] == [g["params"] for g in with_settings]
+    assert {g["lr_factor"] for g in plain} == {1.0}
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("linear", 4e-3), ("sqrt", 1e-3), ("none", 1e-3)])
+def test_scaling_of_the_learning_rate(rule: str, expected: float) -> None:
+    config = ResolvedOptim.model_validate(RESOLVED.model_dump() | {"lr_scaling": rule})
+    assert config.scaled_lr(1024) == pytest.approx(expected)
+    assert config.scaled_lr(256) == pytest.approx({"linear": 1e-3, "sqrt": 5e-4, "none": 1e-3}[rule])
