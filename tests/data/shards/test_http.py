@@ -18,7 +18,7 @@ from data.loader import evaluation_batches, training_batches
 from data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
-from data.shards.tar import walk
+from data.shards.tar import scan_tar
 from tests.data.shards.servers import Server
 
 fork = multiprocessing.get_context("fork")
@@ -28,7 +28,7 @@ fork = multiprocessing.get_context("fork")
 def quick(monkeypatch):
     """Short pauses, and no memory of servers that had the same port."""
     monkeypatch.setattr(retry, "BACKOFF", 0.01)
-    monkeypatch.setattr(remote, "_ranges", {})
+    monkeypatch.setattr(remote, "_servers_with_ranges", {})
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def add_index(paths, counts, tables=True):
             ShardEntry(url=path.name, nsamples=count, filesize=path.stat().st_size, labelled=count, sha256=digest)
         )
         if tables:
-            write_table(path, walk(str(path), str(path)))
+            write_table(path, scan_tar(str(path), str(path)))
     write_folder(Path(paths[0]).parent, FolderIndex(shardlist=listed))
 
 
@@ -127,7 +127,7 @@ def test_each_block_is_fetched_once_by_a_node(write_shards, server):
 
 def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeypatch):
     path = write_tar("t.tar", [(f"{n}.{end}", bytes([n]) * 1000) for n in range(16) for end in ("jpg", "cls")])
-    write_table(path, walk(path, path))
+    write_table(path, scan_tar(path, path))
 
     def asked(**settings):
         monkeypatch.setenv("TESSERA_CACHE", f"{server.folder}/cache{len(server.requests)}")
@@ -141,11 +141,11 @@ def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeyp
     sample = 2 * (512 + 1024)
     joined = 8 * sample - 24
     assert asked(block=4) == [16 * sample - 24]  # all of it is small
-    monkeypatch.setattr(reader, "USUAL_PART", 1)
+    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
     assert asked(block=8) == [joined, joined]
-    monkeypatch.setattr(reader, "LARGEST_PART", 3 * sample)
+    monkeypatch.setattr(reader, "LARGEST_REQUEST", 3 * sample)
     assert asked(block=8) == [2 * sample - 24] * 8
-    monkeypatch.setattr(reader, "LARGEST_PART", 1600)
+    monkeypatch.setattr(reader, "LARGEST_REQUEST", 1600)
     assert asked(block=8) == [1512] * 16
 
 
@@ -201,7 +201,7 @@ def test_whole_shards_are_checked(write_shards, server):
     raw = bytearray(Path(paths[0]).read_bytes())
     raw[4] ^= 1  # the time in gzip's header: only the checksum sees it
     Path(paths[0]).write_bytes(raw)
-    with pytest.raises(ShardError, match=r"data-000000.tar.gz: its SHA-256 is not the one in index.json.*, 2 times"):
+    with pytest.raises(ShardError, match=r"data-000000.tar.gz: its SHA-256 differs from index.json.*, 2 times"):
         Reader(opened).image(0, 0)
     Path(paths[0]).write_bytes(raw + b"\0" * 100)
     with pytest.raises(ShardError, match=r"has more than the \d+ bytes that were expected"):
@@ -292,7 +292,7 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
 
     def busy():
         while not stop.is_set():
-            opened.shards[0].cache.remove(opened.shards[0].entry("0-1"))
+            opened.shards[0].cache.remove(opened.shards[0].cache_name("0-1"))
             remote.read_range(opened.shards[0].path, 0, 512, 0, opened.source)
 
     thread = threading.Thread(target=busy)
@@ -313,9 +313,9 @@ def test_names_of_signed_urls(write_shards, server):
 
 def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
-    with pytest.raises(ShardError, match=r"pieces-v1 may hold 0.001 GB.*raise source.cache_gb"):
+    with pytest.raises(ShardError, match=r"pieces-v1 may hold 0.001 GB.*Raise source.cache_gb"):
         open_shards(f"{server.url}/large.tar", source=SourceConfig(cache_gb=0.001))
-    monkeypatch.setattr("data.shards.LARGEST_FOLDER_INDEX", 1000)
+    monkeypatch.setattr("data.shards.index.LARGEST_FOLDER_INDEX", 1000)
     (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)
     with pytest.raises(ShardError, match=r"index.json: more than 1000 bytes"):
         open_shards(f"{server.url}/{FOLDER_INDEX}")

@@ -10,7 +10,7 @@ from data.loader import training_batches
 from data.shards import Reader, ShardError, expand, open_shards, retry
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
-from data.shards.tar import walk
+from data.shards.tar import scan_tar
 
 s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -57,7 +57,7 @@ def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index
         ]
         write_folder(tmp_path, FolderIndex(shardlist=listed))
         for path in paths:
-            write_table(path, walk(path, path))
+            write_table(path, scan_tar(path, path))
         bucket.put(str(tmp_path / "index.json"), "shards/a/index.json")
         bucket.put([f"{path}.index" for path in paths], "shards/a/")
     bucket.put(paths, "shards/a/")

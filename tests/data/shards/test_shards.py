@@ -32,7 +32,7 @@ def test_patterns(write_shards, tmp_path, monkeypatch):
     ("shards", "message"),
     [
         ("/nowhere/x-*.tar", r"/nowhere/x-\*.tar: no file matches"),
-        ("https://host/a-*.tar", r"https://host/a-\*.tar: a web server has no listing; name a brace range"),
+        ("https://host/a-*.tar", r"https://host/a-\*.tar: a web server has no listing. Name a brace range"),
         ("nonsense://host/a.tar", "Protocol not known: nonsense"),
         ("/nowhere/index.json", "/nowhere/index.json: not found"),
         (["a.tar", "a.tar"], "named more than once: a.tar"),
