@@ -182,9 +182,7 @@ def images(folder: Path) -> Callable[..., None]:
             except ImageError:
                 assert changes, "a good image was refused"
                 skipped.append(keys[number])
-        assert delivered == [key for key in keys if key not in skipped], (
-            "the delivered images are not exactly the good ones"
-        )
+        assert delivered == [key for key in keys if key not in skipped], "not exactly the good images were delivered"
 
     return case
 

@@ -4,8 +4,9 @@
 
 The benchmark writes two folders of class folders and removes them at the end. The first holds empty files and one JPEG,
 the second hard links to a few small JPEGs. "To the first shard" is the time from the start of the command to the start
-of the first shard: imports, listing, labels, split and names. "Whole" includes the report, which lists every empty file.
-"Memory" is the largest resident set of any process, and "imports" that of a process that only imports the command.
+of the first shard: imports, listing, labels, split and names. "Whole" is the time to the end, including the report,
+which lists every empty file. "Memory" is the largest resident set of any process, and "imports" that of a process that
+only imports the command.
 """
 
 import os
