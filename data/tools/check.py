@@ -173,7 +173,7 @@ def _report(settings: CheckShards, total: Facts, shards: int, agree: list[bool |
     good = total.decoded - total.corrupt
     pixels = moments(total.pixels)
     names = class_names(Path(settings.shards[0]).parent)
-    extent = total.extent
+    smallest, largest = total.extremes or (None, None)
     return {
         "shards": shards,
         "bytes": total.size,
@@ -187,9 +187,9 @@ def _report(settings: CheckShards, total: Facts, shards: int, agree: list[bool |
         "formats": dict(total.formats.most_common()),
         "channels": dict(total.channels.most_common()),
         "sizes": {
-            "smallest": extent.smallest,
-            "largest": extent.largest,
-            "mean": [extent.widths / good, extent.heights / good] if good else None,
+            "smallest": smallest,
+            "largest": largest,
+            "mean": [total.widths / good, total.heights / good] if good else None,
             "longer_side": sort_sizes(total.sides),
         },
         "pixels": {"mean": pixels[0], "std": pixels[1]} if pixels else None,

@@ -43,30 +43,6 @@ CHANNELS = {
 
 
 @dataclass
-class Extent:
-    """Range and sums of the sizes of images."""
-
-    smallest: tuple[int, int] | None = None
-    """Width and height of the image with the fewest pixels."""
-    largest: tuple[int, int] | None = None
-    """Width and height of the image with the most pixels."""
-    widths: int = 0
-    """Sum of widths."""
-    heights: int = 0
-    """Sum of heights."""
-
-    def widen(self, *sizes: tuple[int, int] | None) -> None:
-        """Extend the range to include sizes. The sums stay."""
-        known = [size for size in (self.smallest, self.largest, *sizes) if size is not None]
-        self.smallest = min(known, key=_area, default=None)
-        self.largest = max(known, key=_area, default=None)
-
-
-def _area(size: tuple[int, int]) -> tuple[int, int]:
-    return size[0] * size[1], size[0]
-
-
-@dataclass
 class Facts:
     """Counts over the images of one or several shards."""
 
@@ -92,7 +68,12 @@ class Facts:
     sides: Counter[str] = field(default_factory=Counter)
     """Histogram of image sizes: upper bound of the longer side, a power of two -> number of images."""
     labels: Counter[int] = field(default_factory=Counter)
-    extent: Extent = field(default_factory=Extent)
+    extremes: list[tuple[int, int]] = field(default_factory=list)
+    """Width and height of the images with the fewest and the most pixels."""
+    widths: int = 0
+    """Sum of widths."""
+    heights: int = 0
+    """Sum of heights."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), dtype=np.int64))
     """Histogram of each channel."""
     keys: list[bytes] = field(default_factory=list)
@@ -101,7 +82,7 @@ class Facts:
 
     def add(self, other: "Facts") -> None:
         """Add the counts of another shard."""
-        for name in ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels"):
+        for name in ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels", "widths", "heights"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("formats", "channels", "sides", "labels"):
             getattr(self, name).update(getattr(other, name))
@@ -110,9 +91,12 @@ class Facts:
         for name in ("corrupt_names", "bad_label_names"):
             room = NAMED_IMAGES - len(getattr(self, name))
             getattr(self, name).extend(getattr(other, name)[:room])
-        self.extent.widen(other.extent.smallest, other.extent.largest)
-        self.extent.widths += other.extent.widths
-        self.extent.heights += other.extent.heights
+        self.add_sizes(*other.extremes)
+
+    def add_sizes(self, *sizes: tuple[int, int]) -> None:
+        """Extend the range of image sizes."""
+        if known := sorted([*self.extremes, *sizes], key=lambda size: (size[0] * size[1], size[0])):
+            self.extremes = [known[0], known[-1]]
 
 
 @dataclass(frozen=True)
@@ -227,9 +211,9 @@ def _check_image(facts: Facts, encoded: bytes, max_pixels: int) -> None:
     facts.formats[kind] += 1
     facts.channels[channels] += 1
     facts.sides[str(1 << (max(height, width) - 1).bit_length())] += 1
-    facts.extent.widen((width, height))
-    facts.extent.widths += width
-    facts.extent.heights += height
+    facts.add_sizes((width, height))
+    facts.widths += width
+    facts.heights += height
     facts.pixels += histogram(pixels)
 
 

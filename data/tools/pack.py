@@ -33,10 +33,6 @@ DIGEST = 16  # bytes
 EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
-class _EmptyShard(Exception):  # noqa: N818
-    """No file of the shard is a good image."""
-
-
 class LeftOut(Exception):  # noqa: N818
     """A file that does not become a sample. The message is the reason."""
 
@@ -202,36 +198,12 @@ def write_shard(
     Raises:
         MakeError: the disk is full or cannot be written.
     """
-    record, counts = Record(), np.zeros((3, 256), dtype=np.int64)
-    digests: list[bytes] = []
-
-    def files() -> Iterator[tuple[str, bytes]]:
-        for entry in map(int, entries):
-            try:
-                content = read(listing, entry, recipe.links)
-                image = prepare(content, recipe)
-            except LeftOut as error:
-                record.left_out.append((entry, str(error)))
-                advance(1)
-                continue
-            name = sample_key(listing, entry, shared)
-            yield f"{name}.{image.extension}", image.content
-            if (label := int(listing.labels[entry])) != NO_LABEL:
-                yield f"{name}.{LABEL}", str(label).encode()
-                record.labelled += 1
-            record.entries.append(entry)
-            record.sides[str(1 << (image.side - 1).bit_length())] += 1
-            if image.histogram is not None:
-                np.add(counts, image.histogram, out=counts)
-            digests.append(digest(content))
-            advance(1)
-
+    record = Record()
     try:
         with atomic_write(target, sync=True) as temporary:
-            write_tar(temporary, files())
-            record.nsamples, record.digests = len(record.entries), b"".join(digests).hex()
+            write_tar(temporary, _files(record, entries, listing, shared, recipe, advance))
             if not record.nsamples:
-                raise _EmptyShard
+                raise LeftOut("no file of the shard is a good image")
             with temporary.open("rb") as file:
                 record.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             record.filesize = temporary.stat().st_size
@@ -242,11 +214,38 @@ def write_shard(
                     "Report this as a bug."
                 )
             write_table(target, table)
-    except _EmptyShard:
-        pass
+    except LeftOut:
+        return record
     except OSError as error:
-        raise MakeError(
-            f"cannot write {target}: {error.strerror or error}. Free space, or correct the rights."
-        ) from error
-    record.pixels = counts.tolist() if counts.any() else None
+        reason = error.strerror or error
+        raise MakeError(f"cannot write {target}: {reason}. Free space, or correct the permissions.") from error
     return record
+
+
+def _files(
+    record: Record, entries: np.ndarray, listing: Listing, shared: np.ndarray, recipe: Recipe, advance: Advance
+) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of the files of a shard, and fill the record."""
+    digests, counts = [], np.zeros((3, 256), dtype=np.int64)
+    for entry in map(int, entries):
+        try:
+            content = read(listing, entry, recipe.links)
+            image = prepare(content, recipe)
+        except LeftOut as error:
+            record.left_out.append((entry, str(error)))
+            advance(1)
+            continue
+        name = sample_key(listing, entry, shared)
+        yield f"{name}.{image.extension}", image.content
+        if (label := int(listing.labels[entry])) != NO_LABEL:
+            yield f"{name}.{LABEL}", str(label).encode()
+            record.labelled += 1
+        record.nsamples += 1
+        record.entries.append(entry)
+        record.sides[str(1 << (image.side - 1).bit_length())] += 1
+        if image.histogram is not None:
+            counts += image.histogram
+        digests.append(digest(content))
+        advance(1)
+    record.digests = b"".join(digests).hex()
+    record.pixels = counts.tolist() if counts.any() else None

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.crops import CenterCrop
-from data.loader import evaluation_batches, training_batches
 from data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
 from data.shards.tar import scan_tar
+from tests.data.shards.batches import evaluate, train
 from tests.data.shards.servers import Server
 
 fork = multiprocessing.get_context("fork")
@@ -50,13 +49,13 @@ def add_index(paths, counts, tables=True):
 
 
 def run(shards, **settings):
-    settings = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings
-    return list(training_batches(shards, CenterCrop(4), **settings))
+    settings = {"batch_size": 12, "seed": 1, "steps": 7, "streams": 4} | settings
+    return list(train(shards, **settings))
 
 
 def same(one, other):
     return len(one) == len(other) and all(
-        a.keys == b.keys and a.skipped == b.skipped and torch.equal(a.views[0], b.views[0])
+        a.keys == b.keys and a.skipped == b.skipped and torch.equal(a.views[0].images, b.views[0].images)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -67,14 +66,14 @@ def same(one, other):
 def test_batches_are_those_of_local_shards(write_shards, tmp_path, index, ending, ranges):
     counts = [10, 23, 1]
     paths = write_shards(counts, ending)
-    expected, graded = run(paths), list(evaluation_batches(paths, CenterCrop(4), batch_size=8))
+    expected, graded = run(paths), list(evaluate(paths, 8))
     if index:
         add_index(paths, counts, tables=ending == ".tar")
     with Server(tmp_path, ranges) as server:
         named = f"{server.url}/data-{{000000..000002}}{ending}"
         assert same(run(named), expected)
         assert same(run(named, workers=2), expected)
-        found = list(evaluation_batches(named, CenterCrop(4), batch_size=8, workers=2))
+        found = list(evaluate(named, 8, workers=2))
         assert same(found, graded)
         assert [batch.labels.tolist() for batch in found] == [batch.labels.tolist() for batch in graded]
         shards = {asked for path, asked in server.gets(ending) if path.endswith(ending) and asked != "bytes=0-0"}
@@ -106,11 +105,11 @@ def test_each_block_is_fetched_once_by_a_node(write_shards, server):
     shards = f"{server.url}/data-{{000000..000002}}.tar"
 
     def process(rank):
-        for batch in training_batches(
-            *(shards, CenterCrop(4)), batch_size=24, seed=0, steps=14, block=8, source=source,
+        for batch in train(
+            shards, batch_size=24, seed=0, steps=14, block=8, source=source,
             rank=rank, world_size=2, workers=2,
         ):  # fmt: skip
-            assert batch.images == 12
+            assert len(batch) == 12
         os._exit(7)
 
     processes = [fork.Process(target=process, args=(rank,)) for rank in range(2)]
@@ -181,9 +180,7 @@ def test_faults_that_pass_are_tried_again(write_shards, server, caplog):
 def test_faults_that_stay_name_the_shard(write_shards, server, fault, attempts, message, workers):
     add_index(write_shards([20, 20]), [20, 20])
     source = SourceConfig(retries=2, timeout=0.3)
-    batches = training_batches(
-        f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=8, seed=1, steps=100, workers=workers, source=source
-    )
+    batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=workers, source=source)
     server.faults = {"data-000001.tar": fault}
     start = time.monotonic()
     with pytest.raises(ShardError, match=rf"data-000001.tar[^ ]*: .*{message}"):
@@ -236,20 +233,20 @@ def test_lost_shards_are_skipped_and_counted(write_shards, server, workers, capl
     counts = [300, 4, 300]
     add_index(write_shards(counts), counts)
     source = SourceConfig(unreadable="skip", retries=1, timeout=5)
-    settings = {"batch_size": 16, "seed": 1, "steps": 16, "lanes": 4, "source": source}
-    batches = training_batches(f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), workers=workers, **settings)
+    settings = {"batch_size": 16, "seed": 1, "steps": 16, "streams": 4, "source": source}
+    batches = train(f"{server.url}/{FOLDER_INDEX}", workers=workers, **settings)
     (server.folder / "data-000000.tar").unlink()
     (server.folder / "data-000002.tar").unlink()
     with caplog.at_level(logging.WARNING):
         made = list(batches)
-    assert [batch.images for batch in made] == [16] * 16  # 99 of 100 are gone, and more than 100 in a row
+    assert [len(batch) for batch in made] == [16] * 16  # 99 of 100 are gone, and more than 100 in a row
     assert {key.split("/")[0] for batch in made for key in batch.keys} == {"data-000001.tar"}
     lost = [name for batch in made for name in batch.skipped]
     assert len(lost) > 500
     assert all("data-000000.tar: not found" in name or "data-000002.tar: not found" in name for name in lost)
     assert 1 <= sum(server.gets("data-000000.tar").values()) <= 4 * (1 + workers)  # not for each sample
-    graded = list(evaluation_batches(f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=64, source=source))
-    assert sum(batch.images for batch in graded) == 4
+    graded = list(evaluate(f"{server.url}/{FOLDER_INDEX}", 64, source=source))
+    assert sum(len(batch) for batch in graded) == 4
     assert sum(len(batch.skipped) for batch in graded) >= 60  # a batch of nothing else does not appear
 
 
@@ -273,9 +270,7 @@ def test_a_server_that_goes_ends_the_run(write_shards, tmp_path, unreadable):
     add_index(write_shards(counts), counts)
     source = SourceConfig(unreadable=unreadable, retries=1, timeout=5)
     with Server(tmp_path) as server:
-        batches = training_batches(
-            f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=8, seed=1, steps=100, workers=2, source=source
-        )
+        batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=2, source=source)
     start = time.monotonic()
     with pytest.raises(ShardError, match="10 shards in a row" if unreadable == "skip" else r"data-0000\d\d.tar"):
         list(batches)
@@ -287,7 +282,7 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
     paths = write_shards(counts)
     add_index(paths, counts)
     opened = open_shards(f"{server.url}/data-{{000000..000001}}.tar")
-    going = training_batches(opened, CenterCrop(4), batch_size=4, seed=1, steps=10, workers=2)
+    going = train(opened, batch_size=4, seed=1, steps=10, workers=2)
     mine, stop = Reader(opened), threading.Event()
 
     def busy():
@@ -299,7 +294,7 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
     thread.start()
     try:
         mine.image(0, 0)  # this process has used the file system before
-        assert same(list(going), list(training_batches(paths, CenterCrop(4), batch_size=4, seed=1, steps=10)))
+        assert same(list(going), list(train(paths, batch_size=4, seed=1, steps=10)))
     finally:
         stop.set()
         thread.join()

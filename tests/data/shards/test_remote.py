@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from data.shards import Reader, ShardError, expand, open_shards, remote, retry
 from data.shards.retry import SourceConfig
@@ -51,6 +52,7 @@ def test_a_process_that_is_forked_reads_too(memory, png):
 def test_a_package_that_is_missing_is_named(monkeypatch, scheme, extra):
     for name in ("gcsfs", "s3fs", "aiohttp", "fsspec.implementations.http"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(_registry, scheme, raising=False)  # fsspec remembers classes that it has imported
     remote._open_system.cache_clear()
     with pytest.raises(
         ShardError, match=rf"a package for {scheme}:// is missing. Install it: pip install 'tessera-ssl\[{extra}\]'"
@@ -129,9 +131,8 @@ POSITION = """
 import json, re, sys, time
 before = time.monotonic()
 import fsspec, torch
-from data.crops import CenterCrop
-from data.loader import training_batches
 from data import decode
+from tests.data.shards.batches import train
 
 shards, samples = 100_000, 10_000
 listed = [{"url": f"data-{n:06d}.tar", "nsamples": samples, "filesize": samples * 110_000} for n in range(shards)]
@@ -140,12 +141,11 @@ fsspec.filesystem("memory").pipe("/big/index.json", json.dumps(index).encode())
 del listed, index
 start = time.monotonic()
 named = sys.argv[1]
-batches = training_batches(
-    named, CenterCrop(8), batch_size=1024, seed=0, steps=2_000_000, first_step=10**9 // 1024, window_gb=8
+batches = train(
+    named, size=8, batch_size=1024, seed=0, steps=2_000_000, first_step=10**9 // 1024, window_gb=8
 )
-training = batches.stream.make
-positions = training.positions(10**9 // 1024, micro=0)
-sources, chosen, places = training.mixture(positions)
+positions = batches.batches.positions(10**9 // 1024, 0)
+sources, chosen, places = batches.dataset.sampler(positions)
 seconds = time.monotonic() - start
 assert len(chosen) == 1024 and len(set(zip(chosen.tolist(), places.tolist()))) == 1024
 print(json.dumps({
