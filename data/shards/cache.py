@@ -83,7 +83,7 @@ class Cache:
                 made = False
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
-                    if _names(part, descriptor):  # otherwise another process has finished or discarded the part
+                    if _names(part, descriptor):  # otherwise another process has renamed or removed the part
                         made = self._make(descriptor, part, path, fill, size)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:

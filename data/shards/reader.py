@@ -153,10 +153,10 @@ class Reader:
         except CacheError:
             raise
         except ShardError as error:
-            if self._shards.source.unreadable == "stop":
-                raise
             self._lost_in_a_row += shard not in self._lost
             self._lost[shard] = str(error)
+            if self._shards.source.unreadable == "stop":
+                raise
             if self._lost_in_a_row >= MOST_LOST or len(self._lost) == len(self._shards.shards):
                 raise ShardError(f"{self._lost_in_a_row} shards in a row cannot be read; the last: {error}") from error
             raise UnreadableError(str(error)) from error
@@ -179,7 +179,7 @@ class Reader:
         """Return a member's header, the beginning of its content, and the name of the cache entry with both."""
         start, end = offset - HEADER, offset + wanted
         span = self._request(shard, sample)
-        if not span[0] <= start <= end <= span[1]:  # a label far from its image
+        if not span[0] <= start <= end <= span[1]:  # the label is not in the byte range of its image
             span = (start, end)
         descriptor, first, name = self._open(shard, *span)
         try:

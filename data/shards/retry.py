@@ -115,7 +115,7 @@ def _status(error: BaseException) -> int | None:
     for one in _causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-        gcsfs = type(one).__module__.startswith("gcsfs")  # aiohttp gives a short body the `code` 400
+        gcsfs = type(one).__module__.startswith("gcsfs")  # aiohttp sets `code` to 400 when a body is too short
         status = answer or getattr(one, "status", None) or (getattr(one, "code", None) if gcsfs else None)
         if str(status).isdigit() and int(str(status)) >= 400:
             return int(str(status))

@@ -15,7 +15,7 @@ from runtime.files import atomic_write
 
 WORK = ".make_shards"
 """Subfolder with the plan and the records, from which a stopped command continues."""
-LOCK_ATTEMPTS = 25  # a fifth of a second apart
+LOCK_ATTEMPTS = 25  # attempts to get the lock, 0.2 s apart
 
 
 @dataclass

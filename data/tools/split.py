@@ -41,7 +41,9 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
         shard_bytes: size of a shard in bytes.
         ratio: size of a stored image divided by the size of its file.
     """
-    blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1  # content and header
+    blocks = (
+        np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
+    )  # blocks of the content and one block for the header
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
@@ -93,7 +95,7 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
         for entry in map(int, task[1]):
             try:
                 found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # a unique digest; the file is reported when its shard is written
+            except LeftOut:  # the file gets a unique digest and is reported when its shard is written
                 found.append(digest(b"%d" % entry + listing.path(entry)))
             advance(1)
         return task[0], b"".join(found)

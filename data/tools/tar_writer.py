@@ -16,4 +16,4 @@ def write_tar(path: str | Path, files: Iterable[tuple[str, bytes]]) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
-            archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # a member takes a kilobyte
+            archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # saves a kilobyte per member
