@@ -1,10 +1,10 @@
-"""Damaged and hostile shards, images and indices, a hundred thousand of them: what comes out of the reader.
+"""Fuzz test of the reader with a hundred thousand damaged and hostile shards, images and indices.
 
     pip install -e ".[test]" && python benchmarks/fuzz.py
 
-Each case is drawn by hypothesis and must end in one of two ways: samples, or a ShardError or ImageError that names the
-culprit. Where only some images of a tar are damaged, all others must be delivered as they were, and the counts right.
-A case that ends otherwise stops the run and is printed, as small as hypothesis can make it.
+Hypothesis draws the cases. Each case must give samples, or a ShardError or ImageError that names the file. If only some
+images of a tar are damaged, the others must be delivered unchanged, and the counts must be correct. A case with another
+result stops the run. Hypothesis then prints the smallest example that it finds.
 """
 
 import io
@@ -32,30 +32,30 @@ from data.crops import CenterCrop
 from data.decode import ImageError, decode
 from data.loader import LoaderConfig, Reading, evaluation_batches
 from data.shards import Reader, ShardError, open_shards
-from data.shards.index import FolderIndex, ShardEntry, read_folder, read_table
-from data.shards.tar import walk
+from data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
+from data.shards.tar import scan_tar
 from runtime.settings import Settings, parse
 
 MOST_PIXELS = 2**20
-CHUNK = 1000  # cases between two steps of the progress bar
-MEMORY = 2**31  # bytes that all cases together may take beyond what the libraries do
+CASES_PER_CHUNK = 1000  # cases between two steps of the progress bar
+MEMORY = 2**31  # bytes that the cases may take in addition to the imported libraries
 FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
-"""of a header of a tar: place and size in bytes"""
+"""Fields of a tar header: offset and size in bytes."""
 
 
 class FuzzBenchmark(Settings):
     """Damaged shards, images and indices."""
 
     cases: int = Field(default=100_000, ge=1)
-    """of all kinds together"""
+    """number of cases of all kinds together"""
     seed: int = Field(default=0, ge=0)
-    """of the first chunk of cases"""
+    """seed of the first thousand cases"""
     output: Path | None = None
-    """file for the result, in Markdown"""
+    """Markdown file for the result"""
 
 
 def corpus() -> list[tuple[str, bytes]]:
-    """Good images of all kinds that are read: (ending, file)."""
+    """Return good images of all supported kinds: (extension, file)."""
     colors = np.random.default_rng(0).integers(0, 256, (12, 20, 4), dtype=np.uint8)
     picture = Image.fromarray(colors).resize((40, 24), Image.Resampling.BICUBIC)
     turned = Image.Exif()
@@ -104,7 +104,7 @@ header = st.one_of(
 
 
 def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
-    """A file with some bytes set, put in, cut out, repeated, or missing at the end."""
+    """Return a file with bytes that are overwritten, inserted, removed, repeated, or missing at the end."""
     for kind, where, what in changes:
         place = int(where * len(content))
         if kind == "set":
@@ -120,8 +120,8 @@ def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
     return content
 
 
-def lying(tar: bytes, changes: list[tuple[int, str, bytes]]) -> bytes:
-    """A tar with fields of some headers set, and their checksums right."""
+def with_false_headers(tar: bytes, changes: list[tuple[int, str, bytes]]) -> bytes:
+    """Return a tar with fields of some headers overwritten, and with correct checksums."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         headers = [member.offset for member in archive]
     raw = bytearray(tar)
@@ -145,12 +145,12 @@ def tar(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> byt
 
 
 def members(kinds: list[int]) -> list[tuple[str, bytes]]:
-    """Names and contents of samples of the corpus."""
+    """Return names and contents of samples of the corpus."""
     return [(f"sample{number}.{CORPUS[kind][0]}", CORPUS[kind][1]) for number, kind in enumerate(kinds)]
 
 
 def images(folder: Path) -> Callable[..., None]:
-    """Cases of good tars in which some images are damaged."""
+    """Return a test of good tars in which some images are damaged."""
 
     @given(
         st.lists(st.tuples(st.integers(0, len(CORPUS) - 1), st.none() | st.lists(damage, min_size=1, max_size=3)),
@@ -178,17 +178,17 @@ def images(folder: Path) -> Callable[..., None]:
             assert content == files[number][1], "the bytes of another member"
             try:
                 pixels = decode(content, max_pixels=MOST_PIXELS)
-                assert changes or torch.equal(pixels, PIXELS[kind]), "a good image came out otherwise"
+                assert changes or torch.equal(pixels, PIXELS[kind]), "a good image was changed"
             except ImageError:
                 assert changes, "a good image was refused"
                 skipped.append(keys[number])
-        assert delivered == [key for key in keys if key not in skipped], "not all good images, or bad ones"
+        assert delivered == [key for key in keys if key not in skipped], "not exactly the good images were delivered"
 
     return case
 
 
 def tars(folder: Path) -> Callable[..., None]:
-    """Cases of damaged tars, and of tars whose headers lie."""
+    """Return a test of damaged tars and of tars with false headers."""
 
     @given(
         st.lists(st.integers(0, len(CORPUS) - 1), min_size=1, max_size=5),
@@ -198,8 +198,8 @@ def tars(folder: Path) -> Callable[..., None]:
         st.booleans(),
     )
     def case(kinds: list[int], format: int, lies: list, changes: list, long: bool) -> None:
-        files = [("l" * 120 * long + name, content) for name, content in members(kinds)]
-        raw = damaged(lying(tar(files, format), lies), changes)
+        files = [(("l" * 120 if long else "") + name, content) for name, content in members(kinds)]
+        raw = damaged(with_false_headers(tar(files, format), lies), changes)
         path = folder / "tar.tar"
         path.write_bytes(raw)
         if not raw:
@@ -227,22 +227,22 @@ def tars(folder: Path) -> Callable[..., None]:
 
 
 def indices(folder: Path) -> Callable[..., None]:
-    """Cases of damaged indices."""
+    """Return a test of damaged indices."""
     path = folder / "good.tar"
     path.write_bytes(tar(members([0, 5, 8])))
     buffer = io.BytesIO()
-    np.savez(buffer, **walk(str(path), "good.tar")._asdict())
+    np.savez(buffer, **scan_tar(str(path), "good.tar")._asdict())
     table = buffer.getvalue()
     entry = ShardEntry(url="good.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
     listing = FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True).encode()
 
     @given(st.booleans(), st.lists(damage, max_size=3))
-    def case(of_folder: bool, changes: list) -> None:
+    def case(folder_index: bool, changes: list) -> None:
         try:
-            if of_folder:
-                read_folder(damaged(listing, changes), "index.json")
+            if folder_index:
+                parse_folder(damaged(listing, changes), "index.json")
             else:
-                read_table(damaged(table, changes), "good.tar.index")
+                parse_table(damaged(table, changes), "good.tar.index")
         except ShardError:
             refused = True
         else:
@@ -253,10 +253,10 @@ def indices(folder: Path) -> Callable[..., None]:
 
 
 def fuzz(cases: int, first_seed: int, *, progress: bool = False) -> int:
-    """Runs about `cases` cases, half of them damaged images, a third damaged tars; returns how many."""
+    """Run about `cases` cases and return their number: 50 % damaged images, 40 % damaged tars, 10 % damaged indices."""
     kinds = {images: 5, tars: 4, indices: 1}
-    chunks = range(first_seed, first_seed + max(1, cases // CHUNK))
-    size = min(cases, CHUNK)
+    chunks = range(first_seed, first_seed + max(1, cases // CASES_PER_CHUNK))
+    size = min(cases, CASES_PER_CHUNK)
     done = 0
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,11 +1,12 @@
-"""How fast shards are begun and made, and in what memory, for a million files.
+"""Time and memory of `data.make_shards` for a million files.
 
     python benchmarks/make_shards.py [--files 1000000] [--output benchmarks/results/make_shards.md]
 
-Two folders of class folders are written and removed again: one of empty files and a single JPEG, and one of hard links
-to a few small JPEGs. "To the first shard" is from the start of the command until the first shard is being written:
-imports, listing, labels, split and names. "Whole" includes the report, which names every empty file. Memory is the
-largest resident set of any process, and "imports" is what one has that only imports the command.
+The benchmark writes two folders of class folders and removes them at the end. The first holds empty files and one JPEG,
+the second hard links to a few small JPEGs. "To the first shard" is the time from the start of the command to the start
+of the first shard: imports, listing, labels, split and names. "Whole" is the time to the end, including the report,
+which lists every empty file. "Memory" is the largest resident set of any process, and "imports" that of a process that
+only imports the command.
 """
 
 import os
@@ -34,22 +35,22 @@ SIDE = 32  # pixels
 
 
 class MakeShardsBenchmark(Settings):
-    """Time and memory of data.make_shards."""
+    """Time and memory of `data.make_shards`."""
 
     files: int = Field(default=1_000_000, ge=1000)
-    """in each of the two folders"""
+    """number of files in each of the two folders"""
     folder: Path = Path(tempfile.gettempdir())
-    """where to write them; each takes an inode or a name"""
+    """folder for the files; each file takes an inode or a directory entry"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
-    """processes"""
+    """number of processes"""
     output: Path | None = None
-    """file for the table, in Markdown"""
+    """Markdown file for the table"""
 
 
 def main(settings: MakeShardsBenchmark) -> None:
     scratch = Path(tempfile.mkdtemp(dir=settings.folder, prefix="make-shards-"))
     try:
-        _, _, imports = run([sys.executable, "-c", "import data.make_shards"], Path("/nonexistent"))
+        _, _, imports = run([sys.executable, "-c", "import data.tools.make"], Path("/nonexistent"))
         rows = []
         pictures = photos(scratch / "pictures")
         for kind, linked in (("empty", []), ("JPEG, 32 x 32", pictures)):
@@ -68,7 +69,7 @@ def main(settings: MakeShardsBenchmark) -> None:
 
 
 def photos(folder: Path) -> list[Path]:
-    """A few JPEGs of noise."""
+    """Write a few JPEGs of noise and return their paths."""
     folder.mkdir()
     paths = [folder / f"{n}.jpg" for n in range(PICTURES)]
     for n, path in enumerate(paths):
@@ -80,7 +81,7 @@ def photos(folder: Path) -> list[Path]:
 
 
 def fill(folder: Path, files: int, pictures: list[Path]) -> None:
-    """Class folders of empty files, or of hard links: a file takes 65,000 of them on ext4."""
+    """Write class folders of empty files, or of hard links to several pictures (ext4 allows 65,000 links of a file)."""
     for n in range(files):
         path = folder / f"class{n % FOLDERS:04d}" / f"photo_{n:08d}.jpg"
         if n < FOLDERS:
@@ -92,11 +93,11 @@ def fill(folder: Path, files: int, pictures: list[Path]) -> None:
 
 
 def run(command: list[str | Path], shards: Path) -> tuple[float, float, int]:
-    """Seconds until a shard is begun and until the end, and the most resident bytes of a process."""
+    """Return the seconds to the start of the first shard and to the end, and the largest resident set in bytes."""
     start, first = time.monotonic(), 0.0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
-        if not first and (any(shards.glob(".*.tar.part")) or any(shards.glob("*.tar"))):
+        if not first and (any(shards.glob(".*.tar.*.tmp")) or any(shards.glob("*.tar"))):
             first = time.monotonic() - start
         time.sleep(0.05)
     return first, time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

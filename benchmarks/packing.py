@@ -1,10 +1,10 @@
-"""How full NaViT's sequences are: images at their own aspect ratio, packed to a budget of tokens.
+"""Fill of NaViT's sequences: images at their native aspect ratio, packed to a budget of tokens.
 
     python benchmarks/packing.py --data 'shards/*.tar' [--output benchmarks/results/packing.md]
 
-The crops are those of MAE with `--mae.native true` (patch 16, area of 224 x 224 pixels, a share of 0.2 to 1), in
-batches of the loader; "fill" is tokens over sequences times budget, and "one a sequence" what each image alone would
-fill. The last sequence of a batch is rarely full, so larger batches fill better.
+The crops are those of MAE with `--mae.native true`: patch 16, area of 224 x 224 pixels, scale 0.2 to 1. "Fill" is the
+number of tokens divided by the number of sequences times the budget. "One a sequence" is the fill without packing. The
+last sequence of a batch is rarely full, so larger batches have a better fill.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from runtime.settings import Settings, parse
 
 PATCH, SIZE = 16, 224
 LARGEST = (SIZE // PATCH) ** 2
-"""tokens of the largest image; a budget is a multiple of it"""
+"""Tokens of the largest image. Budgets are multiples of this number."""
 HEADINGS = ("images a batch", "sizes", "budget", "best fit", "first fit", "one a sequence", "tokens an image")
 
 
@@ -32,9 +32,9 @@ class PackingBenchmark(Settings):
     data: str
     """shards: a path, a glob or a brace range"""
     images: int = Field(default=1536, ge=256)
-    """images drawn for each row"""
+    """number of images for each row of the table"""
     output: Path | None = None
-    """file for the table, in Markdown"""
+    """Markdown file for the table"""
 
 
 def main(settings: PackingBenchmark) -> None:
@@ -48,7 +48,7 @@ def main(settings: PackingBenchmark) -> None:
 
 
 def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[PackedImages]:
-    """The loader's batches, for sides from `smallest` to `SIZE` pixels."""
+    """Return packed batches of the loader, with sides from `smallest` to `SIZE` pixels."""
     crop = NativeCrop(RandomCropConfig(size=SIZE), PATCH, smallest, LARGEST)
     steps = settings.images // batch_size
     try:
@@ -56,7 +56,7 @@ def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[
             settings.data, crop, BatchSampler(batch_size, steps=steps), seed=0, reading=Reading(workers=1)
         )
     except (ShardError, ValueError) as error:
-        raise SystemExit(f"cannot measure without images: {error}") from None
+        raise SystemExit(f"the benchmark needs images: {error}") from None
     return [view.images for batch in loader for view in batch.views if isinstance(view.images, PackedImages)]
 
 

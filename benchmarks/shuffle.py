@@ -1,10 +1,11 @@
-"""How well an epoch is shuffled: how far apart samples come that were neighbours in a shard, beside a full shuffle.
+"""Quality of the shuffle: the distance in an epoch between samples that are neighbours in a shard.
 
     python benchmarks/shuffle.py
 
-Shards often hold one class each, or one film: what lay side by side must not meet in a batch more often than chance
-has it. Beside our order stand a full shuffle of all samples, which would read every sample from another place, and the
-customary one: shards in random order, then a buffer of 5,000 samples. Only positions are computed; nothing is read.
+A shard often holds one class or one video, so neighbours in a shard should not share a batch more often than by chance.
+The order of the sampler is compared with two others. A full shuffle of all samples would read every sample from another
+position. The usual method reads shards in random order and then uses a buffer of 5,000 samples. The benchmark computes
+positions only and reads no shards.
 """
 
 import random
@@ -24,9 +25,9 @@ from runtime.settings import Settings, parse
 BUFFER = 5_000
 COLUMNS = ("median distance", "nearest 1 %", "same batch", "shards in a batch", "open places", "s")
 LEGEND = (
-    "Of samples that were neighbours in a shard: the median of how many others come between them, as a part of the "
-    "epoch; the distance that 1 % stay below; how many come in one batch. Then how many shards a batch is drawn from, "
-    "from how many places of the shards is read at a time, and the time to compute an epoch's order."
+    "For pairs of neighbours in a shard: the median distance in the order, as a part of the epoch; the distance that "
+    "1 % of the pairs stay below; the share of pairs in the same batch. Then the number of shards in a batch, the "
+    "number of positions that are read at the same time, and the time to compute the order of an epoch."
 )
 
 
@@ -34,28 +35,31 @@ class ShuffleBenchmark(Settings):
     """Distances of neighbours in the order of an epoch."""
 
     data_sets: list[tuple[int, int]] = Field(default=[(40, 250), (1000, 1281), (10_000, 1000)])
-    """shards and samples in each, one pair a data set"""
+    """number of shards and of samples in each shard, one pair per data set"""
     batch_size: int = Field(default=1024, ge=1)
-    """images of a batch"""
+    """images in a batch"""
     seed: int = Field(default=0, ge=0)
-    """of the orders"""
+    """seed of the orders"""
     output: Path | None = None
-    """file for the table, in Markdown"""
+    """Markdown file for the table"""
 
 
 def ours(counts: np.ndarray, seed: int) -> np.ndarray:
-    """Numbers of the samples in the order of the first epoch: (N,) int64."""
+    """Return the samples in the order of the first epoch: (N,) int64."""
     _, shards, samples = ShuffledSampler(counts, seed)(np.arange(counts.sum()))
     return (np.cumsum(counts) - counts)[shards] + samples
 
 
 def full(counts: np.ndarray, seed: int) -> np.ndarray:
-    """The same, every order being equally likely."""
+    """Return the samples in an order drawn from all orders with equal probability: (N,) int64."""
     return np.random.default_rng(seed).permutation(int(counts.sum()))
 
 
 def buffered(counts: np.ndarray, seed: int) -> np.ndarray:
-    """The same, of shards in random order through a buffer from which a random sample leaves for each that enters."""
+    """Return the samples after a shuffle of shards and a shuffle buffer: (N,) int64.
+
+    For each sample that enters the full buffer, a random sample leaves it.
+    """
     rng = random.Random(seed)
     starts, shards = np.cumsum(counts) - counts, list(range(len(counts)))
     rng.shuffle(shards)
@@ -73,11 +77,11 @@ def buffered(counts: np.ndarray, seed: int) -> np.ndarray:
 
 
 def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str, float]:
-    """What a batch sees of an order of N samples."""
+    """Return the measures of an order of N samples."""
     turns = np.empty_like(order)
-    turns[order] = np.arange(len(order))  # when each sample comes
+    turns[order] = np.arange(len(order))  # position of each sample in the epoch
     inside = np.ones(len(order), dtype=bool)
-    inside[np.cumsum(counts) - 1] = False  # the last of a shard has no neighbour after it
+    inside[np.cumsum(counts) - 1] = False  # the last sample of a shard has no next neighbour
     here, after = turns[inside[: len(turns)]], turns[1:][inside[:-1]]
     distance = np.abs(here - after)
     shards = np.repeat(np.arange(len(counts)), counts)[order]
@@ -85,13 +89,13 @@ def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str
     return {
         "median": float(np.median(distance)) / len(order),
         "percentile": float(np.percentile(distance, 1)),
-        "together": float((here // batch_size == after // batch_size).mean()),
+        "same_batch": float((here // batch_size == after // batch_size).mean()),
         "shards": float(np.mean([len(np.unique(batch)) for batch in batches[:: max(1, len(batches) // 100)]])),
     }
 
 
 def places(counts: np.ndarray, name: str) -> str:
-    """From how many places of the shards an epoch is read at a time."""
+    """Return the number of positions in shards that are read at the same time."""
     if name == "full shuffle":
         return f"{counts.sum():,}"
     order = ShuffledSampler(counts, 0)
@@ -124,7 +128,7 @@ def main(settings: ShuffleBenchmark) -> None:
                 name,
                 f"{m['median']:.1%}",
                 f"{m['percentile']:,.0f}",
-                f"{m['together']:.2%}",
+                f"{m['same_batch']:.2%}",
                 f"{m['shards']:,.0f}",
                 places(counts, name),
                 f"{seconds:.1f}",

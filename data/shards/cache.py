@@ -1,10 +1,13 @@
-"""A folder of files that stays below a bound: what was fetched or unpacked once, for all processes of a node.
+"""A cache folder of bounded size, shared by all processes of a node.
 
-An entry is written as `NAME.part` and renamed. The lock is on that part: a second process waits for the first, and a
-fetcher that dies leaves a part without a lock, which the next one takes over. `bytes` counts what the folder holds, and
-what is still being written. It may say too much after a kill and never too little: room is counted before it is used.
-Whoever would exceed the bound looks at all entries, removes those that were not used for longest, down to nine tenths,
-and writes the true count. Who has an entry open keeps it, and fetches it again the next time.
+The cache keeps downloaded and decompressed files. An entry is written as `NAME.part` and then renamed. The writer
+holds a lock on the part file. A second process waits for that lock. If a writer dies, the lock is released, and the
+next process starts the entry again.
+
+The file `bytes` holds the total size of the folder, including space reserved by writers. After a kill this number may
+be too high, but never too low, because space is counted before it is used. A process that would exceed the bound scans
+the folder, removes the least recently used entries down to nine tenths of the bound, and writes the correct total. A
+process that holds a removed entry open can still read it; the next open downloads it again.
 """
 
 import errno
@@ -15,36 +18,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.shards.tar import ShardError
+from data.shards.errors import ShardError
 
-SPARED = 2**28  # bytes of disk that are left free
-AHEAD = 2**26  # bytes; at most so many are counted before they come, where the size is not known
-KEPT = 0.9  # of the bound, after removing
+SPARE_BYTES = 2**28
+"""Disk space in bytes that is left free."""
+AHEAD = 2**26  # bytes; the largest reservation ahead of the data, for entries of unknown size
+KEPT = 0.9  # share of the bound that remains after removing entries
 PART = ".part"
 
 
+def cache_folder() -> Path:
+    """Return the cache folder: $TESSERA_CACHE, or `tessera` in the user's cache folder."""
+    if folder := os.environ.get("TESSERA_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+
+
 class CacheError(ShardError):
-    """The folder cannot take an entry."""
+    """The cache folder cannot take an entry."""
 
 
 class Cache:
-    """The entries below `folder`, which together take at most `limit` bytes. Usable from threads and after a fork.
+    """Entries below `folder` that together take at most `limit` bytes. Usable from threads and after a fork.
 
     Args:
-        folder: on a disk of this node; it is made when it is needed.
-        limit: bytes.
+        folder: a folder on a local disk; created when it is needed.
+        limit: largest total size in bytes.
     """
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
 
     def find(self, name: str, size: int | None = None) -> int | None:
-        """A descriptor of the entry, to be closed by the caller; None if there is none of that size in bytes."""
+        """Return a descriptor of an entry, which the caller closes; None if there is no entry of `size` bytes."""
         try:
             descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
-        if size is not None and os.fstat(descriptor).st_size != size:  # something else has written to it
+        if size is not None and os.fstat(descriptor).st_size != size:  # another program has changed the file
             os.close(descriptor)
             self.remove(name)
             return None
@@ -53,15 +64,15 @@ class Cache:
         return descriptor
 
     def open(self, name: str, fill: Callable[["Sink"], None], size: int | None = None) -> int:
-        """A descriptor of the entry, to be closed by the caller; one process makes it by `fill`, the others wait.
+        """Return a descriptor of an entry, which the caller closes. One process fills the entry, the others wait.
 
         Args:
-            name: letters and digits, evenly spread.
-            fill: writes the content; what it raises is raised here, and nothing is kept.
-            size: of the entry in bytes, where it is known.
+            name: letters and digits, evenly distributed, such as a hash.
+            fill: writes the content. Its exceptions are raised here, and the entry is discarded.
+            size: size of the entry in bytes; None if unknown.
 
         Raises:
-            CacheError: it does not fit, or the folder cannot be written to.
+            CacheError: the entry does not fit, or the folder cannot be written.
         """
         path = self._path(name)
         part = path.with_name(name + PART)
@@ -72,7 +83,7 @@ class Cache:
                 made = False
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
-                    if _is(descriptor, part):  # else another one has finished it, or given up
+                    if _names(part, descriptor):  # otherwise another process has renamed or removed the part
                         made = self._make(descriptor, part, path, fill, size)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:
@@ -85,7 +96,7 @@ class Cache:
             raise _unwritable(self.folder, error) from error
 
     def remove(self, name: str) -> None:
-        """Forgets an entry, if it is there."""
+        """Remove an entry if it exists."""
         with suppress(OSError):
             self._path(name).unlink()
 
@@ -93,8 +104,8 @@ class Cache:
         return self.folder / name[:2] / name
 
     def _make(self, descriptor: int, part: Path, path: Path, fill: Callable[["Sink"], None], size: int | None) -> bool:
-        """Under the lock on `part`; whether the descriptor is now that of the entry."""
-        if path.exists():  # made between the look and the lock
+        """Fill the locked part and rename it to `path`. Return False if the entry exists already."""
+        if path.exists():  # made between the search and the lock
             part.unlink()
             return False
         sink = Sink(self, descriptor)
@@ -102,29 +113,30 @@ class Cache:
             sink.reserve(size or 0)
             fill(sink)
             if size is not None and sink.written != size:
-                raise CacheError(f"{part}: {sink.written} bytes were written, not {size}")
+                raise CacheError(f"{part}: {sink.written} bytes were written, not {size}. Start again.")
             sink.close()
             part.rename(path)
             return True
-        except BaseException:  # what did not fit must not keep the disk full
+        except BaseException:  # a discarded part must not keep the disk full
             part.unlink(missing_ok=True)
             sink.restart()
             sink.close()
             raise
 
-    def count(self, descriptor: int, old: int, new: int) -> None:
-        """Makes the file of a part `new` bytes long, where it was counted as `old`, and makes room for it.
+    def resize(self, descriptor: int, old: int, new: int) -> None:
+        """Change the size of a part from `old` to `new` bytes, count the change, and make room if necessary.
 
         Raises:
-            CacheError: it is larger than the bound, or than the disk.
+            CacheError: the part exceeds the bound of the cache.
+            OSError: the disk is full.
         """
         if new > self.limit:
             raise CacheError(
                 f"{self.folder} may hold {self.limit / 1e9:.3g} GB, and one shard or block needs more than "
-                f"{new / 1e9:.3g} GB; raise source.cache_gb"
+                f"{new / 1e9:.3g} GB. Raise source.cache_gb."
             )
         with self._counter() as counter:
-            total = _number(counter)
+            total = _read_total(counter)
             if total is None or total + new - old > self.limit:
                 total = self._evict(int(KEPT * self.limit) - (new - old))
             if new > old and not self._fits(new - old):  # the disk is smaller than the bound
@@ -138,10 +150,11 @@ class Cache:
                 _allocate(descriptor, old, new)
 
     def _fits(self, size: int) -> bool:
-        return shutil.disk_usage(self.folder).free >= size + SPARED
+        return shutil.disk_usage(self.folder).free >= size + SPARE_BYTES
 
     @contextmanager
     def _counter(self) -> Iterator[int]:
+        """Lock the file `bytes` and yield its descriptor."""
         descriptor = os.open(self.folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -150,9 +163,9 @@ class Cache:
             os.close(descriptor)
 
     def _evict(self, target: int) -> int:
-        """Removes entries, those unused for longest first, until `target` bytes are left or none.
+        """Remove the least recently used entries until at most `target` bytes are left.
 
-        Returns what is left, in bytes, parts included.
+        Return the remaining size in bytes, including the parts of running writers.
         """
         total, entries = 0, []
         for folder in os.scandir(self.folder):
@@ -161,7 +174,7 @@ class Cache:
             for entry in os.scandir(folder.path):
                 try:
                     status = entry.stat()
-                    if entry.name.endswith(PART) and _dead(entry.path):
+                    if entry.name.endswith(PART) and _remove_if_abandoned(entry.path):
                         continue
                 except FileNotFoundError:
                     continue
@@ -178,20 +191,20 @@ class Cache:
 
 
 class Sink:
-    """Where the content of an entry is written."""
+    """Writer of the content of one entry."""
 
     def __init__(self, cache: Cache, descriptor: int):
         self._cache, self._descriptor, self._reserved = cache, descriptor, 0
         self.written = 0
-        os.ftruncate(descriptor, 0)  # what a killed process left
+        os.ftruncate(descriptor, 0)  # a killed process may have left bytes
 
     def reserve(self, size: int) -> None:
-        """Makes room for `size` bytes in all."""
+        """Reserve `size` bytes in total."""
         if size > self._reserved:
             self._resize(size)
 
     def write(self, data: bytes) -> None:
-        """Adds `data`.
+        """Append `data`.
 
         Raises:
             CacheError: there is no room.
@@ -209,37 +222,37 @@ class Sink:
             raise _unwritable(self._cache.folder, error) from error
 
     def restart(self) -> None:
-        """Begins anew."""
+        """Discard the content and start from the beginning."""
         self.written = 0
 
     def close(self) -> None:
-        """Gives back what was not used."""
+        """Release reserved bytes that were not used."""
         self._resize(self.written)
 
     def _resize(self, size: int) -> None:
         if size == self._reserved:
             return
         try:
-            self._cache.count(self._descriptor, self._reserved, size)
+            self._cache.resize(self._descriptor, self._reserved, size)
         except OSError as error:
             raise _unwritable(self._cache.folder, error) from error
         self._reserved = size
 
 
-def _is(descriptor: int, path: Path) -> bool:
-    """Whether `path` names the open file."""
+def _names(path: Path, descriptor: int) -> bool:
+    """Return True if `path` names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def _dead(part: str) -> bool:
-    """Removes a part whose writer is gone; says whether it was one."""
+def _remove_if_abandoned(part: str) -> bool:
+    """Remove a part that is not locked by a writer. Return True if it was such a part."""
     descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is(descriptor, Path(part)):
+        if _names(Path(part), descriptor):
             os.unlink(part)
         return True
     except BlockingIOError:
@@ -248,15 +261,16 @@ def _dead(part: str) -> bool:
         os.close(descriptor)
 
 
-def _number(counter: int) -> int | None:
+def _read_total(counter: int) -> int | None:
+    """Return the number in the file `bytes`; None if the file is new or damaged."""
     try:
         return int(os.pread(counter, 32, 0))
-    except ValueError:  # new, or damaged
+    except ValueError:
         return None
 
 
 def _allocate(descriptor: int, old: int, new: int) -> None:
-    """Makes the file `new` bytes long, on the disk as well where that is possible."""
+    """Extend a file to `new` bytes, and reserve them on the disk if the file system supports that."""
     try:
         os.posix_fallocate(descriptor, old, new - old)
     except OSError as error:
@@ -267,6 +281,6 @@ def _allocate(descriptor: int, old: int, new: int) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> CacheError:
     return CacheError(
-        f"cannot write {folder}: {error.strerror}; set TESSERA_CACHE to a local folder with space, "
-        "or source.cache_gb to less than its disk has"
+        f"cannot write {folder}: {error.strerror}. Set TESSERA_CACHE to a local folder with space, "
+        "or source.cache_gb to less than its disk has."
     )

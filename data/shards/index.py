@@ -1,37 +1,33 @@
-"""The index of a folder of shards: all that a run needs to know before it reads the first image.
+"""The two index files beside shards, with which a run starts without reading the header of any shard.
 
-`index.json` lists the shards of its folder, in the form of webdataset's own `wids` indices and with a few entries more;
-`SHARD.tar.index` beside each says where its samples lie. With them a run starts without reading a header of any shard,
-which is what makes a hundred thousand remote ones usable. Both may come from a stranger: nothing in them is unpickled,
-becomes a path outside their folder, or is believed about memory.
+`index.json` lists the shards of its folder, in the format of webdataset's `wids` indices plus a few optional keys.
+`SHARD.tar.index` is a NumPy archive with the names and byte positions of the samples of one shard. Both may come from
+an untrusted source: nothing is unpickled, names cannot leave the folder, and sizes are checked before memory is taken.
 """
 
 import io
-import os
-import uuid
 import zipfile
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from data.shards.tar import LARGEST_MEMBER, Index, ShardError
+from data.shards.errors import REPLACE_INDEX, ShardError
+from data.shards.tar import LARGEST_MEMBER, Index
+from runtime.files import atomic_write
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"
-"""what is added to the name of a shard"""
+"""Suffix of the table of a shard."""
 LARGEST_TABLE = 2**30  # bytes; a million samples take about 60 MB
-
-REMAKE = "make it again with `python -m data.check_shards SHARDS --write_index true`"
-REMEDY = f"{REMAKE}, or remove it"
+LARGEST_FOLDER_INDEX = 2**28  # bytes; a hundred thousand shards take about 20 MB
 
 
-def _plain(name: str) -> str:
-    """A name without a folder."""
+def _file_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a file in the folder of the index")
+        raise ValueError(f"{name!r} does not name a file in the folder of the index")
     return name
 
 
@@ -40,19 +36,20 @@ class ShardEntry(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    url: Annotated[str, AfterValidator(_plain)]
-    """name of the file"""
+    url: Annotated[str, AfterValidator(_file_name)]
+    """File name of the shard."""
     nsamples: int = Field(ge=1)
+    """Number of samples."""
     filesize: int = Field(ge=1)
-    """bytes"""
+    """Size in bytes."""
     labelled: int | None = Field(default=None, ge=0)
-    """samples with a label; None in an index that other tools wrote"""
+    """Number of samples with a label; None in an index that another tool wrote."""
     sha256: str | None = None
-    """of the file, in hexadecimal"""
+    """SHA-256 of the file in hexadecimal."""
 
 
 class FolderIndex(BaseModel):
-    """The shards of one folder, in their order."""
+    """The shards of one folder, in order."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
@@ -61,40 +58,58 @@ class FolderIndex(BaseModel):
     name: str = ""
     shardlist: list[ShardEntry] = Field(min_length=1)
     image_sizes: dict[str, int] = {}
-    """images by their longer side: its upper bound in pixels, a power of two -> how many"""
+    """Histogram of image sizes: upper bound of the longer side in pixels, a power of two -> number of images."""
+    mean: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    """Mean of each channel over all pixels, in [0, 1]; None if it was not computed."""
+    std: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    """Standard deviation of each channel over all pixels."""
+
+    @model_validator(mode="after")
+    def _same_channels(self) -> Self:
+        if len(self.mean or ()) != len(self.std or ()):
+            raise ValueError("mean and std have different numbers of channels")
+        return self
 
 
-def read_folder(content: bytes, path: str) -> FolderIndex:
-    """The index in the bytes of an `index.json`; `path` is for messages.
+def parse_folder(content: bytes, path: str) -> FolderIndex:
+    """Parse the content of an `index.json`.
+
+    Args:
+        content: bytes of the file.
+        path: name of the file in error messages.
 
     Raises:
-        ShardError: not such an index.
+        ShardError: the content is not such an index.
     """
     try:
         return FolderIndex.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ShardError(f"{path}: not an index of shards ({where}: {first['msg']}); {REMEDY}") from None
+        raise ShardError(f"{path}: not an index of shards ({where}: {first['msg']}). {REPLACE_INDEX}") from None
 
 
 def write_folder(folder: str | Path, index: FolderIndex) -> None:
-    """Writes `index.json`; a reader meets the old one or the new one."""
-    write_whole(Path(folder) / FOLDER_INDEX, index.model_dump_json(by_alias=True, exclude_none=True, indent=1).encode())
+    """Write `index.json` atomically."""
+    with atomic_write(Path(folder) / FOLDER_INDEX, sync=True) as path:
+        path.write_text(index.model_dump_json(by_alias=True, exclude_none=True, indent=1))
 
 
 def write_table(shard: str | Path, table: Index) -> None:
-    """Writes where the samples of a shard lie, beside it."""
-    content = io.BytesIO()
-    np.savez(content, **table._asdict())
-    write_whole(Path(f"{shard}{TABLE}"), content.getvalue())
+    """Write the index of a shard beside it, atomically."""
+    with atomic_write(f"{shard}{TABLE}", sync=True) as path, path.open("wb") as file:
+        np.savez(file, **table._asdict())
 
 
-def read_table(content: bytes, path: str) -> Index:
-    """Where the samples of a shard lie, from the bytes of a `SHARD.tar.index`; `path` is for messages.
+def parse_table(content: bytes, path: str) -> Index:
+    """Parse the content of a `SHARD.tar.index`.
+
+    Args:
+        content: bytes of the file.
+        path: name of the file in error messages.
 
     Raises:
-        ShardError: not such a table, or one that points outside the shard.
+        ShardError: the content is not such a table, or points outside the shard.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -103,13 +118,13 @@ def read_table(content: bytes, path: str) -> Index:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             table = Index(**{name: arrays[name] for name in Index._fields})
         _check(table)
-    except Exception as error:  # a damaged zip or array ends in many ways
-        raise ShardError(f"{path}: not a table of samples ({error}); {REMEDY}") from None
+    except Exception as error:  # damaged archives and arrays raise many kinds of errors
+        raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
     return table
 
 
 def _check(table: Index) -> None:
-    """Refuses arrays that do not belong together."""
+    """Raise `ValueError` if the arrays of a table contradict each other."""
     kinds = {"keys": np.uint8, "ends": np.int64, "images": np.int64, "labels": np.int64, "summary": np.int64}
     samples = len(table.ends)
     shapes = {
@@ -130,15 +145,3 @@ def _check(table: Index) -> None:
         raise ValueError("it points outside its shard, or its counts differ")
     if (np.diff(table.ends, prepend=0) < 0).any() or table.ends[-1] != len(table.keys):
         raise ValueError("its names overlap")
-
-
-def write_whole(target: Path, content: bytes) -> None:
-    """Writes a file; a reader meets the old one or the new one, and a kill leaves `.NAME.*.part` at most."""
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            os.fsync(file.fileno())
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

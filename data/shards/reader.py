@@ -1,7 +1,8 @@
-"""Samples of a list of shards, by number, wherever the shards lie.
+"""Samples of a list of shards, read by number.
 
-The order takes blocks of neighbours, so a block of a remote shard is one request, kept in the cache for the other
-workers and processes of the node; small blocks of data that the cache can hold are read with their neighbours.
+The sampler visits blocks of neighbouring samples. A block of a remote shard is downloaded in one request and cached
+for the other workers and processes of the node. If the cache can hold the complete data set, small blocks are
+downloaded together with neighbouring blocks.
 """
 
 import functools
@@ -15,16 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from data.shards.cache import CacheError
-from data.shards.index import REMAKE
+from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 from data.shards.shard import ShardList
-from data.shards.tar import REMEDY, Index, ShardError, is_member
+from data.shards.tar import Index, is_member
 
-KEPT_SAMPLES = 2_000_000  # whose places a reader remembers, about 60 bytes each
+KEPT_SAMPLES = 2_000_000  # samples whose positions stay in memory, about 60 bytes each
 KEPT_FILES = 128
-LARGEST_PART = 64 * 2**20  # bytes of one request
-USUAL_PART = 8 * 2**20  # bytes, where the size of a request is free
-FETCHERS = 4  # requests of one reader at a time
-MOST_LOST = 10  # shards in a row
+LARGEST_REQUEST = 64 * 2**20  # bytes
+USUAL_REQUEST = 8 * 2**20  # bytes, where the size of a request may be chosen
+FETCHERS = 4  # simultaneous requests of one reader
+MOST_LOST = 10  # unreadable shards in a row
 HEADER = 512  # bytes before each member
 
 log = logging.getLogger(__name__)
@@ -32,11 +33,11 @@ T = TypeVar("T")
 
 
 class UnreadableError(ShardError):
-    """A shard that has become unreadable, and is to be skipped."""
+    """A shard has become unreadable and is skipped."""
 
 
 class _File:
-    """An open tar, closed when the last reference goes."""
+    """An open local tar. The descriptor is closed when the object is deleted."""
 
     def __init__(self, path: str):
         self.descriptor = -1
@@ -50,15 +51,16 @@ class _File:
 
 
 class Reader:
-    """Reads samples of a list of shards. It opens files when they are first needed: make one in each process.
+    """Reader of the samples of a list of shards. Files are opened when first needed, so create one in each process.
 
-    Its methods raise `UnreadableError` for a shard that has vanished, has changed or does not come, if such shards are
-    to be skipped, and else ShardError; and ShardError for the tenth in a row, or when no shard is left.
+    A shard may vanish, change, or fail to download. If unreadable shards are skipped, methods then raise
+    `UnreadableError`, and `ShardError` after ten such shards in a row or when no shard is left. Otherwise methods raise
+    `ShardError`.
 
     Args:
-        readers: of this process, which share what is kept in memory and open.
-        block: neighbouring samples that are read at about the same time (see `Order`); None if all are, one after the
-            other.
+        shards: opened shards.
+        readers: number of readers in this process, which share the limits on memory and open files.
+        block: number of neighbouring samples that the sampler visits together; None if samples are read in order.
     """
 
     def __init__(self, shards: ShardList, readers: int = 1, block: int | None = None):
@@ -67,186 +69,201 @@ class Reader:
         self._index = functools.lru_cache(kept)(functools.partial(_load_index, shards))
         files = max(KEPT_FILES // readers, 1)
         self._file = functools.lru_cache(files)(lambda shard: _File(shards.shards[shard].path))
-        self._plain = functools.lru_cache(2**16)(lambda shard: shards.shards[shard].plain)
+        self._is_local = functools.lru_cache(2**16)(lambda shard: shards.shards[shard].is_local_tar)
         total = int(shards.sizes.sum())
-        usual = max(USUAL_PART * shards.images // max(total, 1), 1)  # samples
+        usual = max(USUAL_REQUEST * shards.images // max(total, 1), 1)  # samples
         if block is None:
-            self._together = usual
-        elif total <= shards.source.cache_gb * 1e9 / 2:  # all of it will be read and can be kept
-            self._together = max(usual // block, 1) * block
+            self._samples_per_request = usual
+        elif total <= shards.source.cache_gb * 1e9 / 2:  # the cache can hold all shards, and all of them will be read
+            self._samples_per_request = max(usual // block, 1) * block
         else:
-            self._together = block
+            self._samples_per_request = block
         self._lost: dict[int, str] = {}
         self._lost_in_a_row = 0
 
     def name(self, shard: int, sample: int) -> str:
-        """`shard.tar/key`."""
-        return f"{self._shards.shards[shard].name}/{self._tried(shard, lambda: self._index(shard)).key(sample)}"
+        """Return `SHARD.tar/KEY`."""
+        return f"{self._shards.shards[shard].name}/{self._guard(shard, lambda: self._index(shard)).key(sample)}"
 
     def image(self, shard: int, sample: int) -> bytes:
-        """The encoded image."""
+        """Return the encoded image of a sample."""
 
         def read() -> bytes:
             offset, size = map(int, self._index(shard).images[sample])
             return self._member(shard, sample, offset, size, size)
 
-        return self._tried(shard, read)
+        return self._guard(shard, read)
 
     def label(self, shard: int, sample: int) -> int:
-        """The class of the sample.
+        """Return the class number of a sample.
 
         Raises:
-            ShardError: it has none, or not an integer.
+            ShardError: the sample has no label, or its label is not an integer.
         """
-        offset, size = map(int, self._tried(shard, lambda: self._index(shard)).labels[sample])
+        offset, size = map(int, self._guard(shard, lambda: self._index(shard)).labels[sample])
         if offset < 0:
-            raise ShardError(f"labels are needed here, and {self.name(shard, sample)} has none; add KEY.cls members")
-        text = self._tried(shard, lambda: self._member(shard, sample, offset, size, min(size, 64)))
+            raise ShardError(
+                f"labels are needed here, and {self.name(shard, sample)} has none. Add KEY.cls members to the shard."
+            )
+        text = self._guard(shard, lambda: self._member(shard, sample, offset, size, min(size, 64)))
         try:
             return int(np.int64(int(text)))
         except (ValueError, OverflowError):
-            name = self.name(shard, sample)
-            raise ShardError(f"labels are needed here, and that of {name} is {text!r}, not an integer") from None
+            raise ShardError(
+                f"labels are needed here, and that of {self.name(shard, sample)} is {text!r}, not an integer. "
+                "Correct the .cls member."
+            ) from None
 
     def prepare(self, shards: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray) -> None:
-        """Fetches what these samples need and the cache lacks, several requests at a time.
+        """Download the parts of shards that hold these samples and are not cached, with several requests at a time.
 
-        What fails here is said where the sample is read.
+        Errors are deferred until the sample is read.
         """
         wanted = [
-            (int(shard), int(sample)) for shard, sample in zip(shards, samples, strict=True) if not self._plain(shard)
+            (int(shard), int(sample))
+            for shard, sample in zip(shards, samples, strict=True)
+            if not self._is_local(shard)
         ]
         if not wanted:
             return
         with ThreadPoolExecutor(FETCHERS) as pool:
-            self._all(pool, self._index, {(shard,) for shard, _ in wanted})
-            parts = {(shard, *part) for (shard, _), part in self._all(pool, self._part, set(wanted))}
-            self._all(pool, lambda *part: os.close(self._open(*part)[0]), parts)
+            self._map(pool, self._index, {(shard,) for shard, _ in wanted})
+            ranges = {(shard, *span) for (shard, _), span in self._map(pool, self._request, set(wanted))}
+            self._map(pool, lambda *span: os.close(self._open(*span)[0]), ranges)
 
-    def _all(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
-        """What `do` gives for each call, whose first argument is a shard; without the shards that are lost."""
+    def _map(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
+        """Return each call with its result. The first argument of a call is a shard; skip the lost shards."""
 
         def one(call: tuple[int, ...]) -> list[tuple[Any, T]]:
             try:
-                return [(call, self._tried(call[0], lambda: do(*call)))]
+                return [(call, self._guard(call[0], lambda: do(*call)))]
             except UnreadableError:
                 return []
 
-        return [given for found in pool.map(one, calls) for given in found]
+        return [result for results in pool.map(one, calls) for result in results]
 
-    def _tried(self, shard: int, do: Callable[[], T]) -> T:
-        """What `do` gives; a shard that has failed is not asked again."""
+    def _guard(self, shard: int, do: Callable[[], T]) -> T:
+        """Call `do` and return its result. Remember a shard that fails, and do not read it again."""
         try:
             if shard in self._lost:
                 raise ShardError(self._lost[shard])
-            given = do()
+            result = do()
             self._lost_in_a_row = 0
-            return given
+            return result
         except CacheError:
             raise
         except ShardError as error:
-            if self._shards.source.unreadable == "stop":
-                raise
             self._lost_in_a_row += shard not in self._lost
             self._lost[shard] = str(error)
+            if self._shards.source.unreadable == "stop":
+                raise
             if self._lost_in_a_row >= MOST_LOST or len(self._lost) == len(self._shards.shards):
                 raise ShardError(f"{self._lost_in_a_row} shards in a row cannot be read; the last: {error}") from error
             raise UnreadableError(str(error)) from error
 
     def _member(self, shard: int, sample: int, offset: int, size: int, wanted: int) -> bytes:
-        """The first `wanted` bytes of a member, once its header is found before it."""
-        index, plain = self._index(shard), self._plain(shard)
-        for _ in range(1 if plain else 2):
-            header, data, name = (self._in_place if plain else self._fetched)(shard, sample, offset, wanted)
+        """Return the first `wanted` bytes of a member, after a check of the header before the member."""
+        index, local = self._index(shard), self._is_local(shard)
+        for _ in range(1 if local else 2):
+            header, data, name = (self._read_local if local else self._read_cached)(shard, sample, offset, wanted)
             if len(data) == wanted and is_member(header, index.key(sample), size):
                 return data
-            if not plain:
-                self._shards.shards[shard].cache.remove(name)  # damaged on the disk, perhaps
+            if not local:
+                self._shards.shards[shard].cache.remove(name)  # perhaps only the cached copy is damaged
         raise ShardError(
-            f"{self._shards.shards[shard].path}: {index.key(sample)} is not at byte {offset}, where the index says; "
-            f"the shard has changed, or its index is of another one: {REMAKE}"
+            f"{self._shards.shards[shard].path}: {index.key(sample)} is not at byte {offset}, where the index says. "
+            f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
         )
 
-    def _fetched(self, shard: int, sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
-        """A member's header and the beginning of its content; and the name of the entry of the cache with both."""
+    def _read_cached(self, shard: int, sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
+        """Return a member's header, the beginning of its content, and the name of the cache entry with both."""
         start, end = offset - HEADER, offset + wanted
-        part = self._part(shard, sample)
-        if not part[0] <= start <= end <= part[1]:  # a label far from its image
-            part = (start, end)
-        descriptor, first, name = self._open(shard, *part)
+        span = self._request(shard, sample)
+        if not span[0] <= start <= end <= span[1]:  # the label is not in the byte range of its image
+            span = (start, end)
+        descriptor, first, name = self._open(shard, *span)
         try:
-            return *_both(descriptor, offset - first, wanted), name
+            return *_read_member(descriptor, offset - first, wanted), name
         finally:
             os.close(descriptor)
 
-    def _in_place(self, shard: int, _sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
-        """The same of a shard on a disk."""
+    def _read_local(self, shard: int, _sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
+        """Return a member's header, the beginning of its content, and the path of the local shard."""
         opened = self._shards.shards[shard]
         path = opened.path
         try:
             file, expected = self._file(shard), int(self._index(shard).summary[2])
             if file.size != expected:
-                raise ShardError(f"{path}: was {expected} bytes when it was opened and is now {file.size}; {REMEDY}")
+                raise ShardError(
+                    f"{path}: was {expected} bytes when it was opened and is now {file.size}. {MAKE_SHARD_AGAIN}"
+                )
             if file.modified != opened.modified:
-                raise ShardError(f"{path}: has changed since it was opened; start again")
-            header, data = _both(file.descriptor, offset, wanted)
+                raise ShardError(f"{path}: has changed since it was opened. Restart the run.")
+            header, data = _read_member(file.descriptor, offset, wanted)
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}; restore the shard or remove it from the list") from error
+            raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
         if len(data) != wanted:
             size = os.fstat(file.descriptor).st_size
-            raise ShardError(f"{path}: truncated at byte {size} while in use, expected {offset + wanted}; {REMEDY}")
+            raise ShardError(
+                f"{path}: truncated at byte {size} while in use, expected {offset + wanted}. {MAKE_SHARD_AGAIN}"
+            )
         return header, data, path
 
-    def _part(self, shard: int, sample: int) -> tuple[int, int]:
-        """The bytes that are fetched for a sample: of its block and perhaps more, or of less if they are too many."""
+    def _request(self, shard: int, sample: int) -> tuple[int, int]:
+        """Return the byte range to download for a sample: its block, several blocks, or a part of a block."""
         index = self._index(shard)
-        first = sample // self._together * self._together
-        last = min(first + self._together, len(index.images))
-        while (span := _span(index, first, last))[1] - span[0] > LARGEST_PART and last - first > 1:
+        first = sample // self._samples_per_request * self._samples_per_request
+        last = min(first + self._samples_per_request, len(index.images))
+        while (span := _span(index, first, last))[1] - span[0] > LARGEST_REQUEST and last - first > 1:
             middle = (first + last) // 2
             first, last = (first, middle) if sample < middle else (middle, last)
-        if span[1] - span[0] > LARGEST_PART:
+        if span[1] - span[0] > LARGEST_REQUEST:
             offset, size = map(int, index.images[sample])
             return offset - HEADER, offset + size
         return span
 
     def _open(self, shard: int, start: int, end: int) -> tuple[int, int, str]:
-        """A descriptor of some bytes of a shard, where in the shard they begin, and their name in the cache."""
+        """Return a descriptor of a byte range, the position in the shard where it begins, and its name in the cache."""
         opened = self._shards.shards[shard]
-        whole = opened.entry("whole")
-        if not opened.in_parts:
+        whole = opened.cache_name("whole")
+        if not opened.supports_ranges:
             return opened.open(), 0, whole
-        descriptor = opened.cache.find(whole)  # left from when its headers were read
+        descriptor = opened.cache.find(whole)  # the shard was downloaded to read its headers
         if descriptor is not None:
             return descriptor, 0, whole
-        return opened.part(start, end), start, opened.entry(f"{start}-{end}")
+        return opened.open_range(start, end), start, opened.cache_name(f"{start}-{end}")
 
 
 def warn_of_small_cache(sources: Sequence[ShardList], spans: Sequence[int]) -> None:
-    """Says when a cache cannot hold what is read at the same time, `spans` samples of each source."""
+    """Log a warning if the cache is smaller than the parts of shards that are in use at the same time.
+
+    Args:
+        sources: sources of a mixture.
+        spans: number of samples of each source that are in use at the same time.
+    """
     limit = min(opened.source.cache_gb for opened in sources) * 1e9
     needed = 0.0
     for opened, span in zip(sources, spans, strict=True):
-        shard = next((shard for shard in opened.shards if not shard.plain), None)
+        shard = next((shard for shard in opened.shards if not shard.is_local_tar), None)
         if shard is not None:
-            with suppress(ShardError):  # said where it is read
-                needed += float(opened.sizes.sum()) * (min(span / opened.images, 1) if shard.in_parts else 1)
+            with suppress(ShardError):  # raised again when the shard is read
+                needed += float(opened.sizes.sum()) * (min(span / opened.images, 1) if shard.supports_ranges else 1)
     if needed > limit:
         log.warning(
-            "about %.3g GB of shards that are fetched or unpacked are in use at a time, and the cache may hold %.3g: "
-            "raise source.cache_gb or lower stream.window_gb, or they are fetched again and again",
+            "about %.3g GB of downloaded or decompressed shards are in use at a time, and the cache may hold %.3g GB: "
+            "raise source.cache_gb or lower stream.window_gb, or the same parts are downloaded again and again",
             needed / 1e9,
             limit / 1e9,
         )
 
 
-def _both(descriptor: int, offset: int, wanted: int) -> tuple[bytes, bytes]:
-    """A member's header and the beginning of its content, which lies at `offset`."""
+def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, bytes]:
+    """Return the header and the first `wanted` bytes of the member whose content begins at `offset`."""
     return os.pread(descriptor, HEADER, offset - HEADER), os.pread(descriptor, wanted, offset)
 
 
 def _span(index: Index, first: int, last: int) -> tuple[int, int]:
-    """Where the members of some neighbours begin and end, headers included."""
+    """Return the byte range of the members of samples `first` to `last`, with their headers."""
     labels = index.labels[first:last]
     places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0]])  # (M, 2)
     return int(places[:, 0].min()) - HEADER, int(places.sum(1).max())
@@ -257,6 +274,6 @@ def _load_index(shards: ShardList, shard: int) -> Index:
     if index.summary[0] != shards.counts[shard]:
         raise ShardError(
             f"{opened.path}: has {index.summary[0]} samples, and {shards.counts[shard]} in index.json or when it was "
-            f"opened: it has changed; start again, or if it is the index, {REMAKE}"
+            f"opened. The shard or the index has changed. Restart the run. If the index is wrong: {MAKE_INDEX_AGAIN}"
         )
     return index

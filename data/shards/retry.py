@@ -1,4 +1,4 @@
-"""What can fail for a while: done again after a growing pause where that can help, and given up in bounded time."""
+"""Retries with growing pauses, and time limits, for requests to other machines."""
 
 import itertools
 import logging
@@ -10,83 +10,100 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from data.shards.tar import ShardError
+from data.shards.errors import RESTORE_SHARD, ShardError
 from runtime.settings import Section
 
-BACKOFF = 0.5  # seconds before the second attempt; twice that before the third
+BACKOFF = 0.5  # seconds before the second attempt; each later pause is twice as long
 LONGEST_PAUSE = 30.0  # seconds
-PATIENT = (408, 429)  # of the statuses 400 to 499, those that may pass
+TRANSIENT = (408, 429)  # HTTP statuses of 400 to 499 that are worth another attempt
+PERMANENT = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    ValueError,
+)
+"""Errors that another attempt does not mend."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class SourceConfig(Section):
-    """How shards are reached. None of it changes which sample comes when."""
+    """Access to shards. No setting here changes the order of samples."""
 
     unreadable: Literal["stop", "skip"] = "stop"
-    """a shard that cannot be read stops the run, or is left out, named and counted"""
+    """stop: a shard that cannot be read stops the run; skip: it is left out, named and counted"""
     retries: int = Field(default=5, ge=0)
-    """attempts after the first one, each after about twice the pause"""
+    """attempts after the first one; each pause is about twice the pause before"""
     timeout: float = Field(default=60, gt=0)
-    """seconds without an answer after which a request has failed"""
+    """seconds without an answer after which a request fails"""
     cache_gb: float = Field(default=64, gt=0)
-    """GB that remote blocks and unpacked shards may take below $TESSERA_CACHE on each node"""
+    """largest size in GB of the cache of remote blocks and decompressed shards below $TESSERA_CACHE on each node"""
 
 
 DEFAULT = SourceConfig()
 
 
 class NoRangesError(Exception):
-    """A server that sends whole files only."""
+    """The server sends complete files only."""
 
 
-def within(seconds: float, do: Callable[[], T]) -> T:
-    """What `do` gives. One that takes too long is left alone in its thread: nothing can end it from outside.
+def with_timeout(seconds: float, do: Callable[[], T]) -> T:
+    """Call `do` in a thread and return its result.
+
+    A call that takes too long is abandoned: its thread cannot be stopped from outside and runs on.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: there was no result after `seconds`.
     """
-    given: list[T] = []
-    failed: list[BaseException] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            given.append(do())
-        except BaseException as error:  # raised again where it is waited for
-            failed.append(error)
+            results.append(do())
+        except BaseException as error:  # raised again in the calling thread
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not given:
+    if errors:
+        raise errors[0]
+    if not results:
         raise TimeoutError(f"no answer for {seconds:g} s")
-    return given[0]
+    return results[0]
 
 
-def patiently(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
-    """What `do` gives, tried again when that can help."""
+def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
+    """Call `do` and return its result. Repeat the call after transient errors.
+
+    Raises:
+        ShardError: the error is permanent, or all attempts failed.
+        NoRangesError: raised by `do`.
+    """
     for attempt in itertools.count(1):
         try:
             return do()
         except (ShardError, NoRangesError):
             raise
-        except Exception as error:  # each file system has its own
-            said = f"{url}: {_words(error)}"
-            if _final(error):
-                raise ShardError(f"{said}; restore the shard or remove it from the list") from error
+        except Exception as error:  # each file system of fsspec raises its own classes
+            message = f"{url}: {_describe(error)}"
+            if _is_permanent(error):
+                raise ShardError(f"{message}. {RESTORE_SHARD}") from error
             if attempt > source.retries:
-                raise ShardError(f"{said}, {attempt} times; restore the shard or remove it from the list") from error
+                raise ShardError(f"{message}, {attempt} times. {RESTORE_SHARD}") from error
         pause = min(BACKOFF * 2 ** (attempt - 1), LONGEST_PAUSE) * random.SystemRandom().uniform(0.5, 1.5)
-        log.warning("%s; trying again in %.1f s (%d of %d)", said, pause, attempt, source.retries)
+        log.warning("%s; trying again in %.1f s (%d of %d)", message, pause, attempt, source.retries)
         time.sleep(pause)
-    raise AssertionError
+    raise AssertionError("unreachable: the loop is endless")
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from."""
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, its cause, the cause of that, and so on."""
     following: BaseException | None = error
     while following is not None:
         yield following
@@ -94,53 +111,41 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of aiohttp, botocore or gcsfs came from."""
-    for one in _chain(error):
+    """Return the HTTP status from which an error of aiohttp, botocore or gcsfs comes; None if there is none."""
+    for one in _causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-        gcsfs = type(one).__module__.startswith("gcsfs")  # with aiohttp a short body has the `code` 400
+        gcsfs = type(one).__module__.startswith("gcsfs")  # aiohttp sets `code` to 400 when a body is too short
         status = answer or getattr(one, "status", None) or (getattr(one, "code", None) if gcsfs else None)
         if str(status).isdigit() and int(str(status)) >= 400:
             return int(str(status))
     return None
 
 
-def missing(error: BaseException) -> bool:
-    """Whether there is no such file for us."""
-    return _final(error) and (
+def is_missing(error: BaseException) -> bool:
+    """Return True if the error says that the file does not exist or that access is denied."""
+    return _is_permanent(error) and (
         isinstance(error, (FileNotFoundError, PermissionError)) or (_status(error) or 0) in range(400, 500)
     )
 
 
-def _final(error: BaseException) -> bool:
-    """Whether another attempt would fail as well."""
+def _is_permanent(error: BaseException) -> bool:
     if status := _status(error):
-        return status < 500 and status not in PATIENT
-    if any("Credentials" in type(one).__name__ for one in _chain(error)):
+        return status < 500 and status not in TRANSIENT
+    if any("Credentials" in type(one).__name__ for one in _causes(error)):
         return True
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        return _final(error.__cause__)  # fsspec says that of every trouble on the way
-    return isinstance(
-        error,
-        (
-            FileNotFoundError,
-            PermissionError,
-            IsADirectoryError,
-            NotImplementedError,
-            ImportError,
-            TypeError,
-            ValueError,
-        ),
-    )
+        return _is_permanent(error.__cause__)  # fsspec raises FileNotFoundError for every connection problem
+    return isinstance(error, PERMANENT)
 
 
-def _words(error: BaseException) -> str:
-    """One line for the user."""
+def _describe(error: BaseException) -> str:
+    """Return one line for the user."""
     status = _status(error)
-    root = list(_chain(error))[-1]
-    said = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
+    root = list(_causes(error))[-1]
+    text = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
     if isinstance(root, FileNotFoundError) or status == 404:
         return "not found"
     kind = type(root).__name__
-    said = said if kind in ("OSError", "TimeoutError") and said else f"{kind} {said}".strip()
-    return f"status {status} ({said})" if status else said
+    text = text if kind in ("OSError", "TimeoutError") and text else f"{kind} {text}".strip()
+    return f"status {status} ({text})" if status else text

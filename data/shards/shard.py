@@ -1,193 +1,196 @@
-"""One shard wherever it lies: on a disk, behind a URL, or as the output of a command.
+"""One shard on a disk, behind a URL, or as the output of a command.
 
-A plain local tar is read in place. Of a remote tar, stretches of neighbouring samples are fetched into the cache of the
-node. What cannot be read from the middle is fetched whole: a `.tar.gz`, which is decompressed on the way, a command's
-output, and what a web server without byte ranges sends.
+A local tar is read in place. From a remote tar, byte ranges of neighbouring samples are downloaded into the cache of
+the node. Complete files are downloaded where byte ranges are not possible: a `.tar.gz`, which is decompressed on the
+way, the output of a command, and files of a web server without byte ranges.
 """
 
 import functools
 import hashlib
 import logging
 import os
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from data.shards import remote
-from data.shards.cache import Cache, Sink
-from data.shards.index import LARGEST_TABLE, REMAKE, TABLE, read_table
+from data.shards.cache import Cache, Sink, cache_folder
+from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.index import LARGEST_TABLE, TABLE, parse_table
 from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
-from data.shards.tar import REMEDY, Index, ShardError, cache_folder, walk
+from data.shards.tar import Index, scan_tar
+from runtime.files import atomic_write
 
 log = logging.getLogger(__name__)
 
 
 class _NoTableError(Exception):
-    """Nothing there, and nothing to keep."""
+    """There is no table beside the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard as it was when it was opened. Path, size and version name what the cache knows of it."""
+    """A shard at the time when it was opened. Path, size and version identify its entries in the cache."""
 
     path: str
-    """a path, a URL, or `pipe:COMMAND`"""
+    """Path, URL, or `pipe:COMMAND`."""
     size: int
-    """bytes as it is stored; 0 where that is not known"""
+    """Size of the stored file in bytes; 0 if unknown."""
     version: str
-    """changes when the shard does, as far as file system or server say: times, an ETag, a checksum"""
+    """Text that changes with the file, from the file system or server: times, an ETag, a checksum."""
     modified: int = 0
-    """of a local one: nanoseconds since 1970"""
+    """Modification time of a local shard in nanoseconds since 1970."""
     sha256: str | None = None
-    """from an index.json; compared where the whole shard is fetched"""
+    """SHA-256 from an `index.json`, checked where the complete shard is downloaded."""
     source: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
 
     @classmethod
     def at(cls, path: str, source: SourceConfig = DEFAULT) -> "Shard":
-        """The shard at `path`.
+        """Return the shard at `path`.
 
         Raises:
-            ShardError: nothing there that could be one.
+            ShardError: the path does not exist or cannot be a shard.
         """
         if path.startswith(remote.PIPE):
             return cls(path, 0, "", source=source)
         if os.path.isdir(path):
             raise ShardError(
-                f"{path}: is a folder; shards in it are '{path}/*.tar', and `python -m data.make_shards {path} SHARDS` "
-                "makes shards of images"
+                f"{path}: is a folder. Name the shards in it by '{path}/*.tar', or make shards of the images in it by "
+                f"`python -m data.make_shards {path} SHARDS`."
             )
         if not remote.without_query(path).endswith((".tar", ".tar.gz")):
-            raise ShardError(f"{path}: not named .tar or .tar.gz")
+            raise ShardError(f"{path}: not named .tar or .tar.gz. Rename the file or remove it from the list.")
         if remote.is_remote(path):
             return cls(path, *remote.describe(path, source), source=source)
         try:
             status = os.stat(path)
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}; restore the shard or remove it from the list") from error
+            raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
         if not status.st_size:
-            raise ShardError(f"{path}: has 0 bytes; {REMEDY}")
-        # the second time is the system's own: a copy may keep the first one of the file that it replaces
+            raise ShardError(f"{path}: has 0 bytes. {MAKE_SHARD_AGAIN}")
+        # The change time is set by the system alone, while a copy may keep the modification time of another file.
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
         return cls(path, status.st_size, version, status.st_mtime_ns, source=source)
 
     @property
     def name(self) -> str:
-        """The last part of its path: samples are `name/key`."""
+        """File name; samples are named `FILE/KEY`."""
         return remote.without_query(self.path).rpartition("/")[2]
 
     @property
-    def plain(self) -> bool:
-        """Whether it is read in place."""
-        return not remote.is_remote(self.path) and not self._packed
+    def is_local_tar(self) -> bool:
+        """True for an uncompressed local tar, which is read in place."""
+        return not remote.is_remote(self.path) and not self._is_gzip
 
     @property
-    def in_parts(self) -> bool:
-        """Whether parts of it can be fetched.
+    def supports_ranges(self) -> bool:
+        """True if byte ranges of the shard can be downloaded.
 
         Raises:
-            ShardError: its server does not answer.
+            ShardError: the server does not answer.
         """
-        if self._packed or self.path.startswith(remote.PIPE) or not remote.is_remote(self.path):
+        if self._is_gzip or self.path.startswith(remote.PIPE) or not remote.is_remote(self.path):
             return False
-        return remote.takes_ranges(self.path, self.source)
+        return remote.supports_ranges(self.path, self.source)
 
     @property
-    def _packed(self) -> bool:
+    def _is_gzip(self) -> bool:
         return remote.without_query(self.path).endswith(".gz")
 
     @property
     def cache(self) -> Cache:
-        """What is kept of shards."""
+        """Cache of downloaded and decompressed parts of shards."""
         return Cache(cache_folder() / "pieces-v1", int(self.source.cache_gb * 1e9))
 
-    def entry(self, part: str) -> str:
-        """Name of a part of the shard in the cache."""
+    def cache_name(self, part: str) -> str:
+        """Return the name of a part of the shard in the cache."""
         path = self.path if remote.is_remote(self.path) else os.path.realpath(self.path)
         identity = f"{path}\n{self.size}\n{self.version}\n{part}"
         return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
 
     def open(self) -> int:
-        """A descriptor of the plain tar, to be closed by the caller; fetches or decompresses it if need be.
+        """Return a descriptor of the uncompressed tar, which the caller closes. Download or decompress it if needed.
 
         Raises:
-            OSError: a local one cannot be read.
-            ShardError: the shard is damaged or too large, does not come, or the cache folder cannot take it.
+            OSError: a local shard cannot be read.
+            ShardError: the shard is damaged, too large or cannot be downloaded, or the cache folder has no room.
         """
-        if self.plain:
+        if self.is_local_tar:
             return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
         def fill(sink: Sink) -> None:
-            if self.size and not self._packed:
+            if self.size and not self._is_gzip:
                 sink.reserve(self.size)
             remote.fetch(self.path, sink, self.source, size=self.size, sha256=self.sha256)
 
-        return self.cache.open(self.entry("whole"), fill)
+        return self.cache.open(self.cache_name("whole"), fill)
 
-    def part(self, start: int, end: int) -> int:
-        """A descriptor of these bytes of a shard that is `in_parts`, to be closed by the caller.
+    def open_range(self, start: int, end: int) -> int:
+        """Return a descriptor of a file with these bytes of the shard, which the caller closes.
 
         Raises:
-            ShardError: it has changed, does not come, or the cache folder cannot take it.
+            ShardError: the shard has changed or cannot be downloaded, or the cache folder has no room.
         """
 
         def fill(sink: Sink) -> None:
             sink.write(remote.read_range(self.path, start, end, self.size, self.source))
 
         try:
-            return self.cache.open(self.entry(f"{start}-{end}"), fill, end - start)
+            return self.cache.open(self.cache_name(f"{start}-{end}"), fill, end - start)
         except NoRangesError:
-            raise ShardError(f"{self.path}: its server has stopped to send byte ranges; start again") from None
+            raise ShardError(
+                f"{self.path}: the server stopped supporting byte ranges during the run. Restart the run."
+            ) from None
 
     def index(self) -> Index:
-        """From the cache, the table beside the shard, or else its headers.
+        """Return the index from the cache, from the table beside the shard, or from the headers of the tar.
 
         Raises:
             ShardError: the shard cannot be used.
         """
-        cached = self._load(Index._fields)
+        cached = self._load_cached(Index._fields)
         if cached is not None:
             return Index(**cached)
-        table = self._fetched_table() if remote.is_remote(self.path) else self._table()
+        table = self._remote_table() if remote.is_remote(self.path) else self._local_table()
         if table is not None:
             return table
-        if self.in_parts:
+        if self.supports_ranges:
             folder = self.path.rpartition("/")[0]
-            say_once(
-                f"{folder}: shards without a table SHARD.tar{TABLE} beside them are fetched whole, to see where their "
-                "samples lie; `python -m data.check_shards SHARDS --write_index true` makes tables to put there"
+            warn_once(
+                f"{folder}: shards without a table SHARD.tar{TABLE} beside them are downloaded completely to find "
+                "their samples. `python -m data.check_shards SHARDS --write_index true` writes tables for local copies."
             )
         try:
-            index = walk(self.open(), self.path)
+            index = scan_tar(self.open(), self.path)
         except OSError as error:
-            raise ShardError(f"{self.path}: {error.strerror}; restore the shard or remove it from the list") from error
-        _keep(self._kept, index)
+            raise ShardError(f"{self.path}: {error.strerror}. {RESTORE_SHARD}") from error
+        self._store(index)
         return index
 
     def summary(self) -> np.ndarray:
-        """The index' summary, alone if it is in the cache: (3,) int64.
+        """Return `Index.summary`, and read no more than that if it is in the cache: (3,) int64.
 
         Raises:
             ShardError: the shard cannot be used.
         """
-        cached = self._load(("summary",))
+        cached = self._load_cached(("summary",))
         return self.index().summary if cached is None else cached["summary"]
 
-    def _table(self) -> Index | None:
-        """From the file beside a local shard, if it is not older."""
+    def _local_table(self) -> Index | None:
+        """Read the table beside a local shard; None if there is none or it is older than the shard."""
         path = self.path + TABLE
         try:
             if os.stat(path).st_mtime_ns < self.modified:
-                say_once(f"{path} is older than its shard and is not used; {REMAKE}")
+                warn_once(f"{path} is older than its shard and is not used. {MAKE_INDEX_AGAIN}")
                 return None
             with open(path, "rb") as file:
-                return self._checked(file.read(LARGEST_TABLE + 1), path)
+                return self._parse(file.read(LARGEST_TABLE + 1), path)
         except OSError:
             return None
 
-    def _fetched_table(self) -> Index | None:
-        """From the file beside a remote shard, if there is one."""
+    def _remote_table(self) -> Index | None:
+        """Download the table beside a remote shard; None if there is none."""
         if self.path.startswith(remote.PIPE) or "?" in self.path:
             return None
         path = self.path + TABLE
@@ -199,61 +202,79 @@ class Shard:
             sink.write(content)
 
         try:
-            descriptor = self.cache.open(self.entry("table"), fill)
+            descriptor = self.cache.open(self.cache_name("table"), fill)
         except _NoTableError:
             return None
         with os.fdopen(descriptor, "rb") as file:
             content = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
         try:
-            return self._checked(content, path)
+            return self._parse(content, path)
         except ShardError:
-            self.cache.remove(self.entry("table"))  # it may be the copy that is damaged
+            self.cache.remove(self.cache_name("table"))  # perhaps only the cached copy is damaged
             raise
 
-    def _checked(self, content: bytes, path: str) -> Index:
-        index = read_table(content, path)
-        if self.size and not self._packed and index.summary[2] != self.size:
+    def _parse(self, content: bytes, path: str) -> Index:
+        index = parse_table(content, path)
+        if self.size and not self._is_gzip and index.summary[2] != self.size:
             raise ShardError(
-                f"{path}: is of a shard of {index.summary[2]} bytes, and {self.path} has {self.size}; {REMAKE}"
+                f"{path}: belongs to a shard of {index.summary[2]} bytes, and {self.path} has {self.size}. "
+                f"{MAKE_INDEX_AGAIN}"
             )
         return index
 
     @property
-    def _kept(self) -> Path:
-        return cache_folder() / "index-v1" / (self.entry("index") + ".npz")
+    def _cached_index(self) -> Path:
+        return cache_folder() / "index-v1" / (self.cache_name("index") + ".npz")
 
-    def _load(self, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
+    def _load_cached(self, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
         try:
-            with np.load(self._kept) as arrays:
+            with np.load(self._cached_index) as arrays:
                 return {name: arrays[name] for name in names}
-        except Exception:  # missing, or damaged in whatever way: it is made again
+        except Exception:  # a missing or damaged file; NumPy raises many kinds of errors
             return None
+
+    def _store(self, index: Index) -> None:
+        target = self._cached_index
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(target) as path, path.open("wb") as file:
+                np.savez(file, **index._asdict())
+        except OSError as error:
+            warn_once(
+                f"the indices of shards cannot be stored in {target.parent}: {error.strerror}. "
+                "Every start reads the headers again."
+            )
 
 
 @dataclass(frozen=True)
 class ShardList:
-    """Shards that were opened: S of them."""
+    """S opened shards."""
 
     shards: list[Shard]
     counts: np.ndarray
-    """(S,) int64: samples"""
+    """Number of samples: (S,) int64."""
     labelled: np.ndarray
-    """(S,) int64: samples that have a label; -1 where that is not known before a label is read"""
+    """Number of samples with a label, or -1 if unknown before labels are read: (S,) int64."""
     sizes: np.ndarray
-    """(S,) int64: bytes as they are stored, of a command's output as it came"""
+    """Stored size in bytes; for a command, the size of its output: (S,) int64."""
     unreadable: list[str] = field(default_factory=list)
-    """shards that were named, cannot be opened, and are left out"""
+    """Named shards that cannot be opened and are left out."""
     source: SourceConfig = DEFAULT
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel over all pixels, from `index.json`; None if unknown."""
 
     @property
     def images(self) -> int:
+        """Number of samples of all shards."""
         return int(self.counts.sum())
 
     def all_labelled(self) -> bool:
-        """Whether every sample has a label.
+        """Return True if every sample has a label.
 
         Raises:
-            ShardError: a shard whose index.json does not say it cannot be asked.
+            ShardError: a shard cannot be read whose `index.json` does not count labels.
         """
         if ((self.labelled >= 0) & (self.labelled < self.counts)).any():
             return False
@@ -262,24 +283,11 @@ class ShardList:
 
     @property
     def mean_bytes(self) -> float:
-        """Of a sample."""
+        """Mean stored size of a sample in bytes."""
         return float(self.sizes.sum()) / self.images
 
 
-def _keep(target: Path, index: Index) -> None:
-    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            np.savez(file, **index._asdict())
-        part.replace(target)
-    except OSError as error:
-        say_once(
-            f"the indices of shards are not kept in {target.parent}: {error.strerror}; every start reads them anew"
-        )
-
-
 @functools.cache
-def say_once(message: str) -> None:
-    """Warns, and of each thing once."""
+def warn_once(message: str) -> None:
+    """Log a warning the first time that this message is given."""
     log.warning(message)

@@ -1,8 +1,8 @@
-"""One tar: where its samples lie.
+"""The samples of one tar: their names, and the bytes of their image and label.
 
-The layout is that of webdataset: neighbouring members with the same name up to the first dot are one sample. Only
-members that hold an image or a label are ever read, as bytes at an offset; nothing is unpickled, and no member's name
-becomes a path.
+The layout is that of webdataset: neighbouring members with the same name up to the first dot form one sample. Only
+members that hold an image or a label are read, as bytes at an offset. Nothing is unpickled, and the name of a member
+is never used as a path.
 """
 
 import io
@@ -10,55 +10,48 @@ import logging
 import os
 import re
 import tarfile
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from runtime.errors import UserError
+from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-OTHER_IMAGES = ("bmp", "gif", "tif", "tiff", "heic", "avif", "jp2")  # not read, and worth a word
+"""File name extensions of images."""
+OTHER_IMAGES = ("bmp", "gif", "tif", "tiff", "heic", "avif", "jp2")
+"""Extensions of images that are not supported and cause a warning."""
 LABEL = "cls"
 LARGEST_MEMBER = 256 * 2**20  # bytes of one image or label
 LARGEST_HEADER = 2**20  # bytes of an extended header; names and sizes need less
-REMEDY = "make the shard again or remove it"
 
 log = logging.getLogger(__name__)
 
-
-class ShardError(UserError, ValueError):
-    """A shard that cannot be used. The message names it, says what to do, and is meant for the user."""
-
-
-def cache_folder() -> Path:
-    """Where indices, and what is fetched or unpacked, are kept: $TESSERA_CACHE, else `tessera` in the user's cache."""
-    if folder := os.environ.get("TESSERA_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+Members = list[tuple[str, dict[str, tuple[int, int]]]]
+"""Samples of a tar: key, and offset and size in bytes by extension."""
 
 
 class Index(NamedTuple):
-    """Where the S samples of one tar lie."""
+    """Names and byte positions of the S samples of one tar."""
 
     keys: np.ndarray
-    """uint8: all names one after the other, in UTF-8"""
+    """Concatenated names in UTF-8: uint8."""
     ends: np.ndarray
-    """(S,) int64: where each name ends"""
+    """End of each name in `keys`: (S,) int64."""
     images: np.ndarray
-    """(S, 2) int64: offset and size in bytes"""
+    """Offset and size of each image in bytes: (S, 2) int64."""
     labels: np.ndarray
-    """(S, 2) int64: the same, or -1 for a sample without a label"""
+    """Offset and size of each label in bytes, or -1 for a sample without a label: (S, 2) int64."""
     summary: np.ndarray
-    """(3,) int64: samples, samples with a label, bytes of the tar"""
+    """Number of samples, number of samples with a label, and size of the tar in bytes: (3,) int64."""
 
     def key(self, sample: int) -> str:
+        """Return the name of a sample."""
         start = self.ends[sample - 1] if sample else 0
         return self.keys[start : self.ends[sample]].tobytes().decode(errors="backslashreplace")
 
 
-class _Headers(io.BufferedReader):
-    """A tar for `tarfile`, which by itself would read a header of any claimed size into memory."""
+class _BoundedFile(io.BufferedReader):
+    """A file that refuses to read a header larger than `LARGEST_HEADER`; `tarfile` itself has no limit."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= LARGEST_HEADER:
@@ -66,54 +59,61 @@ class _Headers(io.BufferedReader):
         return super().read(size)
 
 
-def walk(path: str | int, shard: str) -> Index:
-    """Reads the headers of the plain tar at `path`, or of an open one, which it closes; errors speak of `shard`.
+def scan_tar(path: str | int, shard: str) -> Index:
+    """Read the headers of an uncompressed tar and return its index.
 
-    A tar that stops after a whole member but without the end mark is accepted with a warning.
+    A tar that ends after a complete member but without an end mark causes a warning.
+
+    Args:
+        path: a path, or a descriptor, which is closed.
+        shard: name of the shard in error messages.
 
     Raises:
-        ShardError: not a tar, cut short, a broken header, a member that is too large or there twice, no images.
+        ShardError: the file is not a tar, is truncated, has a broken header, has a member that is too large or occurs
+            twice, or holds no images.
     """
-    samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    samples: Members = []
     unread: list[str] = []
     try:
         size = os.path.getsize(path)
-        with _Headers(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with _BoundedFile(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # they take a kilobyte each
+                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # saves a kilobyte per member
                 end = member.offset_data + member.size
                 if member.size < 0 or end > size:
-                    raise ShardError(f"{shard}: truncated at byte {size}, expected {end} ({member.name}); {REMEDY}")
-                if not _add(samples, member, shard) and _ending(member.name) in (*IMAGES, *OTHER_IMAGES):
+                    raise ShardError(
+                        f"{shard}: truncated at byte {size}, expected {end} ({member.name}). {MAKE_SHARD_AGAIN}"
+                    )
+                if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *OTHER_IMAGES):
                     unread.append(member.name)
             file.seek(archive.offset)
             rest = file.read(tarfile.BLOCKSIZE)
     except ShardError:
         raise
     except OSError as error:
-        raise ShardError(f"{shard}: {error.strerror}; restore the shard or remove it from the list") from error
+        raise ShardError(f"{shard}: {error.strerror}. {RESTORE_SHARD}") from error
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # all of them come from bad headers
-        raise ShardError(f"{shard}: not a whole tar ({error}); {REMEDY}") from error
+        raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
     if any(rest):
-        raise ShardError(f"{shard}: broken header at byte {archive.offset}; {REMEDY}")
+        raise ShardError(f"{shard}: broken header at byte {archive.offset}. {MAKE_SHARD_AGAIN}")
     if not rest:
-        log.warning("%s: ends at byte %d without an end mark; it may have been longer", shard, size)
+        log.warning("%s: ends at byte %d without an end mark; the file may be truncated", shard, size)
     elif size - archive.offset > LARGEST_HEADER:
         log.warning("%s: the %d bytes after its end mark are not read", shard, size - archive.offset)
     if unread and samples:
         log.warning(
-            "%s: %d images are not read, the first %s: KEY has no dot, and the ending is %s",
-            shard, len(unread), unread[0], ", ".join(IMAGES),
+            "%s: %d images are not read, the first %s. Names must be KEY.EXTENSION without a dot in KEY and with one "
+            "of the extensions %s", shard, len(unread), unread[0], ", ".join(IMAGES),
         )  # fmt: skip
     return _index(samples, size, shard)
 
 
-def _ending(name: str) -> str:
+def _extension(name: str) -> str:
     return name.rpartition(".")[2].lower()
 
 
-def _add(samples: list[tuple[str, dict[str, tuple[int, int]]]], member: tarfile.TarInfo, shard: str) -> bool:
-    """Adds a member to the last sample or to a new one, if it is an image or a label; says whether it is."""
+def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
+    """Add a member to the last sample or to a new one. Return True if it is an image or a label."""
     found = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)  # webdataset's rule
     if not found or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         return False
@@ -123,14 +123,17 @@ def _add(samples: list[tuple[str, dict[str, tuple[int, int]]]], member: tarfile.
     if extension not in (*IMAGES, LABEL):
         return False
     if extension in samples[-1][1]:
-        raise ShardError(f"{shard}: holds {member.name} twice; make the shard again with one name a sample")
+        raise ShardError(f"{shard}: holds {member.name} twice. Make the shard again with unique names.")
     if member.size > LARGEST_MEMBER:
-        raise ShardError(f"{shard}: {member.name} has {member.size} bytes, more than {LARGEST_MEMBER}; leave it out")
+        raise ShardError(
+            f"{shard}: {member.name} has {member.size} bytes, more than {LARGEST_MEMBER}. "
+            "Make the shard again without this file."
+        )
     samples[-1][1][extension] = (member.offset_data, member.size)
     return True
 
 
-def _index(samples: list[tuple[str, dict[str, tuple[int, int]]]], size: int, shard: str) -> Index:
+def _index(samples: Members, size: int, shard: str) -> Index:
     keys, images, labels = [], [], []
     for key, members in samples:
         if image := next((place for extension, place in members.items() if extension != LABEL), None):
@@ -139,7 +142,7 @@ def _index(samples: list[tuple[str, dict[str, tuple[int, int]]]], size: int, sha
             labels.append(members.get(LABEL, (-1, -1)))
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in IMAGES)
-        raise ShardError(f"{shard}: holds no images; name them {names}, without a dot in KEY")
+        raise ShardError(f"{shard}: holds no images. Name them {names}, without a dot in KEY.")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),
         ends=np.cumsum([len(key) for key in keys]),
@@ -150,14 +153,14 @@ def _index(samples: list[tuple[str, dict[str, tuple[int, int]]]], size: int, sha
 
 
 def is_member(header: bytes, key: str, size: int) -> bool:
-    """Whether 512 bytes are the header of a file of `size` bytes that belongs to the sample `key`."""
-    plain = header.startswith(key.encode() + b".") and header[124:136].rstrip(b" \0") == b"%011o" % size
-    if plain and header[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        return True  # nearly always, and quickly
+    """Return True if a block of 512 bytes is the tar header of a file of `size` bytes of the sample `key`."""
+    quick = header.startswith(key.encode() + b".") and header[124:136].rstrip(b" \0") == b"%011o" % size
+    if quick and header[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE):
+        return True
     try:
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
-    short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8  # others stand in a header of their own, before it
+    short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8  # longer names are in a header before this one
     named = found.name.startswith(key + ".") or not short
     return found.size == size and found.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and named

@@ -1,6 +1,6 @@
-"""What is in one shard: every member looked at, and everything counted that a run could stumble over.
+"""Check of one shard: every member is read, and everything that a run would refuse or skip is counted.
 
-Nothing here stops at the first bad image. Sums are of whole numbers, so they do not depend on the order of shards.
+A bad image does not stop the check. Sums are integers, so they do not depend on the order of shards.
 """
 
 import hashlib
@@ -16,15 +16,18 @@ import numpy as np
 from PIL import Image
 
 from data.decode import FORMATS, ImageError, decode
-from data.shards.index import LARGEST_TABLE, REMEDY, TABLE, read_table, write_table
+from data.shards.errors import REPLACE_INDEX, RESTORE_SHARD, ShardError
+from data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
 from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.shard import Shard
-from data.shards.tar import Index, ShardError, walk
+from data.shards.tar import Index, scan_tar
 from data.tools.parallel import Advance
+from data.tools.pixels import histogram
 
-MOST_NAMED = 100  # bad images of a shard that are named; all are counted
+NAMED_IMAGES = 100
+"""Number of bad images that are named; all are counted."""
 KEY_BYTES = 8
-LONGEST_LABEL = 64  # bytes, as the reader of a run takes them
+LONGEST_LABEL = 64  # bytes; a training run reads no more either
 
 CHANNELS = {
     "1": "gray",
@@ -36,140 +39,113 @@ CHANNELS = {
     "RGBA": "RGB with alpha",
     "CMYK": "CMYK",
 }
-"""Pillow's modes"""
-
-
-@dataclass
-class Extent:
-    """Smallest, largest and mean size of pictures."""
-
-    smallest: tuple[int, int] | None = None
-    """(width, height) of the fewest pixels"""
-    largest: tuple[int, int] | None = None
-    widths: int = 0
-    """sum of them"""
-    heights: int = 0
-
-    def add(self, *sizes: tuple[int, int] | None) -> None:
-        """Widens the range; sums are left alone."""
-        known = [size for size in (self.smallest, self.largest, *sizes) if size is not None]
-        self.smallest = min(known, key=_area, default=None)
-        self.largest = max(known, key=_area, default=None)
-
-
-def _area(size: tuple[int, int]) -> tuple[int, int]:
-    return size[0] * size[1], size[0]
+"""Names of Pillow's modes."""
 
 
 @dataclass
 class Facts:
-    """Counts over the images of a shard, or of several."""
+    """Counts over the images of one or several shards."""
 
     path: str = ""
     images: int = 0
     size: int = 0
-    """bytes as they are stored"""
+    """Stored size in bytes."""
     labelled: int = 0
     decoded: int = 0
-    """images that were decoded, well or not"""
+    """Number of decoded images, including corrupt ones."""
     corrupt: int = 0
     corrupt_names: list[tuple[str, str]] = field(default_factory=list)
-    """the first of them: `shard.tar/key` and the reason"""
+    """First corrupt images: `SHARD.tar/KEY` and the reason."""
     bad_labels: int = 0
     bad_label_names: list[tuple[str, str]] = field(default_factory=list)
+    """First bad labels: `SHARD.tar/KEY` and the reason."""
     refused: list[str] = field(default_factory=list)
-    """why a run does not take a shard"""
+    """Reasons why a run does not accept a shard."""
     notes: list[str] = field(default_factory=list)
-    """what a run would warn of"""
+    """Warnings that a run would log."""
     formats: Counter[str] = field(default_factory=Counter)
     channels: Counter[str] = field(default_factory=Counter)
     sides: Counter[str] = field(default_factory=Counter)
-    """images by their longer side: its upper bound, a power of two"""
+    """Histogram of image sizes: upper bound of the longer side, a power of two -> number of images."""
     labels: Counter[int] = field(default_factory=Counter)
-    extent: Extent = field(default_factory=Extent)
+    extremes: list[tuple[int, int]] = field(default_factory=list)
+    """Width and height of the images with the fewest and the most pixels."""
+    widths: int = 0
+    """Sum of widths."""
+    heights: int = 0
+    """Sum of heights."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), dtype=np.int64))
-    """how often each channel has each value"""
+    """Histogram of each channel."""
     keys: list[bytes] = field(default_factory=list)
-    """digests of the keys, 8 bytes each, one after the other"""
+    """Digests of the keys, 8 bytes each, concatenated."""
     sha256: str | None = None
 
     def add(self, other: "Facts") -> None:
-        """Takes in what is known of another shard."""
-        for name in ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels"):
+        """Add the counts of another shard."""
+        for name in ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels", "widths", "heights"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("formats", "channels", "sides", "labels"):
             getattr(self, name).update(getattr(other, name))
         for name in ("refused", "notes", "keys"):
             getattr(self, name).extend(getattr(other, name))
         for name in ("corrupt_names", "bad_label_names"):
-            room = MOST_NAMED - len(getattr(self, name))
+            room = NAMED_IMAGES - len(getattr(self, name))
             getattr(self, name).extend(getattr(other, name)[:room])
-        self.extent.add(other.extent.smallest, other.extent.largest)
-        self.extent.widths += other.extent.widths
-        self.extent.heights += other.extent.heights
+        self.add_sizes(*other.extremes)
 
-    def moments(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of each channel over all pixels, in [0, 1]; NaN without pixels.
-
-        mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, with n_v pixels of value v: sums of whole numbers.
-        """
-        values = np.arange(256, dtype=np.int64)
-        means, deviations = [], []
-        for counts in self.pixels:
-            total, first, second = (int((counts * values**power).sum()) for power in (0, 1, 2))
-            means.append(first / total / 255 if total else float("nan"))
-            variance = (second * total - first * first) / total**2 if total else float("nan")
-            deviations.append(variance**0.5 / 255)
-        return means, deviations
+    def add_sizes(self, *sizes: tuple[int, int]) -> None:
+        """Extend the range of image sizes."""
+        if known := sorted([*self.extremes, *sizes], key=lambda size: (size[0] * size[1], size[0])):
+            self.extremes = [known[0], known[-1]]
 
 
 @dataclass(frozen=True)
-class Look:
-    """How closely shards are looked at."""
+class Checks:
+    """Depth of a check."""
 
     decode: bool = True
     most: int | None = None
-    """decode only so many images of a shard, evenly spread"""
+    """Largest number of images to decode in each shard, evenly spread; None decodes all."""
     max_pixels: int = 178_956_970
     checksum: bool = True
     write_table: bool = False
     source: SourceConfig = DEFAULT
 
 
-def check_shard(path: str, look: Look, advance: Advance) -> Facts:
-    """Facts of the shard at a path or URL; what is wrong with it is among them."""
+def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
+    """Check the shard at a path or URL. Problems become part of the facts."""
     facts = Facts(path)
     with _Warnings(facts.notes):
         try:
-            shard = Shard.at(path, look.source)
+            shard = Shard.at(path, checks.source)
             with os.fdopen(shard.open(), "rb") as tar:
-                table = walk(os.dup(tar.fileno()), path)
-                _fill(facts, shard, table, tar, look, advance)
+                table = scan_tar(os.dup(tar.fileno()), path)
+                _fill(facts, shard, table, tar, checks, advance)
         except ShardError as error:
             text = str(error)
             facts.refused.append(text if path in text else f"{path}: {text}")
         except OSError as error:
-            facts.refused.append(f"{path}: {error.strerror or error}; restore the shard or remove it from the list")
+            facts.refused.append(f"{path}: {error.strerror or error}. {RESTORE_SHARD}")
     return facts
 
 
-def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, look: Look, advance: Advance) -> None:
+def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks: Checks, advance: Advance) -> None:
     facts.images, facts.labelled = int(table.summary[0]), int(table.summary[1])
     facts.size = shard.size
     facts.keys = [b"".join(_digest(table.key(sample)) for sample in range(facts.images))]
-    _check_samples(facts, shard.name, table, tar.fileno(), look, advance)
+    _check_samples(facts, shard.name, table, tar.fileno(), checks, advance)
     if os.path.exists(facts.path):
-        if look.checksum:
+        if checks.checksum:
             with open(facts.path, "rb") as file:
                 facts.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        _check_table(facts, table, look)
-    elif look.checksum and shard.size == table.summary[2]:  # not one that was unpacked
+        _check_table(facts, table, checks)
+    elif checks.checksum and shard.size == table.summary[2]:  # not a decompressed shard
         tar.seek(0)
         facts.sha256 = hashlib.file_digest(tar, "sha256").hexdigest()
 
 
 class _Warnings(logging.Handler):
-    """Collects what the reader warns of instead of printing it."""
+    """Context that collects the reader's warnings instead of printing them."""
 
     def __init__(self, found: list[str]):
         super().__init__(logging.WARNING)
@@ -191,10 +167,10 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=KEY_BYTES).digest()
 
 
-def _check_samples(facts: Facts, name: str, table: Index, tar: int, look: Look, advance: Advance) -> None:
-    """Looks at the label and the image of each sample."""
-    most = facts.images if look.most is None else min(look.most, facts.images)
-    chosen = set(np.linspace(0, facts.images - 1, most).astype(int).tolist()) if look.decode else set()
+def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
+    """Check the label of each sample, and the images that are to be decoded."""
+    most = facts.images if checks.most is None else min(checks.most, facts.images)
+    chosen = set(np.linspace(0, facts.images - 1, most).astype(int).tolist()) if checks.decode else set()
     done = 0
     for sample in range(facts.images):
         offset, size = map(int, table.labels[sample])
@@ -203,10 +179,10 @@ def _check_samples(facts: Facts, name: str, table: Index, tar: int, look: Look, 
         if sample in chosen:
             offset, size = map(int, table.images[sample])
             try:
-                _check_image(facts, os.pread(tar, size, offset), look.max_pixels)
+                _check_image(facts, os.pread(tar, size, offset), checks.max_pixels)
             except ImageError as error:
                 facts.corrupt += 1
-                if facts.corrupt <= MOST_NAMED:
+                if facts.corrupt <= NAMED_IMAGES:
                     facts.corrupt_names.append((f"{name}/{table.key(sample)}", str(error)))
         share = facts.size * (sample + 1) // facts.images
         advance(share - done)
@@ -218,32 +194,31 @@ def _check_label(facts: Facts, text: bytes, name: str) -> None:
         facts.labels[int(np.int64(int(text)))] += 1
     except (ValueError, OverflowError):
         facts.bad_labels += 1
-        if facts.bad_labels <= MOST_NAMED:
+        if facts.bad_labels <= NAMED_IMAGES:
             facts.bad_label_names.append((name, f"{text!r} is no class number"))
 
 
 def _check_image(facts: Facts, encoded: bytes, max_pixels: int) -> None:
-    """Counts one image.
+    """Decode and count one image.
 
     Raises:
-        ImageError: as a run would meet it.
+        ImageError: the image is corrupt.
     """
     facts.decoded += 1
     pixels = decode(encoded, max_pixels=max_pixels)  # (3, H, W)
     height, width = pixels.shape[1:]
-    kind, channels = _kind(encoded)
+    kind, channels = _describe(encoded)
     facts.formats[kind] += 1
     facts.channels[channels] += 1
     facts.sides[str(1 << (max(height, width) - 1).bit_length())] += 1
-    facts.extent.add((width, height))
-    facts.extent.widths += width
-    facts.extent.heights += height
-    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    facts.pixels += np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
+    facts.add_sizes((width, height))
+    facts.widths += width
+    facts.heights += height
+    facts.pixels += histogram(pixels)
 
 
-def _kind(encoded: bytes) -> tuple[str, str]:
-    """Format and channels of a good image, from its header."""
+def _describe(encoded: bytes) -> tuple[str, str]:
+    """Return format and channels of a good image from its header."""
     with Image.open(BytesIO(encoded), formats=FORMATS) as image:
         channels = "16-bit gray" if image.mode.startswith("I") else CHANNELS.get(image.mode, image.mode)
         if "transparency" in image.info and "alpha" not in channels:
@@ -251,25 +226,25 @@ def _kind(encoded: bytes) -> tuple[str, str]:
         return str(image.format), channels
 
 
-def _check_table(facts: Facts, table: Index, look: Look) -> None:
-    """Compares the table beside a local shard with what the shard holds, or writes it."""
+def _check_table(facts: Facts, table: Index, checks: Checks) -> None:
+    """Compare the table beside a local shard with the shard, or write the table."""
     beside = Path(f"{facts.path}{TABLE}")
-    if look.write_table:
+    if checks.write_table:
         write_table(facts.path, table)
     elif beside.exists():
         try:
             if beside.stat().st_size > LARGEST_TABLE:
-                raise ShardError(f"{beside}: larger than {LARGEST_TABLE} bytes; remove it")
-            there = read_table(beside.read_bytes(), str(beside))
+                raise ShardError(f"{beside}: larger than {LARGEST_TABLE} bytes. Remove the file.")
+            stored = parse_table(beside.read_bytes(), str(beside))
         except ShardError as error:
             facts.refused.append(str(error))
             return
-        if not all(np.array_equal(a, b) for a, b in zip(there, table, strict=True)):
-            facts.refused.append(f"{beside}: not of this shard; {REMEDY}")
+        if not all(np.array_equal(a, b) for a, b in zip(stored, table, strict=True)):
+            facts.refused.append(f"{beside}: belongs to another shard. {REPLACE_INDEX}")
 
 
 def class_names(folder: Path) -> list[str]:
-    """Names of classes in a folder that data.make_shards wrote; empty where there are none."""
+    """Read the class names that `data.make_shards` wrote to a folder; an empty list if there are none."""
     try:
         names = json.loads((folder / "classes.json").read_text())
     except (OSError, ValueError):

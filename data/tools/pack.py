@@ -1,50 +1,49 @@
-"""One shard written: image files in, a tar with its table and a record of what went in.
+"""Write one shard: image files become a tar with a table and a record.
 
-The bytes depend on the files and the recipe alone. A shard has its name only when it is whole and on the disk.
+The bytes of a shard depend on the files and the recipe alone. A shard gets its name after it is complete and flushed to
+the disk.
 """
 
-import functools
 import hashlib
 import os
 import stat
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from data.decode import FORMATS, ImageError, decode
 from data.shards.index import write_table
-from data.shards.tar import LABEL, walk
-from data.tools.listing import NO_LABEL, REASONS, Links, Listing, inside
+from data.shards.tar import LABEL, scan_tar
+from data.tools.command import MakeError
+from data.tools.listing import IRREGULAR, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
 from data.tools.parallel import Advance
-from data.tools.shard_folder import PART, Record
+from data.tools.pixels import histogram
+from data.tools.shard_folder import Record
+from data.tools.tar_writer import write_tar
+from runtime.files import atomic_write
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 
 DIGEST = 16  # bytes
-ENDINGS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
+EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
 class LeftOut(Exception):  # noqa: N818
     """A file that does not become a sample. The message is the reason."""
 
 
-class WriteError(RuntimeError):
-    """A shard that cannot be written. The message is meant for the user."""
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to each image."""
+    """Processing of each image."""
 
     format: Format = "keep"
     resize: int | None = None
-    """most pixels of the shorter side"""
+    """Largest shorter side in pixels; larger images are made smaller."""
     quality: int = 90
     verify: bool = True
     max_pixels: int = 178_956_970
@@ -52,27 +51,39 @@ class Recipe:
 
     @property
     def encodes(self) -> bool:
+        """True if images may be encoded again."""
         return self.format != "keep" or self.resize is not None
 
 
+class Prepared(NamedTuple):
+    """An image that is ready to be stored."""
+
+    content: bytes
+    extension: str
+    side: int
+    """Longer side in pixels."""
+    histogram: np.ndarray | None
+    """(3, 256) int64; None if the image was not decoded."""
+
+
 def read(listing: Listing, entry: int, links: Links) -> bytes:
-    """The file of an entry, as it was when it was listed.
+    """Read the file of an entry.
 
     Raises:
-        LeftOut: it is gone, has changed, or is no regular file within the folder of images.
+        LeftOut: the file is missing, has changed since it was listed, or is not a regular file in the image folder.
     """
     path = os.path.join(listing.root, listing.path(entry))
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in its place must not make us wait
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not block
     try:
         if links == "inside":
             path = os.path.realpath(path)
             if not inside(path, listing.root):
-                raise LeftOut(REASONS[-2])
+                raise LeftOut(REASONS[OUTSIDE])
             flags |= os.O_NOFOLLOW
         with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise LeftOut(REASONS[-3])
+                raise LeftOut(REASONS[IRREGULAR])
             size = int(listing.sizes[entry])
             content = file.read(size + 1)
     except OSError as error:
@@ -83,22 +94,23 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
 
 
 def digest(content: bytes) -> bytes:
+    """Return the digest by which duplicates are found."""
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
-def prepare(content: bytes, recipe: Recipe) -> tuple[bytes, str, int]:
-    """Bytes to store, their ending, and the longer side of the picture in pixels.
+def prepare(content: bytes, recipe: Recipe) -> Prepared:
+    """Check an image file, and encode it again if the recipe asks for another size or format.
 
-    Untouched unless the recipe asks for another size or format. What is encoded again stands upright, is RGB, white
-    where it was transparent, and has no metadata.
+    Other files stay unchanged. An image that is encoded again is upright and RGB, on white where it was transparent,
+    and has no metadata.
 
     Raises:
-        LeftOut: not a good image.
+        LeftOut: the file is not a good image.
     """
     found = _format(content)
     try:
         if not recipe.encodes and not recipe.verify:
-            return content, ENDINGS[found], max(_size(content, recipe.max_pixels))
+            return Prepared(content, EXTENSIONS[found], max(_size(content, recipe.max_pixels)), None)
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
     except ImageError as error:
         raise LeftOut(str(error)) from error
@@ -106,7 +118,7 @@ def prepare(content: bytes, recipe: Recipe) -> tuple[bytes, str, int]:
     wanted = found if recipe.format == "keep" else recipe.format
     shrinks = recipe.resize is not None and min(height, width) > recipe.resize
     if wanted == found and not shrinks:
-        return content, ENDINGS[found], max(height, width)
+        return Prepared(content, EXTENSIONS[found], max(height, width), histogram(pixels))
     picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     if recipe.resize is not None and shrinks:
         scale = recipe.resize / min(height, width)
@@ -117,11 +129,12 @@ def prepare(content: bytes, recipe: Recipe) -> tuple[bytes, str, int]:
         picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality}))
     except (OSError, ValueError) as error:  # too wide for the format
         raise LeftOut(f"cannot be written as {wanted}: {error}") from error
-    return file.getvalue(), ENDINGS[wanted], max(picture.size)
+    counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
+    return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts)
 
 
 def _format(content: bytes) -> str:
-    """By the first bytes: a file's own ending is often wrong."""
+    """Return the format by the first bytes, because file name extensions are often wrong."""
     if content.startswith(b"\xff\xd8\xff"):
         return "jpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -132,12 +145,13 @@ def _format(content: bytes) -> str:
 
 
 def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
+    """Return width and height from the header."""
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
     except Image.DecompressionBombError as error:
         raise LeftOut(str(error)) from error
-    except Exception as error:  # Pillow fails in many ways on damaged headers
+    except Exception as error:  # Pillow raises many kinds of errors for damaged headers
         raise LeftOut(f"a damaged header: {error}") from error
     if width * height > max_pixels:
         raise LeftOut(f"{width} x {height} pixels are more than the limit of {max_pixels}")
@@ -145,15 +159,15 @@ def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
 
 
 def key(path: bytes) -> str:
-    """Name of a sample: its path without ending, dots, backslashes and what cannot be printed."""
+    """Return the name of a sample: its path without extension, with `_` for dots, backslashes and unprintable bytes."""
     text = os.path.splitext(path)[0].decode(errors="replace")
-    if text.isprintable() and not any(c in text for c in ".\\\ufffd"):  # a million of them are made at the start
+    if text.isprintable() and not any(c in text for c in ".\\\ufffd"):  # fast path for most names
         return text
     return "".join(c if c.isprintable() and c not in ".\\\ufffd" else "_" for c in text)
 
 
 def shared_keys(listing: Listing) -> np.ndarray:
-    """Ascending entries whose key another one has as well: `a.jpg` and `a.png`."""
+    """Return the entries whose key another entry also has, such as `a.jpg` and `a.png`: ascending int64."""
     digests = (hashlib.blake2b(key(listing.path(n)).encode(), digest_size=8).digest() for n in range(len(listing)))
     found = np.frombuffer(b"".join(digests), dtype=np.uint64)
     order = np.argsort(found, kind="stable")
@@ -162,11 +176,11 @@ def shared_keys(listing: Listing) -> np.ndarray:
 
 
 def sample_key(listing: Listing, entry: int, shared: np.ndarray) -> str:
-    """The key of an entry; one that others share gets a part that depends on its whole path."""
+    """Return the unique key of an entry. A key that several entries share is extended by a hash of the path."""
     path = listing.path(entry)
     place = np.searchsorted(shared, entry)
-    own = place < len(shared) and shared[place] == entry
-    return f"{key(path)}-{digest(path).hex()[:12]}" if own else key(path)
+    is_shared = place < len(shared) and shared[place] == entry
+    return f"{key(path)}-{digest(path).hex()[:12]}" if is_shared else key(path)
 
 
 def write_shard(
@@ -177,62 +191,61 @@ def write_shard(
     recipe: Recipe,
     advance: Advance,
 ) -> Record:
-    """Writes the samples of `entries` to the tar `target`, and its table beside it; no tar when none of them is good.
+    """Write the samples of `entries` to the tar `target` and its table, and return the record.
+
+    No tar is written if no file is a good image.
 
     Raises:
-        WriteError: no space, or no right to write.
+        MakeError: the disk is full or cannot be written.
     """
-    part = target.with_name(f".{target.name}{PART}")
-    record, sha256, digests = Record(), hashlib.sha256(), []
+    record = Record()
     try:
-        with part.open("wb") as file:
-            put = functools.partial(_put, file, sha256)
-            for entry in map(int, entries):
-                try:
-                    content = read(listing, entry, recipe.links)
-                    image, ending, side = prepare(content, recipe)
-                except LeftOut as error:
-                    record.left_out.append((entry, str(error)))
-                    advance(1)
-                    continue
-                name = sample_key(listing, entry, shared)
-                put(_member(f"{name}.{ending}", image))
-                if (label := int(listing.labels[entry])) != NO_LABEL:
-                    put(_member(f"{name}.{LABEL}", str(label).encode()))
-                    record.labelled += 1
-                record.entries.append(entry)
-                record.sides[str(1 << (side - 1).bit_length())] += 1
-                digests.append(digest(content))
-                advance(1)
-            put(iter([bytes(-(file.tell() + 1024) % tarfile.RECORDSIZE + 1024)]))  # two empty blocks, and to a record
-            record.filesize = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
-        record.nsamples, record.digests = len(record.entries), b"".join(digests).hex()
-        record.sha256 = sha256.hexdigest()
-        if record.nsamples:
-            table = walk(str(part), str(target))  # what a run will read
+        with atomic_write(target, sync=True) as temporary:
+            write_tar(temporary, _files(record, entries, listing, shared, recipe, advance))
+            if not record.nsamples:
+                raise LeftOut("no file of the shard is a good image")
+            with temporary.open("rb") as file:
+                record.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            record.filesize = temporary.stat().st_size
+            table = scan_tar(str(temporary), str(target))  # a training run reads the same table
             if table.summary[0] != record.nsamples:
-                raise WriteError(f"{target}: {record.nsamples} samples were written and {table.summary[0]} can be read")
+                raise MakeError(
+                    f"{target}: {record.nsamples} samples were written and {table.summary[0]} can be read. "
+                    "Report this as a bug."
+                )
             write_table(target, table)
-            part.replace(target)
+    except LeftOut:
+        return record
     except OSError as error:
-        raise WriteError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise MakeError(f"cannot write {target}: {reason}. Free space, or correct the permissions.") from error
     return record
 
 
-def _put(file: IO[bytes], sha256: "hashlib._Hash", blocks: Iterator[bytes]) -> None:
-    for block in blocks:
-        file.write(block)
-        sha256.update(block)
-
-
-def _member(name: str, content: bytes) -> Iterator[bytes]:
-    """A member of a tar: nothing in its header depends on the machine or the time."""
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    yield info.tobuf(tarfile.PAX_FORMAT)
-    yield content
-    yield bytes(-len(content) % tarfile.BLOCKSIZE)
+def _files(
+    record: Record, entries: np.ndarray, listing: Listing, shared: np.ndarray, recipe: Recipe, advance: Advance
+) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of the files of a shard, and fill the record."""
+    digests, counts = [], np.zeros((3, 256), dtype=np.int64)
+    for entry in map(int, entries):
+        try:
+            content = read(listing, entry, recipe.links)
+            image = prepare(content, recipe)
+        except LeftOut as error:
+            record.left_out.append((entry, str(error)))
+            advance(1)
+            continue
+        name = sample_key(listing, entry, shared)
+        yield f"{name}.{image.extension}", image.content
+        if (label := int(listing.labels[entry])) != NO_LABEL:
+            yield f"{name}.{LABEL}", str(label).encode()
+            record.labelled += 1
+        record.nsamples += 1
+        record.entries.append(entry)
+        record.sides[str(1 << (image.side - 1).bit_length())] += 1
+        if image.histogram is not None:
+            counts += image.histogram
+        digests.append(digest(content))
+        advance(1)
+    record.digests = b"".join(digests).hex()
+    record.pixels = counts.tolist() if counts.any() else None

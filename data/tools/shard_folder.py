@@ -1,4 +1,4 @@
-"""The folder that shards are made in: what is in it already, and who may write to it."""
+"""The folder in which shards are made: finished shards, their records, and a lock."""
 
 import fcntl
 import json
@@ -10,47 +10,48 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.shards.index import write_whole
+from data.tools.command import MakeError
+from runtime.files import atomic_write
 
-PART = ".part"
 WORK = ".make_shards"
-"""folder in the folder of shards, for what the next call has to know"""
-PATIENCE = 25  # how often a fifth of a second is waited for a lock
-
-
-class FolderError(ValueError):
-    """A folder that cannot be used. The message is meant for the user."""
+"""Subfolder with the plan and the records, from which a stopped command continues."""
+LOCK_ATTEMPTS = 25  # attempts to get the lock, 0.2 s apart
 
 
 @dataclass
 class Record:
-    """What one shard holds."""
+    """Contents of one finished shard."""
 
     nsamples: int = 0
     labelled: int = 0
     filesize: int = 0
     sha256: str = ""
     sides: Counter[str] = field(default_factory=Counter)
-    """images by their longer side: its upper bound, a power of two"""
+    """Histogram of image sizes: upper bound of the longer side, a power of two -> number of images."""
     entries: list[int] = field(default_factory=list)
-    """entries of the listing, in their order in the shard"""
+    """Entries of the listing, in the order of the shard."""
     digests: str = ""
-    """of the files of these entries, one after the other in hexadecimal"""
+    """Digests of the files of these entries, concatenated in hexadecimal."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
-    """entries that are not in it, and why"""
+    """Entries that were left out, with the reasons."""
+    pixels: list[list[int]] | None = None
+    """Histogram of each channel, with 256 values; None if images were not decoded."""
 
     @classmethod
     def read(cls, path: Path) -> "Record":
+        """Read a record from a file."""
         record = cls(**json.loads(path.read_text()))
         record.sides = Counter(record.sides)
         return record
 
     def write(self, path: Path) -> None:
-        write_whole(path, json.dumps(vars(self)).encode())
+        """Write the record to a file."""
+        with atomic_write(path, sync=True) as temporary:
+            temporary.write_text(json.dumps(vars(self)))
 
 
 class Folder:
-    """The folder of shards, and what is in it already."""
+    """A folder of shards NAME-000000.tar and so on."""
 
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
@@ -59,13 +60,15 @@ class Folder:
         self.duplicates_file = self.work / "duplicates.npy"
 
     def shard(self, number: int) -> Path:
+        """Return the path of a shard."""
         return self.path / f"{self.name}-{number:06d}.tar"
 
     def record(self, number: int) -> Path:
+        """Return the path of the record of a shard."""
         return self.work / f"{self.name}-{number:06d}.json"
 
-    def done(self, number: int) -> Record | None:
-        """The record of a shard that is whole."""
+    def finished(self, number: int) -> Record | None:
+        """Return the record of a finished shard; None for others."""
         try:
             record = Record.read(self.record(number))
             size = self.shard(number).stat().st_size if record.nsamples else 0
@@ -75,23 +78,25 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder against other calls, and removes what killed ones left."""
+        """Lock the folder, and remove the temporary files of killed commands."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
-            for wait in (*[0.2] * PATIENCE, None):  # workers of a killed call hold it for a moment
+            for attempt in range(LOCK_ATTEMPTS + 1):  # workers of a killed command hold the lock for a moment
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if wait is None:
-                        raise FolderError(f"another call is writing to {self.path}") from None
-                    time.sleep(wait)
-            for part in (*self.path.glob(f".*{PART}"), *self.work.glob(f".*{PART}")):
-                part.unlink()
+                    if attempt == LOCK_ATTEMPTS:
+                        raise MakeError(
+                            f"another command is writing to {self.path}. Wait for the other command, or stop it."
+                        ) from None
+                    time.sleep(0.2)
+            for temporary in (*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")):
+                temporary.unlink()
             yield
 
-    def strangers(self) -> list[str]:
-        """Names of shards and indices that this command cannot have made here."""
-        made = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan_file.exists() else "(?!)")
+    def foreign_files(self) -> list[str]:
+        """Return the names of shards and indices that another command or a user put into the folder."""
+        own = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan_file.exists() else "(?!)")
         names = (path.name for path in self.path.glob("*"))
-        return sorted(n for n in names if n.endswith((".tar", ".tar.gz", "index.json")) and not made.fullmatch(n))
+        return sorted(n for n in names if n.endswith((".tar", ".tar.gz", "index.json")) and not own.fullmatch(n))

@@ -1,6 +1,7 @@
-"""Which image of a listing goes to which shard: from the sizes of files and a seed, before any shard is written."""
+"""Assignment of images to shards, from file sizes and a seed, before any shard is written."""
 
 from dataclasses import dataclass
+from tarfile import BLOCKSIZE
 
 import numpy as np
 
@@ -8,9 +9,8 @@ from data.tools.listing import NO_LABEL, Listing
 from data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
 from data.tools.parallel import Advance, spread
 
-PROBED = 64  # images that say how large encoded images become
-CHUNK = 256  # images of a task that reads for duplicates
-BLOCK = 512  # bytes that a member of a tar is padded to
+PROBED = 64  # images that are encoded to estimate the size of the others
+IMAGES_PER_TASK = 256
 
 
 @dataclass
@@ -18,49 +18,56 @@ class Split:
     """The images of S shards."""
 
     order: np.ndarray
-    """(M,) int64: entries of the listing in the order in which they are written"""
+    """Entries of the listing in the order of writing: (M,) int64."""
     starts: np.ndarray
-    """(S + 1,) int64: where in `order` each shard begins"""
+    """Position in `order` where each shard begins: (S + 1,) int64."""
     bytes: np.ndarray
-    """(S,) int64: expected size of each shard"""
+    """Expected size of each shard: (S,) int64."""
 
     def __len__(self) -> int:
         return len(self.bytes)
 
     def entries(self, shard: int) -> np.ndarray:
+        """Return the entries of one shard."""
         return self.order[self.starts[shard] : self.starts[shard + 1]]
 
 
 def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> Split:
-    """Cuts `order` into shards of nearly equal size, at most `shard_bytes` and one image.
+    """Cut `order` into shards of nearly equal size. A shard exceeds `shard_bytes` by one image at most.
 
     Args:
-        ratio: bytes of an image in a shard over those of its file.
+        listing: files with sizes and labels.
+        order: entries in the order of writing.
+        shard_bytes: size of a shard in bytes.
+        ratio: size of a stored image divided by the size of its file.
     """
-    blocks = np.ceil(listing.sizes[order] * (ratio / BLOCK)).astype(np.int64) + 1  # content and its header
+    blocks = (
+        np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
+    )  # blocks of the content and one block for the header
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     ends = np.cumsum(blocks)
-    shards = max(1, int(np.ceil(ends[-1] * BLOCK / shard_bytes)))
-    shard = ((ends - blocks) * shards) // ends[-1]  # of each image: where it begins
+    shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
+    shard = ((ends - blocks) * shards) // ends[-1]  # shard in which each image begins
     starts = np.searchsorted(shard, np.arange(shards + 1))
-    starts = np.unique(starts)  # an image larger than a shard leaves none for the next one
+    starts = np.unique(starts)  # an image larger than a shard leaves the next shards empty
     bounds = np.concatenate([[0], ends])[starts]
-    return Split(order, starts, np.diff(bounds) * BLOCK)
+    return Split(order, starts, np.diff(bounds) * BLOCKSIZE)
 
 
 def shuffled(entries: np.ndarray, seed: int) -> np.ndarray:
+    """Return the entries in random order."""
     return np.random.Generator(np.random.PCG64(seed)).permutation(entries)
 
 
 def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: int) -> float:
-    """Bytes of encoded images over those of their files, from some of them; 1 where none is encoded."""
+    """Estimate the size of encoded images divided by the size of their files; 1 if no image is encoded."""
     if not recipe.encodes:
         return 1.0
 
     def probe(entry: int, advance: Advance) -> tuple[int, int]:
         try:
             content = read(listing, entry, recipe.links)
-            return len(content), len(prepare(content, recipe)[0])
+            return len(content), len(prepare(content, recipe).content)
         except LeftOut:
             return 0, 0
         finally:
@@ -73,31 +80,34 @@ def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: 
 
 
 def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarray:
-    """(K, 2) int64: entries and the first entry with the same bytes. Reads the files whose size is not their own."""
+    """Return entries, each with the first entry that has the same bytes: (K, 2) int64.
+
+    Only files whose size occurs more than once are read.
+    """
     usable = listing.usable
     _, places, counts = np.unique(listing.sizes[usable], return_inverse=True, return_counts=True)
     candidates = usable[counts[places] > 1]
-    chunks = [(n, candidates[n : n + CHUNK]) for n in range(0, len(candidates), CHUNK)]
+    tasks = [(n, candidates[n : n + IMAGES_PER_TASK]) for n in range(0, len(candidates), IMAGES_PER_TASK)]
     digests = np.zeros((len(candidates), DIGEST), dtype=np.uint8)
 
-    def hashed(chunk: tuple[int, np.ndarray], advance: Advance) -> tuple[int, bytes]:
+    def hash_files(task: tuple[int, np.ndarray], advance: Advance) -> tuple[int, bytes]:
         found = []
-        for entry in map(int, chunk[1]):
+        for entry in map(int, task[1]):
             try:
                 found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # it gets a digest of its own, and is reported when its shard is written
+            except LeftOut:  # the file gets a unique digest and is reported when its shard is written
                 found.append(digest(b"%d" % entry + listing.path(entry)))
             advance(1)
-        return chunk[0], b"".join(found)
+        return task[0], b"".join(found)
 
-    for start, found in spread(hashed, chunks, workers=workers, title="duplicates", total=len(candidates)):
+    for start, found in spread(hash_files, tasks, workers=workers, title="duplicates", total=len(candidates)):
         rows = np.frombuffer(found, dtype=np.uint8).reshape(-1, DIGEST)
         digests[start : start + len(rows)] = rows
     return same(candidates, digests)
 
 
 def same(entries: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """(K, 2) int64, ascending: entries and the first one with the same digest.
+    """Return entries, each with the first entry that has the same digest: (K, 2) int64, ascending.
 
     Args:
         entries: (M,) int64.
@@ -107,6 +117,6 @@ def same(entries: np.ndarray, digests: np.ndarray) -> np.ndarray:
     order = np.lexsort((entries, low, high))
     new = np.ones(len(order), dtype=bool)
     new[1:] = (low[order][1:] != low[order][:-1]) | (high[order][1:] != high[order][:-1])
-    first = np.flatnonzero(new)[np.cumsum(new) - 1]  # place of the first of each group
+    first = np.flatnonzero(new)[np.cumsum(new) - 1]  # position of the first entry of each group
     pairs = np.stack([entries[order][~new], entries[order][first][~new]], axis=1)
     return pairs[np.argsort(pairs[:, 0])]

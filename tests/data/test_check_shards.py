@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import make_shards
-from data.check_shards import main
 from data.shards import open_shards
-from data.shards.index import read_folder, read_table, write_folder
-from data.shards.tar import walk
+from data.shards.index import parse_folder, parse_table, write_folder
+from data.shards.tar import scan_tar
+from data.tools import make as make_shards
+from data.tools.check import main
 
 
 def check(*words, status=0):
@@ -179,7 +179,7 @@ def test_a_quick_look(write_shards, report, capsys):
     found = report(*paths, "--decode=false")
     assert (found["images"], found["decoded"], found["pixels"]) == (70, 0, None)
     assert len(found["classes"]) == 70
-    assert "a run takes what was looked at" in capsys.readouterr().out
+    assert "a run accepts everything that was checked" in capsys.readouterr().out
     found = report(*paths, "--sample=10")
     assert found["decoded"] == 10
     assert np.isclose(found["sizes"]["mean"], [6, 4]).all()
@@ -214,8 +214,10 @@ def test_shards_of_make_shards_are_good(tmp_path, png, report):
     check(f"{tmp_path}/out/*.tar", "--write_index=true")
     after = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert {**after, "index.json": b""} == {**before, "index.json": b""}
-    old, new = (read_folder(files["index.json"], "") for files in (before, after))
+    old, new = (parse_folder(files["index.json"], "") for files in (before, after))
     assert new == old.model_copy(update={"name": "out"})
+    assert list(new.mean) == found["pixels"]["mean"]
+    assert open_shards(f"{tmp_path}/out/*.tar").std == tuple(found["pixels"]["std"])
 
 
 def test_write_index_for_shards_of_others(write_shards, report, capsys):
@@ -224,19 +226,19 @@ def test_write_index_for_shards_of_others(write_shards, report, capsys):
     assert report(*paths)["index_agrees"] is None
     found = report(*paths, "--write_index=true", "--sample=1")
     assert (found["index_agrees"], found["good"]) == (True, True)
-    index = read_folder((folder / "index.json").read_bytes(), "")
+    index = parse_folder((folder / "index.json").read_bytes(), "")
     assert [(entry.url, entry.nsamples, entry.labelled) for entry in index.shardlist] == [
         ("data-000000.tar", 4, 4),
         ("data-000000.tar.gz", 3, 3),
         ("data-000001.tar", 5, 5),
     ]
     for path in paths[:2]:
-        table = read_table(Path(f"{path}.index").read_bytes(), "")
-        assert all(np.array_equal(a, b) for a, b in zip(table, walk(path, ""), strict=True))
+        table = parse_table(Path(f"{path}.index").read_bytes(), "")
+        assert all(np.array_equal(a, b) for a, b in zip(table, scan_tar(path, ""), strict=True))
     assert open_shards(str(folder / "index.json")).counts.tolist() == [4, 3, 5]
     (folder / "data-000000.tar.gz").unlink()
     check(paths[1], "--write_index=true")  # one of them: the others stay, but for what is gone
-    assert [e.url for e in read_folder((folder / "index.json").read_bytes(), "").shardlist] == [
+    assert [e.url for e in parse_folder((folder / "index.json").read_bytes(), "").shardlist] == [
         "data-000000.tar",
         "data-000001.tar",
     ]
@@ -263,7 +265,7 @@ def test_an_index_that_differs(write_shards, report, change, message):
     paths = write_shards([4, 5])
     folder = Path(paths[0]).parent
     check(*paths, "--write_index=true")
-    index = read_folder((folder / "index.json").read_bytes(), "")
+    index = parse_folder((folder / "index.json").read_bytes(), "")
     index.shardlist[0] = index.shardlist[0].model_copy(update=change)
     write_folder(folder, index)
     found = report(*paths, status=1)
@@ -282,7 +284,7 @@ def test_an_index_or_a_table_that_is_none(write_shards, report):
     assert "not an index of shards" in report(*paths, status=1)["refused"][0]
     (folder / "index.json").unlink()
     Path(f"{paths[0]}.index").write_bytes(Path(f"{paths[1]}.index").read_bytes())
-    assert "not of this shard" in report(*paths, status=1)["refused"][0]
+    assert "belongs to another shard" in report(*paths, status=1)["refused"][0]
     Path(f"{paths[0]}.index").write_bytes(pickle.dumps(Harm(folder / "ran")))
     assert "not a table of samples" in report(*paths, status=1)["refused"][0]
     assert not (folder / "ran").exists()
@@ -334,7 +336,7 @@ def special(name, kind, target=""):
 
 RUN = """
 import resource, sys
-from data.check_shards import main
+from data.tools.check import main
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 resource.setrlimit(resource.RLIMIT_FSIZE, (150_000_000, 150_000_000))
 status = main(sys.argv[1:])

@@ -65,5 +65,5 @@ def test_two_processes_at_once(cache):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ShardError, match="set TESSERA_CACHE"):
+    with pytest.raises(ShardError, match="Set TESSERA_CACHE"):
         demo_shards()

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import make_shards
-from data.make_shards import main
 from data.shards import Reader, open_shards
-from data.shards.index import read_folder, read_table
-from data.shards.tar import walk
+from data.shards.index import parse_folder, parse_table
+from data.shards.tar import scan_tar
+from data.tools import make as make_shards
 from data.tools import pack
+from data.tools.make import main
 from tests.data.made import CLASSES, SMALL, content, make, picture, samples, shards
 
 
@@ -32,12 +32,12 @@ def test_every_image_with_its_label_and_what_the_index_says(animals, tmp_path, c
         assert image == path.read_bytes()
         assert label == str(CLASSES.index(path.parent.name))
     assert json.loads((out / "classes.json").read_text()) == CLASSES
-    index = read_folder((out / "index.json").read_bytes(), "index.json")
+    index = parse_folder((out / "index.json").read_bytes(), "index.json")
     assert [entry.url for entry in index.shardlist] == [path.name for path in shards(out)]
     assert len(index.shardlist) > 2
     assert index.image_sizes == {"32": 60}
     for path, entry in zip(shards(out), index.shardlist, strict=True):
-        table, walked = read_table(Path(f"{path}.index").read_bytes(), "table"), walk(str(path), "shard")
+        table, walked = parse_table(Path(f"{path}.index").read_bytes(), "table"), scan_tar(str(path), "shard")
         assert all(np.array_equal(a, b) for a, b in zip(table, walked, strict=True))
         assert (entry.nsamples, entry.labelled, entry.filesize) == tuple(walked.summary)
         assert entry.sha256 == pack.hashlib.sha256(path.read_bytes()).hexdigest()
@@ -125,13 +125,13 @@ def test_ctrl_c_says_how_to_go_on(animals, tmp_path, capfd, monkeypatch):
     process.join()
     assert process.exitcode == 130
     text = capfd.readouterr().err
-    assert "the same command makes the others" in text
+    assert "The same command continues with the missing shards" in text
     assert "Traceback" not in text
     before = len(shards(tmp_path / "out"))
     assert not list((tmp_path / "out").glob(".shard*"))
     monkeypatch.setattr(pack, "prepare", fast)
     make(*words)
-    assert f"{before:,} are there already" in capfd.readouterr().out
+    assert f"{before:,} exist already" in capfd.readouterr().out
     assert len(samples(tmp_path / "out")) == 60
 
 
@@ -199,16 +199,16 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
 
 
 def test_two_calls_at_once(animals, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("data.tools.shard_folder.PATIENCE", 1)
+    monkeypatch.setattr("data.tools.shard_folder.LOCK_ATTEMPTS", 1)
     folder = make_shards.Folder(tmp_path / "out", "shard")
     with folder.locked():
         make(animals, tmp_path / "out", SMALL, status=1)
-    assert "another call is writing" in capsys.readouterr().err
+    assert "another command is writing" in capsys.readouterr().err
 
 
 def test_no_space(animals, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=make_shards.SPARED + 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=make_shards.SPARE_BYTES + 1000))
     make(animals, tmp_path / "out", SMALL, status=1)
     assert "has 1.0 kB free" in capsys.readouterr().err
     assert not shards(tmp_path / "out")
@@ -221,18 +221,18 @@ def test_a_full_disk_while_writing(animals, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pack, "write_table", full)
     make(animals, tmp_path / "out", SMALL, status=1)
     assert "No space left on device" in capsys.readouterr().err
-    assert not list((tmp_path / "out").glob("*.tar")) + list((tmp_path / "out").glob(".*.part"))
+    assert not list((tmp_path / "out").glob("*.tar")) + list((tmp_path / "out").glob(".*.tmp"))
 
 
 def test_a_shard_has_no_name_before_it_is_whole(animals, tmp_path, monkeypatch):
-    rename = Path.replace
+    rename = os.replace
 
     def fails(path, target):
         if str(target).endswith(".tar"):
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "replace", fails)
+    monkeypatch.setattr(os, "replace", fails)
     make(animals, tmp_path / "out", SMALL, status=1)
     assert not shards(tmp_path / "out")
 
@@ -240,7 +240,7 @@ def test_a_shard_has_no_name_before_it_is_whole(animals, tmp_path, monkeypatch):
 def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_shards, "write_shard", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     make(animals, tmp_path / "out", SMALL, status=1)
-    assert "take fewer --workers; the same command goes on" in capsys.readouterr().err
+    assert "take fewer --workers. The same command continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

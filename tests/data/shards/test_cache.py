@@ -112,7 +112,7 @@ def test_what_fails_leaves_nothing(tmp_path):
     assert held(tmp_path) == 20  # the count alone
     assert not list(tmp_path.rglob("*.part"))
     assert int((tmp_path / "bytes").read_text()) == 0
-    with pytest.raises(CacheError, match=r"may hold 1e-05 GB.*raise source.cache_gb"):
+    with pytest.raises(CacheError, match=r"may hold 1e-05 GB.*Raise source.cache_gb"):
         cache.open(name(1), lambda sink: [sink.write(bytes(1000)) for _ in range(11)])
     assert held(tmp_path) == 20
     assert take(cache, 1) == content(1)
@@ -158,17 +158,17 @@ def test_a_full_disk(tmp_path, monkeypatch):
     before, room = held(tmp_path), 10_000
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: usage._replace(free=caches.SPARED + room + before - held(tmp_path))
+        shutil, "disk_usage", lambda _: usage._replace(free=caches.SPARE_BYTES + room + before - held(tmp_path))
     )
     for number in range(100, 150):  # a disk that is smaller than the bound
         assert take(cache, number) == content(number)
     assert held(tmp_path) <= before + room
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
-    with pytest.raises(CacheError, match=r"No space left.*set TESSERA_CACHE to a local folder with space, or"):
+    with pytest.raises(CacheError, match=r"No space left.*Set TESSERA_CACHE to a local folder with space, or"):
         take(cache, 999)
     monkeypatch.undo()
     monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(CacheError, match="set TESSERA_CACHE"):
+    with pytest.raises(CacheError, match="Set TESSERA_CACHE"):
         take(cache, 999)
 
 

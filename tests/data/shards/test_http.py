@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.crops import CenterCrop
-from data.loader import evaluation_batches, training_batches
 from data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
-from data.shards.tar import walk
+from data.shards.tar import scan_tar
+from tests.data.shards.batches import evaluate, train
 from tests.data.shards.servers import Server
 
 fork = multiprocessing.get_context("fork")
@@ -28,7 +27,7 @@ fork = multiprocessing.get_context("fork")
 def quick(monkeypatch):
     """Short pauses, and no memory of servers that had the same port."""
     monkeypatch.setattr(retry, "BACKOFF", 0.01)
-    monkeypatch.setattr(remote, "_ranges", {})
+    monkeypatch.setattr(remote, "_servers_with_ranges", {})
 
 
 @pytest.fixture
@@ -45,18 +44,18 @@ def add_index(paths, counts, tables=True):
             ShardEntry(url=path.name, nsamples=count, filesize=path.stat().st_size, labelled=count, sha256=digest)
         )
         if tables:
-            write_table(path, walk(str(path), str(path)))
+            write_table(path, scan_tar(str(path), str(path)))
     write_folder(Path(paths[0]).parent, FolderIndex(shardlist=listed))
 
 
 def run(shards, **settings):
-    settings = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings
-    return list(training_batches(shards, CenterCrop(4), **settings))
+    settings = {"batch_size": 12, "seed": 1, "steps": 7, "streams": 4} | settings
+    return list(train(shards, **settings))
 
 
 def same(one, other):
     return len(one) == len(other) and all(
-        a.keys == b.keys and a.skipped == b.skipped and torch.equal(a.views[0], b.views[0])
+        a.keys == b.keys and a.skipped == b.skipped and torch.equal(a.views[0].images, b.views[0].images)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -67,14 +66,14 @@ def same(one, other):
 def test_batches_are_those_of_local_shards(write_shards, tmp_path, index, ending, ranges):
     counts = [10, 23, 1]
     paths = write_shards(counts, ending)
-    expected, graded = run(paths), list(evaluation_batches(paths, CenterCrop(4), batch_size=8))
+    expected, graded = run(paths), list(evaluate(paths, 8))
     if index:
         add_index(paths, counts, tables=ending == ".tar")
     with Server(tmp_path, ranges) as server:
         named = f"{server.url}/data-{{000000..000002}}{ending}"
         assert same(run(named), expected)
         assert same(run(named, workers=2), expected)
-        found = list(evaluation_batches(named, CenterCrop(4), batch_size=8, workers=2))
+        found = list(evaluate(named, 8, workers=2))
         assert same(found, graded)
         assert [batch.labels.tolist() for batch in found] == [batch.labels.tolist() for batch in graded]
         shards = {asked for path, asked in server.gets(ending) if path.endswith(ending) and asked != "bytes=0-0"}
@@ -106,11 +105,11 @@ def test_each_block_is_fetched_once_by_a_node(write_shards, server):
     shards = f"{server.url}/data-{{000000..000002}}.tar"
 
     def process(rank):
-        for batch in training_batches(
-            *(shards, CenterCrop(4)), batch_size=24, seed=0, steps=14, block=8, source=source,
+        for batch in train(
+            shards, batch_size=24, seed=0, steps=14, block=8, source=source,
             rank=rank, world_size=2, workers=2,
         ):  # fmt: skip
-            assert batch.images == 12
+            assert len(batch) == 12
         os._exit(7)
 
     processes = [fork.Process(target=process, args=(rank,)) for rank in range(2)]
@@ -127,7 +126,7 @@ def test_each_block_is_fetched_once_by_a_node(write_shards, server):
 
 def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeypatch):
     path = write_tar("t.tar", [(f"{n}.{end}", bytes([n]) * 1000) for n in range(16) for end in ("jpg", "cls")])
-    write_table(path, walk(path, path))
+    write_table(path, scan_tar(path, path))
 
     def asked(**settings):
         monkeypatch.setenv("TESSERA_CACHE", f"{server.folder}/cache{len(server.requests)}")
@@ -141,11 +140,11 @@ def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeyp
     sample = 2 * (512 + 1024)
     joined = 8 * sample - 24
     assert asked(block=4) == [16 * sample - 24]  # all of it is small
-    monkeypatch.setattr(reader, "USUAL_PART", 1)
+    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
     assert asked(block=8) == [joined, joined]
-    monkeypatch.setattr(reader, "LARGEST_PART", 3 * sample)
+    monkeypatch.setattr(reader, "LARGEST_REQUEST", 3 * sample)
     assert asked(block=8) == [2 * sample - 24] * 8
-    monkeypatch.setattr(reader, "LARGEST_PART", 1600)
+    monkeypatch.setattr(reader, "LARGEST_REQUEST", 1600)
     assert asked(block=8) == [1512] * 16
 
 
@@ -181,9 +180,7 @@ def test_faults_that_pass_are_tried_again(write_shards, server, caplog):
 def test_faults_that_stay_name_the_shard(write_shards, server, fault, attempts, message, workers):
     add_index(write_shards([20, 20]), [20, 20])
     source = SourceConfig(retries=2, timeout=0.3)
-    batches = training_batches(
-        f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=8, seed=1, steps=100, workers=workers, source=source
-    )
+    batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=workers, source=source)
     server.faults = {"data-000001.tar": fault}
     start = time.monotonic()
     with pytest.raises(ShardError, match=rf"data-000001.tar[^ ]*: .*{message}"):
@@ -201,7 +198,7 @@ def test_whole_shards_are_checked(write_shards, server):
     raw = bytearray(Path(paths[0]).read_bytes())
     raw[4] ^= 1  # the time in gzip's header: only the checksum sees it
     Path(paths[0]).write_bytes(raw)
-    with pytest.raises(ShardError, match=r"data-000000.tar.gz: its SHA-256 is not the one in index.json.*, 2 times"):
+    with pytest.raises(ShardError, match=r"data-000000.tar.gz: its SHA-256 differs from index.json.*, 2 times"):
         Reader(opened).image(0, 0)
     Path(paths[0]).write_bytes(raw + b"\0" * 100)
     with pytest.raises(ShardError, match=r"has more than the \d+ bytes that were expected"):
@@ -236,20 +233,20 @@ def test_lost_shards_are_skipped_and_counted(write_shards, server, workers, capl
     counts = [300, 4, 300]
     add_index(write_shards(counts), counts)
     source = SourceConfig(unreadable="skip", retries=1, timeout=5)
-    settings = {"batch_size": 16, "seed": 1, "steps": 16, "lanes": 4, "source": source}
-    batches = training_batches(f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), workers=workers, **settings)
+    settings = {"batch_size": 16, "seed": 1, "steps": 16, "streams": 4, "source": source}
+    batches = train(f"{server.url}/{FOLDER_INDEX}", workers=workers, **settings)
     (server.folder / "data-000000.tar").unlink()
     (server.folder / "data-000002.tar").unlink()
     with caplog.at_level(logging.WARNING):
         made = list(batches)
-    assert [batch.images for batch in made] == [16] * 16  # 99 of 100 are gone, and more than 100 in a row
+    assert [len(batch) for batch in made] == [16] * 16  # 99 of 100 are gone, and more than 100 in a row
     assert {key.split("/")[0] for batch in made for key in batch.keys} == {"data-000001.tar"}
     lost = [name for batch in made for name in batch.skipped]
     assert len(lost) > 500
     assert all("data-000000.tar: not found" in name or "data-000002.tar: not found" in name for name in lost)
     assert 1 <= sum(server.gets("data-000000.tar").values()) <= 4 * (1 + workers)  # not for each sample
-    graded = list(evaluation_batches(f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=64, source=source))
-    assert sum(batch.images for batch in graded) == 4
+    graded = list(evaluate(f"{server.url}/{FOLDER_INDEX}", 64, source=source))
+    assert sum(len(batch) for batch in graded) == 4
     assert sum(len(batch.skipped) for batch in graded) >= 60  # a batch of nothing else does not appear
 
 
@@ -273,9 +270,7 @@ def test_a_server_that_goes_ends_the_run(write_shards, tmp_path, unreadable):
     add_index(write_shards(counts), counts)
     source = SourceConfig(unreadable=unreadable, retries=1, timeout=5)
     with Server(tmp_path) as server:
-        batches = training_batches(
-            f"{server.url}/{FOLDER_INDEX}", CenterCrop(4), batch_size=8, seed=1, steps=100, workers=2, source=source
-        )
+        batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=2, source=source)
     start = time.monotonic()
     with pytest.raises(ShardError, match="10 shards in a row" if unreadable == "skip" else r"data-0000\d\d.tar"):
         list(batches)
@@ -287,19 +282,19 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
     paths = write_shards(counts)
     add_index(paths, counts)
     opened = open_shards(f"{server.url}/data-{{000000..000001}}.tar")
-    going = training_batches(opened, CenterCrop(4), batch_size=4, seed=1, steps=10, workers=2)
+    going = train(opened, batch_size=4, seed=1, steps=10, workers=2)
     mine, stop = Reader(opened), threading.Event()
 
     def busy():
         while not stop.is_set():
-            opened.shards[0].cache.remove(opened.shards[0].entry("0-1"))
+            opened.shards[0].cache.remove(opened.shards[0].cache_name("0-1"))
             remote.read_range(opened.shards[0].path, 0, 512, 0, opened.source)
 
     thread = threading.Thread(target=busy)
     thread.start()
     try:
         mine.image(0, 0)  # this process has used the file system before
-        assert same(list(going), list(training_batches(paths, CenterCrop(4), batch_size=4, seed=1, steps=10)))
+        assert same(list(going), list(train(paths, batch_size=4, seed=1, steps=10)))
     finally:
         stop.set()
         thread.join()
@@ -313,9 +308,9 @@ def test_names_of_signed_urls(write_shards, server):
 
 def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
-    with pytest.raises(ShardError, match=r"pieces-v1 may hold 0.001 GB.*raise source.cache_gb"):
+    with pytest.raises(ShardError, match=r"pieces-v1 may hold 0.001 GB.*Raise source.cache_gb"):
         open_shards(f"{server.url}/large.tar", source=SourceConfig(cache_gb=0.001))
-    monkeypatch.setattr("data.shards.LARGEST_FOLDER_INDEX", 1000)
+    monkeypatch.setattr("data.shards.index.LARGEST_FOLDER_INDEX", 1000)
     (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)
     with pytest.raises(ShardError, match=r"index.json: more than 1000 bytes"):
         open_shards(f"{server.url}/{FOLDER_INDEX}")

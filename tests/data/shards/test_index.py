@@ -12,15 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.shards.index import FolderIndex, ShardEntry, read_folder, read_table, write_folder, write_table
-from data.shards.tar import Index, ShardError, walk
+from data.shards import open_shards
+from data.shards.errors import ShardError
+from data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
+from data.shards.tar import Index, scan_tar
 
 
 @pytest.fixture
 def table(write_shards):
     """Path of a shard and where its five samples lie."""
     (path,) = write_shards([5])
-    return path, walk(path, path)
+    return path, scan_tar(path, path)
 
 
 def equal(one, two):
@@ -37,7 +39,7 @@ def test_a_table_comes_back(table):
     path, index = table
     write_table(path, index)
     content = Path(f"{path}.index").read_bytes()
-    assert equal(read_table(content, "t"), index)
+    assert equal(parse_table(content, "t"), index)
     write_table(path, index)
     assert Path(f"{path}.index").read_bytes() == content
     assert not [p for p in Path(path).parent.iterdir() if p.name.startswith(".")]
@@ -48,10 +50,35 @@ def test_an_index_comes_back(tmp_path):
     index = FolderIndex(name="x", shardlist=entries, image_sizes={"256": 6})
     write_folder(tmp_path, index)
     content = (tmp_path / "index.json").read_bytes()
-    assert read_folder(content, "x") == index
+    assert parse_folder(content, "x") == index
     plain = json.loads(content)
     assert (plain["__kind__"], plain["wids_version"]) == ("wids-shard-index-v1", 1)
     assert "labelled" not in plain["shardlist"][0]
+
+
+def test_pixel_statistics_are_optional(write_shards):
+    (path,) = write_shards([4])
+    entry = ShardEntry(url=Path(path).name, nsamples=4, filesize=Path(path).stat().st_size)
+    write_folder(Path(path).parent, FolderIndex(shardlist=[entry]))
+    assert (open_shards(path).mean, open_shards(path).std) == (None, None)
+    write_folder(Path(path).parent, FolderIndex(shardlist=[entry], mean=(0.5, 0.25), std=(0.125, 0.0)))
+    assert (open_shards(path).mean, open_shards(path).std) == ((0.5, 0.25), (0.125, 0.0))
+    for wrong in ({"mean": [0.5]}, {"mean": [0.5], "std": [float("nan")]}, {"mean": [7], "std": [1]}):
+        text = json.dumps({"shardlist": [entry.model_dump()], **wrong}).encode()
+        with pytest.raises(ShardError, match="not an index of shards"):
+            parse_folder(text, "x")
+
+
+def test_pixel_statistics_of_several_folders(write_shards, tmp_path):
+    """Shards of two folders have the statistics of neither."""
+    for name, mean in (("a", 0.5), ("b", 0.25)):
+        (path,) = write_shards([4])
+        (tmp_path / name).mkdir()
+        Path(path).rename(tmp_path / name / "x.tar")
+        entry = ShardEntry(url="x.tar", nsamples=4, filesize=(tmp_path / name / "x.tar").stat().st_size)
+        write_folder(tmp_path / name, FolderIndex(shardlist=[entry], mean=(mean,), std=(0.125,)))
+    assert open_shards(tmp_path / "a" / "index.json").mean == (0.5,)
+    assert open_shards([tmp_path / name / "index.json" for name in "ab"]).mean is None
 
 
 def test_an_index_of_webdataset():
@@ -62,7 +89,7 @@ def test_an_index_of_webdataset():
         "base": "/data",
         "shardlist": [{"url": "a.tar", "md5sum": "0", "nsamples": 3, "filesize": 4096}],
     }
-    index = read_folder(json.dumps(text).encode(), "x")
+    index = parse_folder(json.dumps(text).encode(), "x")
     assert (index.shardlist[0].url, index.shardlist[0].nsamples, index.shardlist[0].labelled) == ("a.tar", 3, None)
 
 
@@ -72,7 +99,7 @@ def test_an_index_of_webdataset():
 def test_an_index_names_only_what_lies_beside_it(url):
     text = json.dumps({"shardlist": [{"url": url, "nsamples": 1, "filesize": 1}]}).encode()
     with pytest.raises(ShardError, match=r"f/index.json: not an index of shards \(shardlist.0.url.*--write_index true"):
-        read_folder(text, "f/index.json")
+        parse_folder(text, "f/index.json")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +119,7 @@ def test_an_index_names_only_what_lies_beside_it(url):
 )
 def test_what_is_no_index(text):
     with pytest.raises(ShardError, match="not an index of shards"):
-        read_folder(text, "x")
+        parse_folder(text, "x")
 
 
 CHANGES = {
@@ -117,10 +144,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_table_that_lies(table, change):
     arrays = {name: array.copy() for name, array in table[1]._asdict().items()}
-    assert equal(read_table(archive(arrays), "x"), table[1])
+    assert equal(parse_table(archive(arrays), "x"), table[1])
     CHANGES[change](arrays)
     with pytest.raises(ShardError, match=r"s.tar.index: not a table of samples .*--write_index true"):
-        read_table(archive(arrays), "s.tar.index")
+        parse_table(archive(arrays), "s.tar.index")
 
 
 def test_nothing_is_unpickled(table, tmp_path):
@@ -131,18 +158,18 @@ def test_nothing_is_unpickled(table, tmp_path):
     arrays = dict(table[1]._asdict())
     for harm in (archive({**arrays, "keys": np.array([Harm()], dtype=object)}), pickle.dumps(Harm())):
         with pytest.raises(ShardError):
-            read_table(harm, "x")
+            parse_table(harm, "x")
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_table_that_unpacks_to_too_much(table, monkeypatch):
     monkeypatch.setattr("data.shards.index.LARGEST_TABLE", 10_000)
-    assert equal(read_table(archive(table[1]._asdict()), "x"), table[1])
+    assert equal(parse_table(archive(table[1]._asdict()), "x"), table[1])
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("keys.npy", bytes(20_000))
     with pytest.raises(ShardError, match="too large"):
-        read_table(file.getvalue(), "x")
+        parse_table(file.getvalue(), "x")
 
 
 def test_an_array_that_claims_to_be_large(table):
@@ -158,7 +185,7 @@ def test_an_array_that_claims_to_be_large(table):
         for name, content in members.items():
             packed.writestr(name, content)
     with pytest.raises(ShardError, match="not a table"):
-        read_table(file.getvalue(), "x")
+        parse_table(file.getvalue(), "x")
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -170,7 +197,7 @@ def test_damaged_tables_end_in_a_named_error_or_in_a_sound_table(table, data):
     cut = data.draw(st.integers(0, len(content)))
     for damaged in (bytes(content), bytes(content[:cut])):
         try:
-            found = read_table(damaged, "x")
+            found = parse_table(damaged, "x")
         except ShardError:
             continue
         size = found.summary[2]

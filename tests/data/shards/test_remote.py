@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from data.shards import Reader, ShardError, expand, open_shards, remote, retry
 from data.shards.retry import SourceConfig
@@ -42,8 +43,7 @@ def test_a_process_that_is_forked_reads_too(memory, png):
         os._exit(7)
 
     process = fork.Process(target=read)
-    with remote._making:  # another thread of the parent may hold it at this very time
-        process.start()
+    process.start()
     process.join(20)
     assert process.exitcode == 7
 
@@ -52,9 +52,10 @@ def test_a_process_that_is_forked_reads_too(memory, png):
 def test_a_package_that_is_missing_is_named(monkeypatch, scheme, extra):
     for name in ("gcsfs", "s3fs", "aiohttp", "fsspec.implementations.http"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(remote, "_systems", {})
+    monkeypatch.delitem(_registry, scheme, raising=False)  # fsspec remembers classes that it has imported
+    remote._open_system.cache_clear()
     with pytest.raises(
-        ShardError, match=rf"a package for {scheme}:// is missing; pip install 'tessera-ssl\[{extra}\]'"
+        ShardError, match=rf"a package for {scheme}:// is missing. Install it: pip install 'tessera-ssl\[{extra}\]'"
     ):
         open_shards(f"{scheme}://x/a.tar")
 
@@ -103,7 +104,7 @@ def test_what_is_tried_again(error, calls, monkeypatch):
         raise error
 
     with pytest.raises(ShardError, match=r"^name: "):
-        retry.patiently("name", SourceConfig(retries=3), fail)
+        retry.retry("name", SourceConfig(retries=3), fail)
     assert len(made) == calls
     assert len(pauses) == calls - 1
     for attempt, pause in enumerate(pauses):
@@ -115,14 +116,14 @@ def test_pauses_are_bounded(monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(ShardError, match="21 times"):
-        retry.patiently("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
+        retry.retry("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
     assert max(pauses) <= 45
 
 
 def test_what_never_ends_is_left_alone():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no answer for 0.2 s"):
-        retry.within(0.2, lambda: time.sleep(3))
+        retry.with_timeout(0.2, lambda: time.sleep(3))
     assert time.monotonic() - start < 2
 
 
@@ -130,9 +131,8 @@ POSITION = """
 import json, re, sys, time
 before = time.monotonic()
 import fsspec, torch
-from data.crops import CenterCrop
-from data.loader import training_batches
 from data import decode
+from tests.data.shards.batches import train
 
 shards, samples = 100_000, 10_000
 listed = [{"url": f"data-{n:06d}.tar", "nsamples": samples, "filesize": samples * 110_000} for n in range(shards)]
@@ -141,12 +141,11 @@ fsspec.filesystem("memory").pipe("/big/index.json", json.dumps(index).encode())
 del listed, index
 start = time.monotonic()
 named = sys.argv[1]
-batches = training_batches(
-    named, CenterCrop(8), batch_size=1024, seed=0, steps=2_000_000, first_step=10**9 // 1024, window_gb=8
+batches = train(
+    named, size=8, batch_size=1024, seed=0, steps=2_000_000, first_step=10**9 // 1024, window_gb=8
 )
-training = batches.stream.make
-positions = training.positions(10**9 // 1024, micro=0)
-sources, chosen, places = training.mixture(positions)
+positions = batches.batches.positions(10**9 // 1024, 0)
+sources, chosen, places = batches.dataset.sampler(positions)
 seconds = time.monotonic() - start
 assert len(chosen) == 1024 and len(set(zip(chosen.tolist(), places.tolist()))) == 1024
 print(json.dumps({

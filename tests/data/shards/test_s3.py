@@ -5,12 +5,11 @@ import os
 import pytest
 import torch
 
-from data.crops import CenterCrop
-from data.loader import training_batches
 from data.shards import Reader, ShardError, expand, open_shards, retry
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
-from data.shards.tar import walk
+from data.shards.tar import scan_tar
+from tests.data.shards.batches import train
 
 s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -40,8 +39,8 @@ def bucket(endpoint, monkeypatch):
 
 
 def run(shards, **settings):
-    settings = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4} | settings
-    return list(training_batches(shards, CenterCrop(4), **settings))
+    settings = {"batch_size": 12, "seed": 1, "steps": 7, "streams": 4} | settings
+    return list(train(shards, **settings))
 
 
 @pytest.mark.medium
@@ -57,7 +56,7 @@ def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index
         ]
         write_folder(tmp_path, FolderIndex(shardlist=listed))
         for path in paths:
-            write_table(path, walk(path, path))
+            write_table(path, scan_tar(path, path))
         bucket.put(str(tmp_path / "index.json"), "shards/a/index.json")
         bucket.put([f"{path}.index" for path in paths], "shards/a/")
     bucket.put(paths, "shards/a/")
@@ -67,7 +66,7 @@ def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index
         for named in ["s3://shards/a/*.tar", "s3://shards/a/index.json"][: 1 + index]:
             found = run(named, workers=workers)
             assert [batch.keys for batch in found] == [batch.keys for batch in expected]
-            assert all(torch.equal(a.views[0], b.views[0]) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a.views[0].images, b.views[0].images) for a, b in zip(found, expected, strict=True))
     opened = open_shards("s3://shards/a/*.tar")
     assert opened.labelled.tolist() == ([-1] * 3 if index else counts)
     assert opened.all_labelled()

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from data import dataset
-from data.crops import CenterCrop
-from data.loader import training_batches
-from data.sampler import Order
+from data.sampler import ShuffledSampler
 from data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
 from data.shards.retry import SourceConfig
+from tests.data.shards.batches import train
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 
@@ -32,7 +31,7 @@ def test_patterns(write_shards, tmp_path, monkeypatch):
     ("shards", "message"),
     [
         ("/nowhere/x-*.tar", r"/nowhere/x-\*.tar: no file matches"),
-        ("https://host/a-*.tar", r"https://host/a-\*.tar: a web server has no listing; name a brace range"),
+        ("https://host/a-*.tar", r"https://host/a-\*.tar: a web server has no listing. Name a brace range"),
         ("nonsense://host/a.tar", "Protocol not known: nonsense"),
         ("/nowhere/index.json", "/nowhere/index.json: not found"),
         (["a.tar", "a.tar"], "named more than once: a.tar"),
@@ -167,35 +166,35 @@ def test_no_image_is_decoded_or_read_to_reach_a_position(monkeypatch):
     image, picture = Reader.image, dataset.Picture
     monkeypatch.setattr(Reader, "image", lambda *place: (read.append(place[1:]), image(*place))[1])
     monkeypatch.setattr(dataset, "Picture", lambda *a, **k: (decoded.append(1), picture(*a, **k))[1])
-    batches = training_batches(shards, CenterCrop(8), batch_size=32, seed=0, steps=10**7, first_step=10**6)
+    batches = train(shards, size=8, batch_size=32, seed=0, steps=10**7, first_step=10**6)
     assert not read
     batch = next(iter(batches))
-    assert len(read) == len(decoded) == batch.images == 32
-    assert sorted(read) == sorted((int(s), int(n)) for s, n in zip(*Order(
+    assert len(read) == len(decoded) == len(batch) == 32
+    assert sorted(read) == sorted((int(s), int(n)) for s, n in zip(*ShuffledSampler(
         open_shards(shards).counts, 0)(np.arange(32 * 10**6, 32 * 10**6 + 32))[1:], strict=True))  # fmt: skip
 
 
 def test_a_window_of_few_bytes(write_shards):
     paths = write_shards([400])
     opened = open_shards(paths)
-    settings = {"batch_size": 32, "seed": 0, "steps": 12, "lanes": 4, "block": 1}
+    settings = {"batch_size": 32, "seed": 0, "steps": 12, "streams": 4, "block": 1}
     size = os.path.getsize(paths[0]) / 400
     assert opened.mean_bytes == size
-    bounded = training_batches(opened, CenterCrop(4), window_gb=4 * 10 * size / 1e9 + 1e-12, **settings)
-    assert [order.window for order in bounded.stream.make.mixture.orders] == [10]
+    bounded = train(opened, window_gb=4 * 10 * size / 1e9 + 1e-12, **settings)
+    assert [sampler.buffer for sampler in bounded.dataset.sampler.samplers] == [10]
     keys = [[batch.keys for batch in batches] for batches in (
-        bounded, training_batches(paths, CenterCrop(4), window=10, **settings),
-        training_batches(paths, CenterCrop(4), window=11, **settings))]  # fmt: skip
+        bounded, train(paths, window=10, **settings),
+        train(paths, window=11, **settings))]  # fmt: skip
     assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_cache_that_is_too_small_is_said(write_shards, caplog):
     paths = write_shards([40, 40], ".tar.gz")
     settings = {"batch_size": 16, "seed": 0, "steps": 1}
-    training_batches(paths, CenterCrop(4), source=SourceConfig(cache_gb=0.001), **settings)
+    train(paths, source=SourceConfig(cache_gb=0.001), **settings)
     assert "in use at a time" not in caplog.text
     total = sum(os.path.getsize(path) for path in paths)
     small = open_shards(paths, source=SourceConfig(cache_gb=0.001))
     small = dataclasses.replace(small, source=SourceConfig(cache_gb=0.9 * total / 1e9))
-    training_batches(small, CenterCrop(4), **settings)
+    train(small, **settings)
     assert "raise source.cache_gb or lower stream.window_gb" in caplog.text

@@ -9,8 +9,9 @@ import pytest
 import webdataset
 
 from data.shards import tar
+from data.shards.cache import cache_folder
+from data.shards.errors import ShardError
 from data.shards.shard import Shard
-from data.shards.tar import ShardError, cache_folder
 
 
 def member(name, kind, target=""):
@@ -133,7 +134,7 @@ def broken(kind, path, raw):
     [
         ("cut in a member", r"truncated at byte 700, expected \d+ \(a.png\)"),
         ("cut in a header", "broken header at byte 1024"),
-        ("text", "not a whole tar"),
+        ("text", "not a complete tar"),
         ("zeros", "holds no images"),
         ("zero bytes", "has 0 bytes"),
         ("huge size", r"truncated at byte \d+, expected 10995116"),
@@ -187,7 +188,7 @@ def test_images_that_are_not_read_are_said(tmp_path, caplog):
             member = tarfile.TarInfo(name)
             member.size = 1
             archive.addfile(member, io.BytesIO(b"0"))
-    index = tar.walk(str(tmp_path / "a.tar"), "a.tar")
+    index = tar.scan_tar(str(tmp_path / "a.tar"), "a.tar")
     assert index.key(0) == "a"
     assert len(index.images) == 1
     assert "a.tar: 2 images are not read, the first b.1.jpg" in caplog.text

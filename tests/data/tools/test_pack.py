@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.shards.index import read_folder
+from data.shards.index import parse_folder
 from tests.data.made import make, picture, samples, shards
 
 
@@ -72,7 +72,7 @@ def test_quality_and_the_size_of_shards_of_encoded_images(photos, tmp_path):
         sizes[quality] = [path.stat().st_size for path in shards(out)]
         assert max(sizes[quality]) < 130_000
         assert min(sizes[quality]) > 50_000
-        index = read_folder((out / "index.json").read_bytes(), "")
+        index = parse_folder((out / "index.json").read_bytes(), "")
         assert index.image_sizes == {"128": 40}
     assert len(sizes[30]) < len(sizes[95])
 

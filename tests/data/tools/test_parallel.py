@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from data.shards import progress
 from data.tools import parallel
 
 
 def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(parallel, "LINE", 0.0)
+    monkeypatch.setattr(progress, "LINE", 0.0)
     monkeypatch.setattr(parallel, "POLL", 0.01)
 
     def work(task, advance):

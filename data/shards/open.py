@@ -1,0 +1,208 @@
+"""Open shards: check that they can be read, and count their samples."""
+
+import dataclasses
+import logging
+import os
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+
+from data.shards import remote
+from data.shards.cache import CacheError
+from data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ShardError
+from data.shards.index import FOLDER_INDEX
+from data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
+from data.shards.progress import show_progress
+from data.shards.retry import DEFAULT, SourceConfig
+from data.shards.shard import Shard, ShardList, warn_once
+
+THREADS = 16
+
+log = logging.getLogger(__name__)
+
+
+class Sources(NamedTuple):
+    """Opened sources of a mixture."""
+
+    lists: list[ShardList]
+    weights: list[float]
+
+
+WeightedShards = Shards | Mapping[str, float] | Sources
+"""Shards, or patterns with their shares of the samples."""
+
+
+class SourcePlan(TypedDict):
+    """Size of one source of a mixture, and the share of one loader worker."""
+
+    weight: float
+    shards: int
+    images: int
+    bytes: int
+    shards_per_worker: float
+    images_per_worker: float
+
+
+class _Opened(NamedTuple):
+    """One opened shard."""
+
+    shard: Shard
+    samples: int
+    labelled: int
+    """Number of samples with a label, or -1 if unknown."""
+    size: int
+    """Size in bytes."""
+    moments: PixelMoments | None = None
+
+
+def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> ShardList:
+    """Open shards and count their samples, from `index.json`, from the cache, or from the headers of the tars.
+
+    Args:
+        shards: see `Shards`. A list of opened shards is returned unchanged.
+        progress: show the progress on stderr.
+        source: settings of access.
+
+    Raises:
+        ShardError: shards cannot be used. The message lists the first 20 of them with the reasons. If unreadable
+            shards are skipped, the error is raised only if no shard can be used.
+    """
+    if isinstance(shards, ShardList):
+        return shards
+    if isinstance(shards, Mapping):
+        raise ShardError("weights have no meaning here. Give a path, a pattern or a list of them.")
+    indices = FolderIndices(source)
+    paths = expand_with(indices, shards)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(indices.read_beside, {path.rpartition("/")[0]: path for path in paths}.values()))
+    opened, errors = _open_all(paths, indices, progress)
+    _report(errors, len(paths), source)
+    found = [opened[place] for place in sorted(opened)]
+    for shard in {remote.host(one.shard.path): one.shard for one in found}.values():
+        _probe_ranges(shard)
+    counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
+    statistics = {one.moments for one in found}
+    moments = statistics.pop() if len(statistics) == 1 else None  # the shards of several folders differ
+    return ShardList(
+        [one.shard for one in found],
+        counts,
+        labelled,
+        sizes,
+        unreadable=[paths[place] for place in sorted(errors)],
+        source=source,
+        mean=moments and moments.mean,
+        std=moments and moments.std,
+    )
+
+
+def _open_all(
+    paths: list[str], indices: FolderIndices, progress: bool
+) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
+    """Open all shards. Return the opened ones and the errors of the others, by their position in `paths`."""
+    opened: dict[int, _Opened] = {}
+    errors: dict[int, ShardError] = {}
+    for place, path in enumerate(paths):
+        if path in indices.entries and remote.is_remote(path):
+            opened[place] = _from_index(path, indices.entries[path], indices.source)
+    # Processes that start together begin at different shards, so that each finds most results in the shared cache.
+    first = random.SystemRandom().randrange(len(paths))
+    unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
+    bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
+    with ThreadPoolExecutor(THREADS) as pool, bar as show:
+        futures = {pool.submit(_open, paths[place], indices): place for place in unknown}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                try:
+                    opened[futures[future]] = future.result()
+                except ShardError as error:
+                    errors[futures[future]] = error
+                show(done)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return opened, errors
+
+
+def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> None:
+    """Raise one error for all shards that cannot be used, or log it as a warning."""
+    if not errors:
+        return
+    listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
+    more = f"\n  and {len(errors) - MOST_LISTED} more" if len(errors) > MOST_LISTED else ""
+    message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
+    if source.unreadable == "stop" or len(errors) == total or any(isinstance(e, CacheError) for e in errors.values()):
+        raise ShardError(message)
+    log.warning("left out: %s", message)
+
+
+def _probe_ranges(shard: Shard) -> None:
+    """Ask a web server once whether it supports byte ranges, before loader workers would all ask."""
+    try:
+        _ = shard.supports_ranges
+    except ShardError:
+        if shard.source.unreadable == "stop":
+            raise
+
+
+def _from_index(path: str, listed: Listed, source: SourceConfig) -> _Opened:
+    """Return a remote shard without a request, from its entry in `index.json`."""
+    shard = Shard(path, listed.size, listed.sha256 or "", sha256=listed.sha256, source=source)
+    return _Opened(shard, listed.samples, listed.labelled, listed.size, listed.moments)
+
+
+def _open(path: str, indices: FolderIndices) -> _Opened:
+    shard = Shard.at(path, indices.source)
+    listed = indices.entries.get(path)
+    if listed is not None and listed.size == shard.size and listed.written >= shard.modified:
+        shard = dataclasses.replace(shard, sha256=listed.sha256)
+        return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)
+    if listed is not None and listed.size != shard.size:
+        raise ShardError(
+            f"{path}: has {shard.size} bytes, and {listed.size} by {FOLDER_INDEX}. The shard may have been truncated. "
+            f"Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
+        )
+    if listed is not None:
+        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than the file")
+    samples, labelled, size = map(int, shard.summary())
+    return _Opened(shard, samples, labelled, shard.size or size)
+
+
+def open_sources(shards: WeightedShards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Sources:
+    """Open the sources of a mixture. Shards without weights are one source of weight 1.
+
+    Raises:
+        ShardError: as `open_shards`.
+    """
+    if isinstance(shards, Sources):
+        return shards
+    if not isinstance(shards, Mapping):
+        return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
+    if not shards:
+        raise ShardError("no shards were named. Give at least one pattern with a weight.")
+    lists = [open_shards(one, progress=progress, source=source) for one in shards]
+    return Sources(lists, [float(weight) for weight in shards.values()])
+
+
+def plan(
+    shards: WeightedShards, *, world_size: int = 1, workers: int = 0, source: SourceConfig = DEFAULT
+) -> list[SourcePlan]:
+    """Return the sizes of each source, and the mean number of shards and images of a loader worker.
+
+    Raises:
+        ShardError: as `open_shards`.
+    """
+    readers = world_size * max(workers, 1)
+    return [
+        SourcePlan(
+            weight=weight,
+            shards=len(opened.shards),
+            images=opened.images,
+            bytes=int(opened.sizes.sum()),
+            shards_per_worker=len(opened.shards) / readers,
+            images_per_worker=opened.images / readers,
+        )
+        for opened, weight in zip(*open_sources(shards, source=source), strict=True)
+    ]

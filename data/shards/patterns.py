@@ -1,0 +1,192 @@
+"""Shard patterns of the user, and the paths and URLs that they stand for."""
+
+import glob
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from braceexpand import braceexpand
+from webdataset.shardlists import expand_urls
+
+from data.shards import index, remote
+from data.shards.errors import MOST_LISTED, ShardError
+from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
+from data.shards.retry import DEFAULT, SourceConfig
+from data.shards.shard import ShardList
+
+log = logging.getLogger(__name__)
+
+Pattern = str | os.PathLike[str]
+Shards = Pattern | Sequence[Pattern] | ShardList
+"""One pattern, several patterns, or a list of opened shards.
+
+A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, one of these as a URL (`https://`,
+`s3://`, `gs://` and all others that fsspec opens), the `index.json` of a folder, or `pipe:COMMAND`. Shards end in
+`.tar` or `.tar.gz`."""
+
+
+class PixelMoments(NamedTuple):
+    """Mean and standard deviation of each channel over all pixels, in [0, 1]."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Listed(NamedTuple):
+    """Facts about a shard from the `index.json` of its folder."""
+
+    samples: int
+    labelled: int
+    """Number of samples with a label, or -1 if unknown."""
+    size: int
+    """Size in bytes."""
+    sha256: str | None
+    written: int
+    """Modification time of the `index.json` in nanoseconds; 0 if it is remote."""
+    moments: PixelMoments | None
+    """Pixel statistics of the folder."""
+
+
+def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
+    """Return paths and URLs of shards, in the order of the patterns and of `index.json`. Matches of a glob are sorted.
+
+    Raises:
+        ShardError: a pattern matches nothing or cannot be listed, a shard is named twice, or no shard is named.
+    """
+    return expand_with(FolderIndices(source), shards)
+
+
+def expand_with(indices: "FolderIndices", shards: Shards) -> list[str]:
+    """Expand patterns as `expand` does, and keep the contents of each `index.json` in `indices`."""
+    if isinstance(shards, ShardList):
+        return [shard.path for shard in shards.shards]
+    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    paths = [path for pattern in patterns for path in _matches(os.path.expanduser(os.fspath(pattern)), indices)]
+    if not paths:
+        raise ShardError("no shards were named. Give a path, a glob, a brace range or a URL.")
+    if repeated := [path for path, count in Counter(paths).items() if count > 1]:
+        raise ShardError(
+            f"named more than once: {', '.join(repeated[:MOST_LISTED])}. Use weights to see shards more often."
+        )
+    return paths
+
+
+def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
+    """Return the shards of one pattern."""
+    pattern = pattern.removeprefix("file://")
+    if os.path.exists(pattern):
+        return indices.read(pattern) if pattern.endswith(FOLDER_INDEX) else [pattern]
+    try:
+        if pattern.startswith(remote.PIPE):
+            return list(braceexpand(pattern, escape=False))  # the backslashes of a command stay
+        braced = expand_urls(pattern)
+    except ValueError as error:
+        raise ShardError(f"{pattern}: {error}. Correct the braces.") from error
+    paths = []
+    for path in braced:
+        if remote.is_remote(path):
+            found = remote.matches(path, indices.source) if "*" in path or "[" in path else [path]
+        else:
+            found = [_local(one) for one in sorted(glob.glob(path))] if glob.has_magic(path) else [path]
+        if not found:
+            raise ShardError(f"{pattern}: no file matches. Correct the pattern.")
+        for one in found:
+            paths += indices.read(one) if remote.without_query(one).endswith(FOLDER_INDEX) else [one]
+    return paths
+
+
+def _local(name: str) -> str:
+    """Prefix the name of an existing file so that it cannot be taken for a command or a URL."""
+    return f"./{name}" if remote.is_remote(name) else name
+
+
+def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
+    """Read an `index.json`; None if there is no such file.
+
+    Raises:
+        ShardError: the file is not an index, or its server does not answer.
+    """
+    found = _read_index_file(path, source)
+    return None if found is None else parse_folder(found[0], path)
+
+
+def _read_index_file(path: str, source: SourceConfig) -> tuple[bytes, int] | None:
+    """Return the content of a file and its modification time in nanoseconds (0 if it is remote)."""
+    if remote.is_remote(path):
+        content = remote.read_small(path, source, index.LARGEST_FOLDER_INDEX)
+        return None if content is None else (content, 0)
+    try:
+        with open(path, "rb") as file:
+            return file.read(index.LARGEST_FOLDER_INDEX + 1), os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+class FolderIndices:
+    """Contents of the `index.json` files of folders. Each file is read once."""
+
+    def __init__(self, source: SourceConfig):
+        self.source = source
+        self.entries: dict[str, Listed] = {}
+        """Listed shards by path or URL."""
+        self._visited: set[str] = set()
+
+    def read(self, path: str) -> list[str]:
+        """Return the shards that the index at `path` lists.
+
+        Raises:
+            ShardError: the file does not exist or is not an index.
+        """
+        self._visited.add(path)
+        found = _read_index_file(path, self.source)
+        if found is None:
+            raise ShardError(f"{path}: not found. Name shards, or the index.json of a folder of shards.")
+        return self._add(path, parse_folder(found[0], path), found[1])
+
+    def read_beside(self, shard: str) -> None:
+        """Read the index in the folder of a shard, if there is one.
+
+        A file of that name written by another tool only causes a warning.
+
+        Raises:
+            ShardError: the server does not answer, and unreadable shards are not skipped.
+        """
+        folder = remote.without_query(shard).rpartition("/")[0]
+        path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
+        if shard.startswith(remote.PIPE) or shard in self.entries or path in self._visited:
+            return
+        self._visited.add(path)
+        try:
+            found = _read_index_file(path, self.source)
+        except ShardError as error:
+            if self.source.unreadable == "stop":
+                raise
+            log.warning("not used: %s", error)
+            return
+        if found is None:
+            return
+        try:
+            self._add(path, parse_folder(found[0], path), found[1])
+        except ShardError as error:
+            log.warning("not used: %s", error)
+
+    def _add(self, path: str, folder: FolderIndex, written: int) -> list[str]:
+        prefix, slash, _ = remote.without_query(path)[: -len(FOLDER_INDEX)].rpartition("/")
+        moments = None if folder.mean is None or folder.std is None else PixelMoments(folder.mean, folder.std)
+        entries = {
+            prefix + slash + entry.url: Listed(
+                samples=entry.nsamples,
+                labelled=-1 if entry.labelled is None else entry.labelled,
+                size=entry.filesize,
+                sha256=entry.sha256,
+                written=written,
+                moments=moments,
+            )
+            for entry in folder.shardlist
+        }
+        if not slash:
+            entries = {_local(path): entry for path, entry in entries.items()}
+        self.entries |= entries
+        return list(entries)

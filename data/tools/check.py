@@ -1,0 +1,282 @@
+"""Check every member of shards as a run would, and report their contents and what a run would refuse.
+
+    python -m data.check_shards SHARDS [options]
+
+Exit status: 0 if a run accepts all shards, 1 if something is wrong and was named, 2 if the command was wrong.
+"""
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+from rich.filesize import decimal
+
+from data.shards import remote
+from data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
+from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder
+from data.shards.patterns import expand, load_folder_index
+from data.shards.retry import DEFAULT, SourceConfig
+from data.tools.command import run_command, say
+from data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard, class_names
+from data.tools.make_report import sort_sizes
+from data.tools.parallel import Advance, spread
+from data.tools.pixels import moments
+from runtime.files import atomic_write
+from runtime.settings import Positional, Settings, flags, validate
+
+PROGRAM = "python -m data.check_shards"
+MOST_SHOWN = 10  # problems of each kind on the screen
+
+
+class CheckShards(Settings):
+    """Check shards: report their contents and what a run would refuse."""
+
+    shards: Positional[list[str]]
+    """SHARDS: paths, globs, brace ranges, URLs"""
+    workers: int = Field(default=os.cpu_count() or 1, ge=1)
+    """number of processes"""
+    decode: bool = True
+    """decode the images; false reads only the headers of the tars and the labels"""
+    sample: int | None = Field(default=None, ge=1)
+    """approximate number of images to decode, evenly spread"""
+    max_pixels: int = Field(default=178_956_970, ge=1)
+    """images with more pixels count as corrupt"""
+    write_index: bool = False
+    """write index.json and a table beside each shard, for shards that another tool made"""
+    output: Path | None = None
+    """file for the complete report, in JSON"""
+    source: SourceConfig = DEFAULT
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.sample is not None and not self.decode:
+            raise ValueError("sample: sets how many images to decode, and decode is false")
+        return self
+
+
+def check(settings: CheckShards) -> dict[str, Any]:
+    """Check shards and return the report.
+
+    Raises:
+        ShardError: the patterns match no shards.
+        WorkerError: a process was killed.
+    """
+    paths = expand(settings.shards, settings.source)
+    if settings.write_index and (urls := [path for path in paths if remote.is_remote(path)]):
+        raise ShardError(
+            f"{urls[0]}: an index can only be written beside local shards. Copy it to the server afterwards."
+        )
+    full = settings.decode and settings.sample is None
+    checks = Checks(
+        decode=settings.decode,
+        most=None if settings.sample is None else -(-settings.sample // len(paths)),
+        max_pixels=settings.max_pixels,
+        checksum=full or settings.write_index,
+        write_table=settings.write_index,
+        source=settings.source,
+    )
+
+    def work(path: str, advance: Advance) -> Facts:
+        return check_shard(path, checks, advance)
+
+    size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+    running = spread(work, paths, workers=settings.workers, title="checking", total=size, unit="bytes")
+    found = {facts.path: facts for facts in running}
+    total = Facts()
+    for path in paths:
+        total.add(found[path])
+    folders: dict[str, list[Facts]] = {}
+    for path in paths:
+        if not path.startswith(remote.PIPE):
+            folders.setdefault(remote.without_query(path).rpartition("/")[0] or ".", []).append(found[path])
+    agree = []
+    for folder, shards in folders.items():
+        if settings.write_index and not total.refused:
+            _write_index(Path(folder), shards)
+        agree.append(_compare_index(folder, shards, settings.source, total.refused))
+    return _report(settings, total, len(paths), agree)
+
+
+def _entry(facts: Facts) -> ShardEntry:
+    return ShardEntry(
+        url=remote.without_query(facts.path).rpartition("/")[2],
+        nsamples=facts.images,
+        filesize=facts.size,
+        labelled=facts.labelled,
+        sha256=facts.sha256,
+    )
+
+
+def _write_index(folder: Path, shards: list[Facts]) -> None:
+    """Write the index of a folder. Entries of the old index for other existing shards are kept."""
+    entries = {}
+    with suppress(ShardError):  # an unreadable index is replaced
+        old = load_folder_index(f"{folder}/{FOLDER_INDEX}", DEFAULT)
+        entries = {entry.url: entry for entry in old.shardlist if (folder / entry.url).exists()} if old else {}
+    checked = {entry.url: entry for entry in map(_entry, shards)}
+    total = Facts()
+    if not entries.keys() - checked.keys():  # otherwise the statistics would not be those of all shards
+        for facts in shards:
+            total.add(facts)
+    found = moments(total.pixels)
+    index = FolderIndex(
+        name=folder.resolve().name,
+        shardlist=[entry for _, entry in sorted({**entries, **checked}.items())],
+        image_sizes=sort_sizes(total.sides),
+        mean=tuple(found[0]) if found else None,
+        std=tuple(found[1]) if found else None,
+    )
+    write_folder(folder, index)
+
+
+def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refused: list[str]) -> bool | None:
+    """Return True if the index of a folder agrees with its shards, and None if there is no index.
+
+    Differences are appended to `refused`.
+    """
+    path = f"{folder}/{FOLDER_INDEX}"
+    try:
+        index = load_folder_index(path, source)
+    except ShardError as error:
+        refused.append(str(error))
+        return False
+    if index is None:
+        return None
+    listed = {entry.url: entry for entry in index.shardlist}
+    before = len(refused)
+    for entry in (_entry(facts) for facts in shards if facts.images):
+        if entry.url not in listed:
+            refused.append(f"{path}: does not name {entry.url}. {REPLACE_INDEX}")
+            continue
+        for name, value in entry.model_dump().items():
+            expected = getattr(listed[entry.url], name)
+            if None not in (expected, value) and expected != value:
+                refused.append(
+                    f"{path}: {name} of {entry.url} is {value}, not {expected}. Copy or make the shard again. "
+                    f"If the index is wrong: {MAKE_INDEX_AGAIN}"
+                )
+    local = not remote.is_remote(folder)
+    for missing in sorted(url for url in listed if local and not os.path.exists(f"{folder}/{url}")):
+        refused.append(f"{path}: names {missing}, which does not exist. {REPLACE_INDEX}")
+    return len(refused) == before
+
+
+def _report(settings: CheckShards, total: Facts, shards: int, agree: list[bool | None]) -> dict[str, Any]:
+    """Return the findings as plain values."""
+    keys = np.frombuffer(b"".join(total.keys), dtype=np.uint64)
+    good = total.decoded - total.corrupt
+    pixels = moments(total.pixels)
+    names = class_names(Path(settings.shards[0]).parent)
+    smallest, largest = total.extremes or (None, None)
+    return {
+        "shards": shards,
+        "bytes": total.size,
+        "images": total.images,
+        "decoded": total.decoded,
+        "refused": total.refused,
+        "notes": total.notes,
+        "corrupt": total.corrupt,
+        "corrupt_images": [f"{name}: {reason}" for name, reason in total.corrupt_names],
+        "keys_again": len(keys) - len(np.unique(keys)),
+        "formats": dict(total.formats.most_common()),
+        "channels": dict(total.channels.most_common()),
+        "sizes": {
+            "smallest": smallest,
+            "largest": largest,
+            "mean": [total.widths / good, total.heights / good] if good else None,
+            "longer_side": sort_sizes(total.sides),
+        },
+        "pixels": {"mean": pixels[0], "std": pixels[1]} if pixels else None,
+        "labelled": total.labelled,
+        "bad_labels": total.bad_labels,
+        "bad_label_names": [f"{name}: {reason}" for name, reason in total.bad_label_names],
+        "classes": {str(label): count for label, count in sorted(total.labels.items())},
+        "class_names": {str(label): names[label] for label in sorted(total.labels) if 0 <= label < len(names)},
+        "index_agrees": None if None in agree or not agree else all(agree),
+        "good": not (total.refused or total.corrupt or total.bad_labels),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    """Print the report in a few lines."""
+    say("shards", f"{report['shards']:,}, {decimal(report['bytes'])}, {report['images']:,} images")
+    if report["formats"]:
+        say("formats", ", ".join(f"{count:,} {kind}" for kind, count in report["formats"].items()))
+        say("channels", ", ".join(f"{count:,} {kind}" for kind, count in report["channels"].items()))
+        sizes = report["sizes"]
+        small, large, mean = ("{:,.0f} x {:,.0f}".format(*sizes[name]) for name in ("smallest", "largest", "mean"))
+        say("sizes", f"{small} to {large} pixels (width x height), mean {mean}")
+        say("longer side", ", ".join(f"{count:,} up to {side}" for side, count in sizes["longer_side"].items()))
+        for name in ("mean", "std"):
+            values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
+            say(name, f"{values}  (R, G, B in [0, 1], over all pixels)")
+    say("labels", _describe_labels(report))
+    agrees = {None: "no index.json", True: "index.json agrees", False: "index.json differs"}
+    say("index", agrees[report["index_agrees"]])
+    if report["keys_again"]:
+        say("keys", f"{report['keys_again']:,} samples have the name of another sample; a run reads all of them")
+    for note in report["notes"][:MOST_SHOWN]:
+        say("note", note)
+    if report["decoded"] < report["images"]:
+        say("decoded", f"{report['decoded']:,} of {report['images']:,} images; the others were not checked")
+    print()
+    _show_verdict(report)
+
+
+def _describe_labels(report: dict[str, Any]) -> str:
+    """Return the number of classes, and the most and least frequent class."""
+    counts, names = report["classes"], report["class_names"]
+    if not counts:
+        return "none"
+    order = sorted(counts, key=lambda label: (-counts[label], int(label)))
+    title = {label: f"{label} ({names[label]})" if label in names else label for label in order}
+    largest, least = max(map(int, counts)), order[-1]
+    text = f"{len(counts):,} classes from {min(map(int, counts))} to {largest}"
+    text += f"; most {counts[order[0]]:,} of {title[order[0]]}, least {counts[least]:,} of {title[least]}"
+    if without := report["images"] - report["labelled"]:
+        text += f"; {without:,} images have none, and evaluation needs one for each image"
+    return text
+
+
+def _show_verdict(report: dict[str, Any]) -> None:
+    if report["good"]:
+        accepted = "everything that was checked" if report["decoded"] < report["images"] else "all of it"
+        print(f"a run accepts {accepted}")
+        return
+    _show_problems("reasons for a run to stop", report["refused"], len(report["refused"]))
+    _show_problems("corrupt images, which a run leaves out", report["corrupt_images"], report["corrupt"])
+    _show_problems("labels that stop an evaluation", report["bad_label_names"], report["bad_labels"])
+
+
+def _show_problems(title: str, lines: list[str], count: int) -> None:
+    if count:
+        print(f"{count:,} {title}:")
+        print("\n".join(f"  {line}" for line in lines[:MOST_SHOWN]))
+        if count > MOST_SHOWN:
+            print(f"  and {count - MOST_SHOWN:,} more (--output FILE names up to {NAMED_IMAGES})")
+
+
+def _quote_commas(argv: list[str]) -> list[str]:
+    """Write words with a comma as JSON lists, because a comma would otherwise split `{a,b}.tar`."""
+    return [json.dumps([word]) if "," in word and not word.startswith(("-", "[")) else word for word in argv]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+
+    def command() -> int:
+        words = _quote_commas(sys.argv[1:] if argv is None else argv)
+        settings = validate(CheckShards, flags(CheckShards, words, PROGRAM))
+        report = check(settings)
+        if settings.output:
+            with atomic_write(settings.output) as path:
+                path.write_text(json.dumps(report, indent=1) + "\n")
+        _show(report)
+        return 0 if report["good"] else 1
+
+    return run_command(PROGRAM, command)

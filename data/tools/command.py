@@ -1,0 +1,45 @@
+"""Errors, output and exit status of the commands for shards."""
+
+import sys
+from collections.abc import Callable
+
+from data.shards.errors import ShardError
+from runtime.errors import UserError
+from runtime.settings import SettingsError
+
+
+class MakeError(UserError, ValueError):
+    """Shards that cannot be made."""
+
+
+class WorkerError(UserError, RuntimeError):
+    """A worker process was killed."""
+
+
+def say(name: str, text: str) -> None:
+    """Print one line of a report."""
+    print(f"{name:<13} {text}", flush=True)
+
+
+def run_command(program: str, command: Callable[[], int], *, resume: str = "") -> int:
+    """Call a command and return its exit status. Print errors without a traceback.
+
+    Args:
+        program: name of the command in messages.
+        command: returns its exit status.
+        resume: advice to print after an interruption.
+    """
+    try:
+        return command()
+    except (SettingsError, ShardError) as error:
+        message, status = str(error), 2
+    except WorkerError as error:
+        message, status = f"{error} {resume}", 1
+    except (MakeError, OSError) as error:
+        message, status = str(error), 1
+    except MemoryError:
+        message, status = "out of memory. Take fewer --workers, or a lower --max_pixels.", 1
+    except KeyboardInterrupt:
+        message, status = f"stopped. {resume}", 130
+    print(f"{program}: {message}", file=sys.stderr)
+    return status

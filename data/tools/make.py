@@ -1,0 +1,250 @@
+"""Make shards of the images in a folder, a list or a manifest.
+
+    python -m data.make_shards IMAGES SHARDS [options]
+
+IMAGES is a folder, with class folders or without, a text file with one path per line and optionally a tab and a label,
+or a CSV or Parquet manifest. SHARDS is a folder, which afterwards holds NAME-000000.tar and so on, a table beside each
+shard, and
+
+    index.json       sizes, counts, checksums, image sizes and pixel statistics; a run reads this file first
+    report.json      counts; left_out.csv and duplicates.csv list the files
+    classes.json     names of the classes, where labels have names
+
+The distribution of images over shards depends on the listing and the settings only. After an interruption the same
+command makes the missing shards.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import PIL
+from pydantic import Field, model_validator
+from rich.filesize import decimal
+
+from data.shards.cache import SPARE_BYTES
+from data.tools.command import MakeError, run_command, say
+from data.tools.listing import Links, Listing, list_folder, renumber
+from data.tools.make_report import show_report, write_reports
+from data.tools.manifest import Columns, list_file
+from data.tools.pack import Format, Recipe, shared_keys, write_shard
+from data.tools.parallel import Advance, spread
+from data.tools.shard_folder import Folder
+from data.tools.split import encoded_ratio, find_duplicates, shuffled, split
+from runtime.files import atomic_write
+from runtime.settings import Positional, Settings, flags, validate
+
+PROGRAM = "python -m data.make_shards"
+MEGABYTE = 10**6
+
+
+class MakeShards(Settings):
+    """Make shards of images. After an interruption the same command continues."""
+
+    images: Positional[Path]
+    """folder of images or of class folders, list (.txt), or manifest (.csv, .parquet)"""
+    shards: Positional[Path]
+    """folder for the shards, without shards of other images or settings"""
+    name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """shards are named NAME-000000.tar and so on"""
+    shard_size_mb: float = Field(default=256, gt=0)
+    """approximate size of a shard in megabytes (10^6 bytes)"""
+    shuffle: bool = True
+    """mix the images over all shards; false keeps the order of names, or of the list"""
+    seed: int = Field(default=0, ge=0)
+    """seed of the shuffle"""
+    workers: int = Field(default=os.cpu_count() or 1, ge=1)
+    """number of processes"""
+    labels: Literal["auto", "folders", "none"] = "auto"
+    """folders: the first folder of a path is its class; auto: the same if all images lie one folder deep, else none"""
+    classes: Path | None = None
+    """classes.json of other shards, to number the classes as there"""
+    path_column: str | None = None
+    """column of a manifest with the paths; without it, `path`"""
+    label_column: str | None = None
+    """column of a manifest with the labels; without it, `label` if there is one"""
+    root: Path | None = None
+    """folder that the paths in a list or manifest start from; without it, the folder of that file"""
+    links: Links = "inside"
+    """symbolic links to follow: those to files in the folder of images, or all"""
+    format: Format = "keep"
+    """encode images of other formats in this one; keep: store the files unchanged"""
+    resize: int | None = Field(default=None, ge=8)
+    """largest shorter side in pixels; larger images are made smaller and encoded again"""
+    quality: int | None = Field(default=None, ge=1, le=100)
+    """quality of JPEG and WebP images that are encoded again; without it, 90"""
+    verify: bool = True
+    """decode every image, leave out damaged images, and compute pixel statistics"""
+    max_pixels: int = Field(default=178_956_970, ge=1)
+    """images with more pixels are left out before they are decoded"""
+    duplicates: Literal["report", "drop"] = "report"
+    """drop: of files with the same bytes keep the first; reads all files twice"""
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        encodes = self.format != "keep" or self.resize is not None
+        if self.quality is not None and (not encodes or self.format == "png"):
+            raise ValueError("quality is for images that are encoded as JPEG or WebP: set resize or format")
+        if encodes and not self.verify:
+            raise ValueError("verify: resize and format decode every image anyway; leave it out")
+        return self
+
+    @property
+    def recipe(self) -> Recipe:
+        """Processing of each image."""
+        return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels, self.links)
+
+
+def make(settings: MakeShards) -> None:
+    """Make the shards that are missing, and the reports.
+
+    Raises:
+        MakeError: the images cannot be listed, or the shards cannot be written.
+        WorkerError: a process was killed.
+    """
+    folder = Folder(settings.shards, settings.name)
+    _refuse_foreign_files(folder)
+    say("reading", f"{settings.images}")
+    listing = _list_images(settings)
+    usable = listing.usable
+    say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
+    for count, reason in listing.unusable():
+        say("", f"{count:,} more are left out: {reason}")
+    say("labels", f"{_describe_classes(listing.classes)}{listing.note}")
+    try:
+        with folder.locked():
+            _refuse_foreign_files(folder)
+            _write(settings, folder, listing)
+    except OSError as error:
+        raise MakeError(
+            f"cannot write to {settings.shards}: {error.strerror or error}. Choose another folder."
+        ) from error
+
+
+def _refuse_foreign_files(folder: Folder) -> None:
+    if found := folder.foreign_files():
+        raise MakeError(f"{folder.path} holds other shards ({found[0]}). Choose an empty folder.")
+
+
+def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
+    duplicates, ratio = _load_or_make_plan(settings, folder, listing)
+    dropped = settings.duplicates == "drop"
+    order = np.setdiff1d(listing.usable, duplicates[:, 0]) if dropped else listing.usable
+    order = shuffled(order, settings.seed) if settings.shuffle else order
+    shards = split(listing, order, settings.shard_size_mb * MEGABYTE, ratio)
+    missing = [number for number in range(len(shards)) if folder.finished(number) is None]
+    _check_space(folder.path, int(shards.bytes[missing].sum()))
+    existing = f"; {len(shards) - len(missing):,} exist already" if len(missing) < len(shards) else ""
+    say("shards", f"{len(shards):,} of about {decimal(int(shards.bytes.mean()))}{existing}")
+    shared, recipe = shared_keys(listing), settings.recipe
+
+    def write(number: int, advance: Advance) -> None:
+        record = write_shard(folder.shard(number), shards.entries(number), listing, shared, recipe, advance)
+        record.write(folder.record(number))
+
+    total = sum(len(shards.entries(number)) for number in missing)
+    list(spread(write, missing, workers=settings.workers, title="writing", total=total))
+    options = settings.model_dump(mode="json", exclude={"shards", "workers"})
+    show_report(write_reports(folder, listing, len(shards), duplicates if dropped else None, options), folder)
+
+
+def _list_images(settings: MakeShards) -> Listing:
+    images = settings.images
+    if images.is_dir():
+        if given := [name for name in ("path_column", "label_column", "root") if getattr(settings, name) is not None]:
+            raise MakeError(f"--{given[0]} is for lists and manifests, and {images} is a folder. Leave it out.")
+        if images.resolve() == settings.shards.resolve():
+            raise MakeError(f"{images} holds the images, and the shards need a folder of their own. Name another one.")
+        listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
+    elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
+        columns = Columns(settings.path_column or "path", settings.label_column)
+        listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels, links=settings.links)
+    elif images.exists():
+        raise MakeError(f"{images} is no folder, no list (.txt) and no manifest (.csv, .parquet). Name one of these.")
+    else:
+        raise MakeError(f"{images} does not exist. Correct the path.")
+    if settings.classes:
+        renumber(listing, _read_classes(settings.classes))
+    return listing
+
+
+def _read_classes(path: Path) -> list[str]:
+    """Read the names of classes, in the order of their numbers."""
+    try:
+        names = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MakeError(f"cannot read --classes {path}: {error}. Name the classes.json of other shards.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise MakeError(f"--classes {path} is not a list of different names. Name the classes.json of other shards.")
+    return names
+
+
+def _describe_classes(names: list[str] | None) -> str:
+    """Return for example `10 classes, airplane to truck, `; an empty string without names."""
+    if names is None:
+        return ""
+    return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
+
+
+def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> tuple[np.ndarray, float]:
+    """Return the duplicates to drop, and the ratio of stored sizes to file sizes.
+
+    Raises:
+        MakeError: the folder holds the plan of other settings or images.
+    """
+    usable = listing.usable
+    options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes"})
+    options["pillow"] = PIL.__version__ if settings.recipe.encodes else None
+    count = {"files": len(usable), "bytes": int(listing.sizes[usable].sum())}
+    plan = {"version": 1, "settings": options, **count, "images": listing.fingerprint()}
+    if folder.plan_file.exists():
+        try:
+            existing = json.loads(folder.plan_file.read_text())
+            dropped, ratio = np.load(folder.duplicates_file), float(existing["ratio"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise MakeError(f"{folder.plan_file} is damaged ({error}). Remove {folder.path}.") from error
+        _refuse_other_plan(plan, existing, folder.path)
+        return dropped, ratio
+    duplicates = np.empty((0, 2), dtype=np.int64)
+    if settings.duplicates == "drop":
+        duplicates = find_duplicates(listing, settings.recipe, settings.workers)
+    ratio = encoded_ratio(listing, usable, settings.recipe, settings.workers)
+    with atomic_write(folder.duplicates_file, sync=True) as path, path.open("wb") as file:
+        np.save(file, duplicates)
+    with atomic_write(folder.plan_file, sync=True) as path:
+        path.write_text(json.dumps({**plan, "ratio": ratio}, indent=1))
+    return duplicates, ratio
+
+
+def _refuse_other_plan(plan: dict[str, Any], existing: dict[str, Any], path: Path) -> None:
+    """Raise `MakeError` if the plan in the folder differs."""
+    remedy = f"Make these shards in another folder, or remove {path}."
+    old, new = existing.get("settings", {}), plan["settings"]
+    different = [f"--{name} {new.get(name)} (there {old.get(name)})" for name in new if new.get(name) != old.get(name)]
+    if different or existing.get("version") != plan["version"]:
+        raise MakeError(f"{path} holds shards made with other settings: {', '.join(different)}. {remedy}")
+    if existing.get("images") != plan["images"]:
+        before, now = (f"{one.get('files'):,} files of {one.get('bytes'):,} bytes" for one in (existing, plan))
+        if before == now:
+            now = "as many, but other paths, dates or labels"
+        raise MakeError(f"the images have changed since {path} was begun: {before} then, {now} now. {remedy}")
+
+
+def _check_space(path: Path, size: int) -> None:
+    free = shutil.disk_usage(path).free - SPARE_BYTES
+    if size > free:
+        raise MakeError(f"{path} needs about {decimal(size)} and has {decimal(max(free, 0))} free. Free some space.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+
+    def command() -> int:
+        make(validate(MakeShards, flags(MakeShards, sys.argv[1:] if argv is None else argv, PROGRAM)))
+        return 0
+
+    return run_command(PROGRAM, command, resume="The same command continues with the missing shards.")

@@ -1,0 +1,162 @@
+"""Image files that a list (.txt) or a manifest (.csv, .parquet) names."""
+
+import csv
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.tools.command import MakeError
+from data.tools.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
+
+Row = tuple[str, str | None]
+"""Path and label."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a manifest."""
+
+    path: str = "path"
+    label: str | None = None
+    """None takes `label` if the manifest has such a column."""
+
+    def choose(self, available: list[str], file: Path) -> tuple[str, str | None]:
+        """Return the columns to read.
+
+        Raises:
+            MakeError: a column does not exist.
+        """
+        for name, flag in ((self.path, "--path_column"), (self.label, "--label_column")):
+            if name is not None and name not in available:
+                raise MakeError(f"{file} has no column {name!r}. {flag} is one of {', '.join(map(repr, available))}.")
+        return self.path, self.label or ("label" if "label" in available else None)
+
+
+def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, links: Links) -> Listing:
+    """List the images that a file names.
+
+    A list has one path per line, optionally followed by a tab and a label. Paths may not leave the root folder.
+
+    Args:
+        path: a list, or a CSV or Parquet manifest.
+        root: folder that relative paths start from; None takes the folder of the file.
+        columns: columns of a manifest.
+        labels: "auto" or "none".
+        links: "inside" or "all".
+
+    Raises:
+        MakeError: the file cannot be read, a column is missing, a path leaves the root or occurs twice, or a label is
+            negative.
+    """
+    if labels == "folders":
+        raise MakeError(
+            f"--labels folders is for a folder of images, and {path} is a list or manifest. Leave --labels out."
+        )
+    folder = os.path.realpath(os.fsencode(root or path.parent))
+    builder = ListingBuilder(folder, links)
+    for number, (name, label) in enumerate(_rows(path, columns), 1):
+        full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
+        if not inside(full, folder) or b"\0" in full:
+            raise MakeError(
+                f"{path}: entry {number}, {name!r}, lies outside of {os.fsdecode(folder)}. Give --root FOLDER."
+            )
+        builder.add(os.path.relpath(full, folder), builder.stat(full), label or None)
+    listing = builder.build()
+    if not len(listing.usable):
+        raise MakeError(describe_empty(f"{path} names no existing images below {os.fsdecode(folder)}", listing))
+    _refuse_repeated(listing, path)
+    _set_labels(listing, list(builder.texts), path, labels, columns)
+    return listing
+
+
+def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, columns: Columns) -> None:
+    """Turn labels, which are positions in `texts`, into class numbers."""
+    if labels == "none" or not texts:
+        listing.labels = np.full(len(listing), NO_LABEL)
+        listing.note = "none"
+        if labels != "none":
+            listing.note = f"none in {path.name}"
+            if columns.label is None and path.suffix != ".txt":
+                listing.note += "; --label_column COLUMN takes them from another column"
+        return
+    numbers = [_class_number(text) for text in texts]
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        number_classes(listing, texts, sorted(texts))
+        listing.note = f"names in {path.name}"
+        return
+    if min(known) < 0:
+        raise MakeError(f"{path}: a label is below 0. Leave the field empty where there is no label.")
+    listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
+    listing.note = f"numbers in {path.name}"
+
+
+def _refuse_repeated(listing: Listing, path: Path) -> None:
+    digests = [hashlib.blake2b(listing.path(entry), digest_size=8).digest() for entry in range(len(listing))]
+    keys = np.frombuffer(b"".join(digests), dtype=np.uint64)
+    order = np.argsort(keys, kind="stable")
+    if len(repeated := np.flatnonzero(keys[order][1:] == keys[order][:-1])):
+        name = os.fsdecode(listing.path(int(order[repeated[0]])))
+        raise MakeError(f"{path}: {len(repeated):,} paths are repeated, the first {name}. Name each image once.")
+
+
+def _class_number(text: str) -> int | None:
+    """Parse an integer; also `3.0`, which pandas writes in a column with missing values."""
+    text = text.removesuffix(".0")
+    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
+
+
+def _rows(path: Path, columns: Columns) -> Iterator[Row]:
+    """Yield path and label of each entry of a file."""
+    try:
+        if path.suffix.lower() == ".csv":
+            yield from _csv_rows(path, columns)
+        elif path.suffix.lower() == ".parquet":
+            yield from _parquet_rows(path, columns)
+        else:
+            with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+                for line in lines:
+                    name, _, label = line.rstrip("\r\n").partition("\t")
+                    if name:
+                        yield name, label.strip()
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise MakeError(f"cannot read {path}: {error}. Correct the file.") from error
+
+
+def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        rows = csv.reader(file)
+        heading = next(rows, [])
+        names = columns.choose(heading, path)
+        place, label = heading.index(names[0]), None if names[1] is None else heading.index(names[1])
+        for row in rows:
+            if not row:
+                continue
+            if len(row) != len(heading):
+                raise MakeError(
+                    f"{path}: line {rows.line_num} has {len(row)} fields, its heading {len(heading)}. Correct the line."
+                )
+            yield row[place], None if label is None else row[label].strip()
+
+
+def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise MakeError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = columns.choose(file.schema_arrow.names, path)
+            for batch in file.iter_batches(columns=[name for name in names if name is not None]):
+                paths = batch.column(names[0]).to_pylist()
+                labels = [None] * len(paths) if names[1] is None else batch.column(names[1]).to_pylist()
+                for name, label in zip(paths, labels, strict=True):
+                    if not isinstance(name, str):
+                        raise MakeError(f"{path}: column {names[0]!r} holds {name!r}, not a path. Give --path_column.")
+                    yield name, None if label is None else str(label)
+    except ArrowException as error:
+        raise MakeError(f"cannot read {path}: {error}. Correct the file.") from error
