@@ -207,6 +207,8 @@ class Batch:
     """B sample names, `shard.tar/key`."""
     labels: Tensor | None = None
     """(B,) int64, or None where labels are missing or not asked for."""
+    positions: Tensor | None = None
+    """(B,) int64 on the CPU: position of each sample in the run; None in evaluation."""
     skipped: list[str] = field(default_factory=list)
     """`shard.tar/key: reason` of each corrupt image that was replaced or left out."""
     preprocessing: Preprocessing = IMAGENET

@@ -57,6 +57,8 @@ class Sample(NamedTuple):
     """(C, H, W) uint8."""
     views: SampleParameters
     label: int | None = None
+    position: int | None = None
+    """Position in the run; None in evaluation."""
 
 
 class Skipped(NamedTuple):
@@ -88,6 +90,7 @@ class Collator:
         builder = self._builder(memory)
         keys: list[str] = []
         labels: list[int] = []
+        positions: list[int] = []
         skipped: list[str] = []
         for sample in samples:
             if isinstance(sample, Skipped):
@@ -97,6 +100,8 @@ class Collator:
             keys.append(sample.key)
             if sample.label is not None:
                 labels.append(sample.label)
+            if sample.position is not None:
+                positions.append(sample.position)
         if not keys:
             return Batch([], skipped=skipped, preprocessing=self.preprocessing)
         batch, order = builder.build()
@@ -104,6 +109,7 @@ class Collator:
             batch,
             keys=[keys[i] for i in order],
             labels=torch.tensor([labels[i] for i in order]) if labels else None,
+            positions=torch.tensor([positions[i] for i in order]) if positions else None,
             skipped=skipped,
             preprocessing=self.preprocessing,
         )

@@ -137,7 +137,7 @@ class TrainDataset(Dataset[Sample]):
             drawn = self._draw(address._replace(shard=int(shards[0]), number=int(numbers[0])))
         for one in failed:
             yield Skipped(one.reason)
-        yield sample
+        yield sample._replace(position=address.position)
 
 
 @dataclass
