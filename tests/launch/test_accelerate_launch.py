@@ -25,6 +25,9 @@ if what != "unprepared":
         signal.signal(number, lambda number, _: asked.append(number))
 open(f"{folder}/ready-{rank}", "a").write(f"{os.getpid()}\\n")
 if what == "codes":
+    for other in range(int(os.environ.get("WORLD_SIZE", "1"))):  # all have their handlers before one fails
+        while not os.path.exists(f"{folder}/ready-{other}"):
+            time.sleep(0.02)
     code = int(values[rank])
     if code < 0:
         time.sleep(600)  # until the launcher ends it
@@ -64,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     started: list[BaseProcess] = []
     (tmp_path / "trainer.py").write_text(TRAINER)
 
-    def start(*arguments: str, processes: int = 2, options: tuple[str, ...] = (), ready: bool = True) -> BaseProcess:
+    def start(*arguments: str, processes: int = 2, options: tuple[str, ...] = ()) -> BaseProcess:
         command = ["--num_processes", str(processes), "--num_machines", "1"]
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", *options]
         command += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
@@ -75,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
         launcher.start()
         started.append(launcher)
         end = time.monotonic() + 60
-        while ready and not all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)):
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)):
             assert time.monotonic() < end, (tmp_path / "log.txt").read_text()
             time.sleep(0.02)
         return launcher
@@ -127,11 +130,9 @@ def test_one_code_for_all(module: ModuleType, codes: list[int], asked: signal.Si
 )
 def test_the_trainers_own_code(start, tmp_path: Path, codes: list[int], expected: int) -> None:
     options = ("--debug",) if codes == [0, 3] else ()  # accelerate then prints nothing about a failure
-    launcher = start("codes", *map(str, codes), processes=len(codes), options=options, ready=False)
+    launcher = start("codes", *map(str, codes), processes=len(codes), options=options)
     for rank, code in enumerate(codes):
         if code == -1:  # its handler only records SIGTERM, so the launcher would kill it after 30 s
-            while not (tmp_path / f"ready-{rank}").exists():
-                time.sleep(0.02)
             time.sleep(2)
             os.kill(int((tmp_path / f"ready-{rank}").read_text()), signal.SIGKILL)
     assert exit_code(launcher) == expected
