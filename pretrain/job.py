@@ -330,10 +330,12 @@ def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine)
     """Log a summary of the run and the values that were derived."""
     derived = [
         f"{section}.{name} {value}"
-        for section in ("data", "optim", config.method)
+        for section in ("optim", config.method)
         for name, value in getattr(config, section)
         if getattr(getattr(given, section), name) is None and value is not None
     ]
+    if given.data.needs_statistics:
+        derived += [f"data.mean {config.data.mean}", f"data.std {config.data.std}"]
     accelerator = engine.accelerator
     log.info(
         "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s, precision %s",
