@@ -15,6 +15,7 @@ from data.loader import LoaderConfig, StreamConfig
 from data.shards import SourceConfig
 from pretrain.methods import METHODS
 from pretrain.monitoring.collapse import HealthConfig
+from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig
 from runtime.settings import Section, Settings, SettingsError, flags, merge, read_yaml, suggestion, validate
 
@@ -92,6 +93,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def encoder_settings(self) -> dict[str, Any]:

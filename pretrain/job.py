@@ -85,7 +85,7 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     recorder = None
     if accelerator.is_main_process:
         write_settings(output, config)
-        recorder = Recorder(output, position.step)
+        recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, accelerator, engine)
     with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
         run = Run(config, output, accelerator, method, engine, recorder, judge, saver, position)
