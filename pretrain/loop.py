@@ -120,7 +120,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
         Preempted: a process was asked to stop; the checkpoint of this moment is written.
     """
     config, accelerator = run.config, run.accelerator
-    alarm = CollapseAlarm(config.health, run.steps, run.position.alarm)
+    alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, run.position.alarm)
     progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
     window, corrupt, due = Window(), 0, False
     if run.position.step == 0 or run.position.unscored:
@@ -151,7 +151,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                 else:
                     _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
-                for message in alarm.look(record, run.method.collapse_bound()).values():
+                for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
             due = due or step % config.checkpoint_every == 0

@@ -1,5 +1,6 @@
 """The interface of all methods."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ class Method(nn.Module):
     """side in pixels of the images on which the encoder is scored while it trains"""
     drop: bool = False
     """whether hidden tokens are left out of the encoder"""
+    rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
+    """advice of the collapse alarm when the rank of the features falls"""
     has_panels: bool = False
     """whether there are pictures of what it does (`panels`), which take the whole method on one process"""
 
@@ -53,9 +56,12 @@ class Method(nn.Module):
         """Prefixes of parameter names, and for how many steps they keep learning rate 0."""
         return {}
 
-    def collapse_bound(self) -> float | None:
-        """Entropy of a teacher that says nothing, in nats; None for methods without one."""
-        return None
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        """Return the signs of collapse in the metrics of one step: kind -> message that names settings to change.
+
+        The collapse alarm adds the rank of the features, which every method reports as `feature_rank`.
+        """
+        return {}
 
     def health(self) -> dict[str, Any]:
         """Numbers about the last forward that are too dear for every step. Called on all processes together, on

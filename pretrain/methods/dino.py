@@ -6,6 +6,7 @@ B images a process, G global and L local crops, S = G + L; D width of the encode
 import copy
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -180,11 +181,35 @@ def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     return assignment * rows
 
 
+def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str, str]:
+    """Return the signs that the teacher's output is the same for every image.
+
+    Args:
+        record: metrics of one step.
+        max_entropy: entropy of the uniform distribution over the prototypes, ln K, in nats.
+    """
+    entropy, loss = record["teacher_entropy"], record["loss"]
+    if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
+        return {
+            "uniform": f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
+            "teacher's output is uniform for every image. Try dino.batch_norm, encoder.init xavier, fewer "
+            "dino.prototypes, a lower dino.teacher_temperature_start, or larger crops."
+        }
+    if entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
+        return {
+            "one prototype": f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: the teacher assigns every "
+            "image to one prototype. Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower "
+            "optim.lr."
+        }
+    return {}
+
+
 class DINO(Method):
     """Student and teacher, each an encoder and a head, and the centre."""
 
     Config = DINOConfig
     resolve = staticmethod(resolve)
+    rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
 
     def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
         """`config` is resolved; `steps` is the length of the run."""
@@ -287,5 +312,5 @@ class DINO(Method):
             "feature_rank": effective_rank(pooled),
         }
 
-    def collapse_bound(self) -> float:
-        return math.log(self.config.prototypes)
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        return collapse_signs(record, math.log(self.config.prototypes))

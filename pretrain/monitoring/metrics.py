@@ -1,4 +1,4 @@
-"""Files that a run writes about itself, except checkpoints: metrics, pictures, skipped samples; and the progress bar."""
+"""Metrics, pictures and the list of skipped samples of a run, and its progress bar."""
 
 import json
 import math

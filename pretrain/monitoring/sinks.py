@@ -178,8 +178,8 @@ class WandB:
 class MLflow:
     """A run of MLflow. The environment variables `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` apply.
 
-    The run's name is the name of the run folder. A resumed run continues the same run of MLflow and leaves out the steps
-    that it already has. A tracking server that fails during training only causes a warning.
+    The run's name is the name of the run folder. A resumed run continues the same run of MLflow, and does not write the
+    steps that MLflow already has. A tracking server that fails during training only causes a warning.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -220,9 +220,9 @@ class MLflow:
 
 
 def open_sinks(config: MetricsConfig, output: Path, step: int, settings: Mapping[str, Any]) -> list[Sink]:
-    """Open the chosen sinks of a run that has done `step` steps. `settings` are shown beside the run by wandb and mlflow.
+    """Open the chosen sinks of a run that has done `step` steps.
 
-    Records of later steps are removed, and all records if `step` is 0.
+    Records of later steps are removed, and all records if `step` is 0. wandb and mlflow show `settings` with the run.
     """
     makers: dict[str, Callable[[], Sink]] = {
         "jsonl": lambda: JSONLines(output, step),
