@@ -29,7 +29,7 @@ from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.monitoring.metrics import Recorder
-from pretrain.monitoring.online_knn import Scorer
+from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.preflight import rehearse, report
 from runtime.collectives import broadcast_object, gather_objects
 from runtime.processes import make_accelerator
@@ -81,14 +81,14 @@ def pretrain_on(accelerator: Accelerator, engine_class: type[Engine], config: Ru
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    judge = scorer(config, method, shards, accelerator)
+    knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         write_settings(output, config)
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, accelerator, engine)
     with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
-        run = Run(config, output, accelerator, method, engine, recorder, judge, saver, position)
+        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, position)
         train(run, iter(batches))
     finish_run(run)
 
@@ -290,12 +290,12 @@ def run_folder(config: RunConfig) -> tuple[Path, Path | None]:
     return output, found[-1] if found else None
 
 
-def scorer(config: RunConfig, method: Method, shards: Any, accelerator: Accelerator) -> Scorer | None:
-    """The k-NN inside the run, or None where there is nothing to score on."""
+def online_knn(config: RunConfig, method: Method, shards: Any, accelerator: Accelerator) -> OnlineKNN | None:
+    """Return the online k-NN, or None if `evaluation.val` is not set."""
     if config.evaluation.val is None:
         return None
     bank = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
-    return Scorer(config.evaluation, bank, method.image_size, accelerator, config.source)
+    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.source)
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, accelerator: Accelerator, engine: Engine) -> None:

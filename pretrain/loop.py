@@ -24,7 +24,7 @@ from pretrain.methods.base import Method
 from pretrain.monitoring import pictures
 from pretrain.monitoring.collapse import CollapseAlarm
 from pretrain.monitoring.metrics import Progress, Recorder
-from pretrain.monitoring.online_knn import Scorer
+from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.optim.adamw import apply_schedules, clip_gradients
 from runtime import preemption
 from runtime.collectives import all_reduce_sum, gather_objects, world_size
@@ -49,7 +49,7 @@ class Run:
     """what carries the method over processes"""
     recorder: Recorder | None
     """None beside the main process"""
-    scorer: Scorer | None
+    online_knn: OnlineKNN | None
     saver: Saver
     position: TrainState = field(default_factory=TrainState)
 
@@ -240,13 +240,13 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
             shown |= _pictures(run, _on_device(run, batch))
-        if run.scorer is not None:
+        if run.online_knn is not None:
             encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
-            record |= run.scorer.score(encoder)
+            record |= run.online_knn.evaluate(encoder)
             if run.recorder:
                 log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
             if run.recorder and run.config.evaluation.pictures:
-                images = run.scorer.held_out
+                images = run.online_knn.first_images(encoder.preprocessing)
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
         if run.recorder:
             run.recorder.pictures({k: v for k, v in shown.items() if v is not None}, step)
@@ -261,7 +261,8 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
     if run.method.has_panels:
         method = run.engine.gather_on_main(run.method)
         if method is not None:
-            shown |= {name: pictures.panels(rows) for name, rows in method.panels(batch, images).items()}
+            panels = method.panels(batch, images)
+            shown |= {name: pictures.panels(rows, batch.preprocessing) for name, rows in panels.items()}
     return shown
 
 

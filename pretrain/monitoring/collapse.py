@@ -57,8 +57,8 @@ def effective_rank(features: Tensor) -> float:
 class CollapseAlarm:
     """Warn about a collapsed run, once per kind of collapse.
 
-    A kind is a name such as `rank` or `uniform`. A warning is due after the grace period, when `health.patience` records
-    in a row show the same kind.
+    A kind is a name such as `rank` or `uniform`. After the grace period, a warning is due when `health.patience`
+    records in a row show the same kind.
     """
 
     def __init__(
