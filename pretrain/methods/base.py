@@ -1,7 +1,7 @@
 """The interface of all methods."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,6 +22,8 @@ class Method(nn.Module):
     """side in pixels of the images on which the encoder is scored while it trains"""
     drop: bool = False
     """whether hidden tokens are left out of the encoder"""
+    small_settings: ClassVar[dict[str, Any]] = {}
+    """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
     """advice of the collapse alarm when the rank of the features falls"""
     has_panels: bool = False

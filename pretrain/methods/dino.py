@@ -7,7 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -209,6 +209,14 @@ class DINO(Method):
 
     Config = DINOConfig
     resolve = staticmethod(resolve)
+    small_settings: ClassVar[dict[str, Any]] = {
+        "global_size": 16,
+        "local_size": 12,
+        "local_crops": 2,
+        "hidden_dim": 32,
+        "bottleneck_dim": 16,
+        "prototypes": 64,
+    }
     rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
 
     def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:

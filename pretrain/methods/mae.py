@@ -6,7 +6,7 @@ decoder; P = stride * stride * C pixels of a token.
 """
 
 import inspect
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -172,6 +172,7 @@ class MAE(Method):
 
     Config = MAEConfig
     resolve = staticmethod(resolve)
+    small_settings: ClassVar[dict[str, Any]] = {"size": 16, "decoder_dim": 16, "decoder_heads": 2}
     has_panels = True
 
     def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:

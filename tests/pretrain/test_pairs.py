@@ -13,10 +13,6 @@ from pretrain.methods import METHODS
 
 VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 PAIRS = [(method, variant) for method in METHODS for variant in VARIANTS]
-SMALL = {
-    "dino": {"--dino.hidden_dim": "32", "--dino.bottleneck_dim": "16", "--dino.prototypes": "64"},
-    "mae": {"--mae.decoder_dim": "16", "--mae.decoder_heads": "2"},
-}
 NATIVE = {"--mae.native": "true", "--mae.mask": "block", "--mae.smallest_size": "12"}
 IN_PLACE = {"--mae.drop": "false", "--mae.decoder_depth": "1"}
 RUNS: dict[str, dict[str, str]] = {
@@ -26,11 +22,16 @@ RUNS["mae of navit_micro, native sizes in blocks"] = {"--method": "mae", "--enco
 RUNS["mae of vit_micro in place"] = {"--method": "mae", "--encoder": "vit_micro"} | IN_PLACE
 
 
+def small(method: str) -> dict[str, str]:
+    """The method's small settings as flags."""
+    return {f"--{method}.{name}": str(value).lower() for name, value in METHODS[method].small_settings.items()}
+
+
 def arguments(name: str, output: Path, *more: str) -> list[str]:
     """The command line of one of RUNS."""
     common = {"--steps": "6", "--batch_size": "16", "--record_every": "1", "--checkpoint_every": "3", "--workers": "1"}
     common["--optim.lr"] = "1e-3"  # at the preset's own, rounding grows tenfold a step
-    chosen = RUNS[name] | SMALL[RUNS[name]["--method"]] | common | {"--encoder.drop_path": "0", "--output": str(output)}
+    chosen = small(RUNS[name]["--method"]) | RUNS[name] | common | {"--encoder.drop_path": "0", "--output": str(output)}
     return [*(word for pair in chosen.items() for word in pair), *more]
 
 
