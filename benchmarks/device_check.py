@@ -39,7 +39,7 @@ from data.loader import Reading, training_batches
 from data.resample import cut_views
 from data.sampler import BatchSampler
 from pretrain.methods import METHODS
-from pretrain.methods.base import Method
+from pretrain.methods.base import Method, supported
 from pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients, parameter_groups
 from runtime.settings import Settings, parse
 
@@ -70,8 +70,9 @@ def build(
     torch.manual_seed(0)
     kind = METHODS[name]
     config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), 50_000, batch_size, steps)
-    defaults = kind.encoder_defaults(config, encoders.family(variant))
-    method = kind(encoders.build(variant, **(defaults | {"drop_path": 0.0})), config, steps)
+    family = encoders.family(variant)
+    defaults = kind.encoder_defaults(config, family) | supported(family, {"drop_path": 0.0})
+    method = kind(encoders.build(variant, **defaults), config, steps)
     return method, optim, method.transform()
 
 

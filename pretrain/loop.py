@@ -213,7 +213,10 @@ def _due(every: int | None, step: int) -> bool:
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     """The record of this step, but for evaluations. Means over processes; called on all of them together."""
     names = sorted(result.metrics)
-    means = all_reduce_sum(torch.stack([result.metrics[name].float() for name in names])) / world_size()
+    means: list[float] = []
+    if names:
+        stacked = torch.stack([result.metrics[name].float() for name in names])
+        means = (all_reduce_sum(stacked) / world_size()).tolist()
     moving = [group["lr"] for group in run.engine.optimizer.param_groups if not group["frozen_steps"]]
     decays = [group["weight_decay"] for group in run.engine.optimizer.param_groups if group["decays"]]
     record = {
@@ -230,7 +233,7 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return record | dict(zip(names, means.tolist(), strict=True)) | run.method.health()
+    return record | dict(zip(names, means, strict=True)) | run.method.health()
 
 
 def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:

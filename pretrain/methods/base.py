@@ -1,5 +1,6 @@
 """The interface of all methods."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -81,6 +82,12 @@ def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
     for name, parameter in encoder.named_parameters():
         if name.partition(".")[0] in unused:
             parameter.requires_grad_(False)
+
+
+def supported(family: type[Encoder], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `settings` that the constructor of the encoder has."""
+    known = inspect.signature(family).parameters
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def fill(config: Any, defaults: dict[str, Any]) -> Any:

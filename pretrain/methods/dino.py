@@ -18,7 +18,7 @@ from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.images import Images, pack
-from pretrain.methods.base import Method, fill, freeze
+from pretrain.methods.base import Method, fill, freeze, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
 from pretrain.optim.adamw import OptimConfig
@@ -237,8 +237,7 @@ class DINO(Method):
     @staticmethod
     def encoder_defaults(config: DINOConfig, family: type[Encoder]) -> dict[str, Any]:
         """Encoder settings that hold unless the user gives others."""
-        del family  # the same for all
-        return {"image_size": config.global_size, "drop_path": 0.1}
+        return supported(family, {"image_size": config.global_size, "drop_path": 0.1})
 
     def transform(self) -> MultiCrop:
         return MultiCrop(self.config)

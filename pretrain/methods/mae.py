@@ -5,7 +5,6 @@ Where the encoder cannot leave hidden tokens out, they are replaced in place and
 decoder; P = stride * stride * C pixels of a token.
 """
 
-import inspect
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from encoders.images import Images, Layout, Mask, PackedImages, onto, patchify, 
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.vit import Block, ViT
-from pretrain.methods.base import Method, fill, freeze
+from pretrain.methods.base import Method, fill, freeze, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig
 
@@ -203,7 +202,7 @@ class MAE(Method):
         drop = family.can_drop if config.drop is None else config.drop
         longest = config.size * 2 if config.native else config.size  # of a picture four times as long as it is wide
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
-        return {name: value for name, value in wanted.items() if name in inspect.signature(family).parameters}
+        return supported(family, wanted)
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
