@@ -1,12 +1,12 @@
-"""What only a CUDA machine can show, in one call: `python benchmarks/device_check.py --data 'shards/*.tar'`.
+"""Checks and measurements that need a CUDA device: `python benchmarks/device_check.py --data 'shards/*.tar'`.
 
-1. Every method with every small encoder: losses of some steps in bf16 on the device beside float32 on the CPU.
-2. Images per second, peak memory and what cutting the crops and the photometric part take beside the step, ViT-S/16 and
-   ViT-B/16 at 2 x 224 + 8 x 96; and, with --data, the share of time that the real loader keeps the device waiting.
-3. Every method with an encoder of every family, by benchmarks/pairs.py.
-4. With --cifar, a short run of each method on CIFAR-10 with k-NN before and after.
+1. Every method with every `*_micro` encoder: the losses in bf16 on the device compared with float32 on the CPU.
+2. ViT-S/16 and ViT-B/16 under every method with its default settings: images per second, peak memory, and the time of
+   cutting and colour augmentation as a share of a step. With --data also the time that the device waits for the loader.
+3. Every method with an encoder of every family (benchmarks/pairs.py).
+4. With --cifar, a short run of each method that has a preset configs/cifar10_METHOD.yaml, with k-NN before and after.
 
-Tables go to benchmarks/results/. Without CUDA it says so and exits 0.
+The tables are written to benchmarks/results/. Without CUDA the script prints a line and exits with 0.
 """
 
 import copy
@@ -17,9 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,74 +32,71 @@ from torch import Tensor
 import encoders
 from data.augment import to_model_input
 from data.batch import Batch
-from data.collate import RawBuilder, collate
+from data.collate import RawBuilder, Transform, collate
 from data.dataset import decode_sample
 from data.decode import Picture
 from data.loader import Reading, training_batches
 from data.resample import cut_views
 from data.sampler import BatchSampler
 from pretrain.methods import METHODS
-from pretrain.methods.base import Method
+from pretrain.methods.base import Method, supported
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients, parameter_groups
 from runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
-MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
-SMALL: dict[str, dict[str, Any]] = {
-    "dino": {"global_size": 16, "local_size": 8, "local_crops": 2, "prototypes": 256, "hidden_dim": 256},
-    "mae": {"size": 16, "decoder_dim": 64, "decoder_heads": 4},
-}
-"""settings of each method for the smallest encoders"""
 
 
 class DeviceCheck(Settings):
     """Check and measure on a CUDA device."""
 
     data: str | None = None
-    """SHARDS of full-size images, for the loader's share of the time"""
+    """SHARDS of full-size images, to measure the loader; default: not measured"""
     cifar: str | None = None
-    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz, for a short run"""
+    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz; default: no runs"""
     steps: int = Field(default=20, ge=1)
     """steps of each measurement"""
     batch_size: int = Field(default=128, ge=2)
-    """images of a step of ViT-S/16; half of it for ViT-B/16"""
+    """images per step of ViT-S/16; ViT-B/16 has half of them"""
     workers: int = Field(default=14, ge=0)
-    """loader processes"""
+    """loader workers"""
     output: Path = ROOT / "benchmarks" / "results" / "device_check.md"
-    """Markdown file of the tables"""
+    """Markdown file for the tables"""
 
 
-def build(name: str, variant: str, batch_size: int, steps: int, **settings: Any) -> tuple[Method, ResolvedOptim, Any]:
-    """A method on a fresh encoder, its resolved optimizer settings, and the loader's transform."""
+def build(
+    name: str, variant: str, batch_size: int, steps: int, **settings: Any
+) -> tuple[Method, ResolvedOptim, Transform]:
+    """Return a method with a new encoder, its resolved optimizer settings, and its transform."""
     torch.manual_seed(0)
     kind = METHODS[name]
     config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), 50_000, batch_size, steps)
-    defaults = kind.encoder_defaults(config, encoders.family(variant))
-    method = kind(encoders.build(variant, **(defaults | {"drop_path": 0.0})), config, steps)
+    family = encoders.family(variant)
+    defaults = kind.encoder_defaults(config, family) | supported(family, {"drop_path": 0.0})
+    method = kind(encoders.build(variant, **defaults), config, steps)
     return method, optim, method.transform()
 
 
-def random_batch(transform, images: int, seed: int) -> Batch:
-    """What the loader would yield for noise images; uint8, on the CPU."""
+def random_batch(transform: Transform, images: int, seed: int) -> Batch:
+    """Return a batch of noise images as the loader gives it: uint8, on the CPU."""
     rng = np.random.default_rng(seed)
     pictures = [torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)) for _ in range(images)]
     return collate(transform, pictures, [rng] * images)
 
 
-def whole_images(transform, images: int) -> Batch:
-    """Noise of ImageNet's size, whole: what the device cuts."""
+def whole_images(transform: Transform, images: int) -> Batch:
+    """Return a batch of whole noise images of ImageNet's size, for crops cut on the device."""
     rng, builder = np.random.default_rng(0), RawBuilder()
     for _ in range(images):
         with BytesIO() as file:
             Image.fromarray(rng.integers(0, 256, (375, 500, 3), dtype=np.uint8)).save(file, "JPEG")
             picture = Picture(file.getvalue())
-        _, image, views, _ = decode_sample("", picture, transform.draw(picture.size, rng))
+        _, image, views, *_ = decode_sample("", picture, transform.draw(picture.size, rng))
         builder.add(image, views)
     return builder.build()[0]
 
 
 def milliseconds(work: Callable[[], object], times: int) -> float:
-    """Median of one call on the device, after three."""
+    """Return the median time of a call on the device, after three calls to warm up."""
     taken = []
     for _ in range(times + 3):
         torch.cuda.synchronize()
@@ -109,56 +107,58 @@ def milliseconds(work: Callable[[], object], times: int) -> float:
     return float(np.median(taken[3:]))
 
 
-def step(
-    method: Method, optimizer, optim: ResolvedOptim, batch: Batch, number: int, steps: int, *, bf16: bool
-) -> Tensor:
-    """One training step on a batch of the loader; the loss ()."""
-    device = next(method.parameters()).device
-    return train(
-        method, optimizer, optim, to_model_input(batch.to(device, non_blocking=True)), number, steps, bf16=bf16
-    )
+@dataclass(frozen=True)
+class Trainer:
+    """Training steps without an engine."""
 
+    method: Method
+    optimizer: torch.optim.Optimizer
+    optim: ResolvedOptim
+    steps: int
+    """Length of the run."""
+    bf16: bool
+    """Run the forward pass in bfloat16 autocast."""
 
-def train(
-    method: Method, optimizer, optim: ResolvedOptim, batch: Batch, number: int, steps: int, *, bf16: bool
-) -> Tensor:
-    """The same on a finished batch on the device."""
-    apply_schedules(optimizer, optim, number, steps, 256)
-    with torch.autocast(next(method.parameters()).device.type, torch.bfloat16, enabled=bf16):
-        loss, _ = method(batch, number)
-    loss.backward()
-    parts = [[p.grad for p in part.parameters() if p.grad is not None] for part in method.trained_parts()]
-    clip_gradients(parts, cast(float, optim.clip), optim.clip_by)
-    optimizer.step()
-    optimizer.zero_grad()
-    method.after_step(number)
-    return loss.detach()
+    def step(self, batch: Batch, number: int) -> Tensor:
+        """Train on a batch of the loader; return the loss ()."""
+        device = next(self.method.parameters()).device
+        return self.train(to_model_input(batch.to(device, non_blocking=True)), number)
+
+    def train(self, batch: Batch, number: int) -> Tensor:
+        """Train on a normalised batch that is already on the device; return the loss ()."""
+        method = self.method
+        apply_schedules(self.optimizer, self.optim, number, self.steps, 256)
+        with torch.autocast(next(method.parameters()).device.type, torch.bfloat16, enabled=self.bf16):
+            loss, _ = method(batch, number)
+        loss.backward()
+        parts = [[p.grad for p in part.parameters() if p.grad is not None] for part in method.trained_parts()]
+        clip_gradients(parts, self.optim.clip, self.optim.clip_by)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        method.after_step(number)
+        return loss.detach()
 
 
 def agreement(settings: DeviceCheck) -> list[str]:
-    """bf16 on the device beside float32 on the CPU: the same batches from the same weights."""
+    """Compare the losses in bf16 on the device with float32 on the CPU, for equal weights and batches."""
     lines = ["| method | encoder | steps | first loss, CPU | largest difference |", "|---|---|---|---|---|"]
     for name in METHODS:
-        for variant in MICRO:
-            method, optim, transform = build(name, variant, 16, settings.steps, **SMALL[name])
+        for variant in (variant for variant in encoders.VARIANTS if variant.endswith("_micro")):
+            method, optim, transform = build(name, variant, 16, settings.steps, **METHODS[name].small_settings)
             losses = []
             for device, bf16 in (("cpu", False), ("cuda", True)):
                 twin = copy.deepcopy(method).to(device)
                 optimizer = torch.optim.AdamW(parameter_groups(twin, {}), lr=0.0)
                 batches = [random_batch(transform, 16, seed) for seed in range(settings.steps)]
-                losses.append(
-                    [
-                        step(twin, optimizer, optim, b, i, settings.steps, bf16=bf16).item()
-                        for i, b in enumerate(batches)
-                    ]
-                )
+                trainer = Trainer(twin, optimizer, optim, settings.steps, bf16)
+                losses.append([trainer.step(batch, number).item() for number, batch in enumerate(batches)])
             worst = max(abs(a - b) for a, b in zip(*losses, strict=True))
             lines.append(f"| {name} | {variant} | {settings.steps} | {losses[0][0]:.4f} | {worst:.4f} |")
     return lines
 
 
 def throughput(settings: DeviceCheck) -> list[str]:
-    """The whole step on batches that lie ready, and what is done to pixels before it, as a share of the step."""
+    """Measure steps on prepared batches, and the work on the pixels as a share of a step."""
     lines = [
         "| method | encoder | images | images/s | ms a step | copy and cut | photometric | peak memory | data wait |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -175,22 +175,24 @@ def throughput(settings: DeviceCheck) -> list[str]:
             numbers = itertools.count()
             total = settings.steps + 3
 
+            trainer = Trainer(method, optimizer, optim, total, bf16=True)
+
             def once() -> None:
-                train(method, optimizer, optim, done, next(numbers), total, bf16=True)  # noqa: B023
+                trainer.train(done, next(numbers))  # noqa: B023
 
             each = milliseconds(once, settings.steps)
             cutting = milliseconds(lambda: cut_views(pinned.to("cuda", non_blocking=True)), settings.steps)  # noqa: B023
             colours = milliseconds(lambda: to_model_input(cut), settings.steps)  # noqa: B023
             peak = torch.cuda.max_memory_allocated() / 2**30
-            wait = data_wait(settings, method, optimizer, optim, transform, images)
+            wait = data_wait(settings, trainer, transform, images)
             shares = (f"{cutting / each:.1%}", f"{colours / each:.1%}", f"{peak:.1f} GiB", wait)
             cells = (name, variant, images, f"{1000 * images / each:.0f}", f"{each:.1f}", *shares)
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 
-def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: ResolvedOptim, transform, images: int) -> str:
-    """Share of the time that the loader keeps the device waiting, on real shards; `-` without."""
+def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, images: int) -> str:
+    """Return the share of the time that the device waits for the loader, or `-` without shards."""
     if settings.data is None:
         return "-"
     steps = settings.steps + 5
@@ -202,13 +204,13 @@ def data_wait(settings: DeviceCheck, method: Method, optimizer, optim: ResolvedO
         if number == 5:  # the workers have started
             start, waited = before, 0.0
         waited += time.perf_counter() - before
-        step(method, optimizer, optim, batch, number, steps, bf16=True).item()
+        replace(trainer, steps=steps).step(batch, number).item()
         before = time.perf_counter()
     return f"{waited / (time.perf_counter() - start):.0%} with {settings.workers} workers"
 
 
 def pairs(settings: DeviceCheck) -> list[str]:
-    """Every method with an encoder of every family at 224 pixels: the table of benchmarks/pairs.py on this device."""
+    """Return the table of benchmarks/pairs.py: every method with an encoder of every family at 224 pixels."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "pairs.md"
         subprocess.run([sys.executable, str(ROOT / "benchmarks" / "pairs.py"), "--output", str(table)], check=True)
@@ -216,14 +218,16 @@ def pairs(settings: DeviceCheck) -> list[str]:
 
 
 def cifar(settings: DeviceCheck) -> list[str]:
-    """A short run of each method on CIFAR-10 through the real command."""
+    """Run each method that has a preset on CIFAR-10 with the command of the README."""
     if settings.cifar is None:
-        return ["not run: give --cifar FOLDER"]
+        return ["not run; give --cifar FOLDER"]
     lines = ["| method | step | images | loss | 20-NN | s, evaluations included |", "|---|---|---|---|---|---|"]
     for method in METHODS:
+        preset = ROOT / "configs" / f"cifar10_{method}.yaml"
+        if not preset.is_file():
+            continue
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "run"
-            preset = ROOT / "configs" / f"cifar10_{method}.yaml"
             command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(preset)]
             command += ["--data", f"{settings.cifar}/cifar10-train-*.tar.gz", "--output", str(output)]
             command += ["--evaluation.val", f"{settings.cifar}/cifar10-test-*.tar.gz"]
@@ -241,14 +245,14 @@ def cifar(settings: DeviceCheck) -> list[str]:
 
 def main(settings: DeviceCheck) -> None:
     if not torch.cuda.is_available():
-        print("no CUDA device here: nothing was checked or measured")
+        print("This machine has no CUDA device. Nothing was checked or measured.")
         return
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     lines = ["# Device check", "", f"`python benchmarks/device_check.py` on {machine}.", ""]
     parts = {
-        "bf16 on the device beside float32 on the CPU": agreement,
-        "Speed and memory, bf16, DINO at 2 x 224 + 8 x 96 and MAE at 224": throughput,
-        "Every pairing": pairs,
+        "bf16 on the device compared with float32 on the CPU": agreement,
+        "Speed and memory, bf16, default settings of each method": throughput,
+        "Every method with every encoder": pairs,
         "CIFAR-10": cifar,
     }
     for title, part in parts.items():

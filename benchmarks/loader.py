@@ -184,7 +184,7 @@ def cameras(files: list[bytes]) -> list[Row]:
             picture, builder = Picture(file), CropBuilder(DINO.views, 1)
             views = DINO.draw(picture.size, rng)
             if fraction:
-                _, image, views, _ = decode_sample("", picture, views)
+                _, image, views, *_ = decode_sample("", picture, views)
             else:
                 image = picture.pixels()
             builder.add(image, views)
@@ -260,7 +260,7 @@ def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder
     rng = np.random.default_rng(0)
     for file in files:
         picture = Picture(file)
-        _, image, views, _ = decode_sample("", picture, DINO.draw(picture.size, rng))
+        _, image, views, *_ = decode_sample("", picture, DINO.draw(picture.size, rng))
         builder.add(image, views)
     return builder
 

@@ -1,11 +1,12 @@
-"""What every encoder costs under every method, and what leaving hidden tokens out saves.
+"""Time and memory of every encoder under every method, and the time that dropping hidden tokens saves.
 
     python benchmarks/pairs.py [--output benchmarks/results/pairs.md]
 
-A step is all that training does on noise images that lie ready: colour and blur on the device, the method, backward,
-clipping, AdamW, the teacher. DINO has the published crops, 2 x 224 + 8 x 96 pixels, and 8,192 prototypes; MAE has one
-crop of 224 pixels and hides three quarters; drop path is off. bf16 on a GPU, float32 on a CPU. The rows take turns in
-rounds, so that other work on the machine hits all of them, each in a process of its own; medians are shown.
+A step is everything that training does on noise images in memory: colour and blur on the device, forward and backward
+pass, clipping, AdamW, the teacher. Every method has its default settings: DINO crops of 2 x 224 + 8 x 96 pixels and
+8,192 prototypes, MAE one crop of 224 pixels with three quarters hidden. Drop path is off. The precision is bf16 on a
+GPU and float32 on a CPU. The rows take turns in rounds, so that other work on the machine affects all of them. Each
+turn is a process of its own. The tables show medians.
 """
 
 import multiprocessing
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from device_check import build, random_batch, step
+from device_check import Trainer, build, random_batch
 from loader import device, processor
 from pydantic import Field
 from torch import Tensor
@@ -33,52 +34,61 @@ from pretrain.methods import METHODS
 from pretrain.optim.adamw import adamw
 from runtime.settings import Settings, parse
 
-DROPPING = ("vit_base", "navit_base")
+PUBLISHED = ("vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
 RATIOS = (0.5, 0.75, 0.9)
 IMAGES = {"cpu": 4, "cuda": 64}
-"""images of a step"""
+"""Images per step."""
 FORWARD_IMAGES = {"cpu": 8, "cuda": 64}
 PASSES = 3
-"""forward passes of a turn"""
+"""Forward passes per turn."""
+
+
+def one_per_family() -> tuple[str, ...]:
+    """Return the `PUBLISHED` variants, and the first variant of every other family."""
+    covered = {encoders.family(variant) for variant in PUBLISHED}
+    first = {encoders.family(variant): variant for variant in reversed(encoders.VARIANTS)}
+    return (*PUBLISHED, *(variant for family, variant in first.items() if family not in covered))
 
 
 class PairsBenchmark(Settings):
     """Time and memory of a step of every encoder under every method."""
 
-    encoders: tuple[str, ...] = ("vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
-    """variants; the others are compared with the first"""
-    methods: tuple[str, ...] = tuple(METHODS)
-    """methods; with mae comes the table of what dropping saves"""
+    encoders: tuple[str, ...] = Field(default_factory=one_per_family)
+    """variants; all are compared with the first. Default: one of every family"""
+    methods: tuple[str, ...] = Field(default_factory=lambda: tuple(METHODS))
+    """methods; mae adds the table of dropping. Default: all"""
+    dropping: tuple[str, ...] = ("vit_base", "navit_base")
+    """variants of the table of dropping"""
     batch_size: int | None = Field(default=None, ge=1)
-    """images of a step; without it, 4 on a CPU and 64 on a GPU"""
+    """images per step; default: 4 on a CPU and 64 on a GPU"""
     steps: int = Field(default=1, ge=1)
-    """steps of a turn, after one to warm up"""
+    """steps per turn, after one step to warm up"""
     rounds: int = Field(default=3, ge=1)
-    """how often the rows take turns"""
+    """turns of every row"""
     output: Path | None = None
-    """file for the tables, in Markdown"""
+    """Markdown file for the tables"""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one pair did in one round."""
+    """Measurements of one pair in one round."""
 
     encoder_parameters: int
     trained_parameters: int
     tokens: str
-    """of an image, those of the first view"""
+    """Tokens per image of the first view."""
     seconds: list[float]
-    """of each step"""
+    """Seconds of each step."""
     memory: int
-    """bytes at the peak"""
+    """Peak memory in bytes."""
 
 
 def main(settings: PairsBenchmark) -> None:
     try:
-        for variant in settings.encoders:
+        for variant in (*settings.encoders, *settings.dropping):
             encoders.family(variant)
         if unknown := set(settings.methods) - set(METHODS):
-            raise ValueError(f"unknown method {min(unknown)!r}; known are {', '.join(METHODS)}")
+            raise ValueError(f"Unknown method {min(unknown)!r}. Choose from: {', '.join(METHODS)}.")
     except ValueError as error:
         raise SystemExit(str(error)) from None
     batch_size = settings.batch_size or IMAGES[device().type]
@@ -86,12 +96,12 @@ def main(settings: PairsBenchmark) -> None:
     tables = {f"Every encoder under every method, {batch_size} images a step": pair_rows(settings, batch_size)}
     if "mae" in settings.methods:
         images = FORWARD_IMAGES[device().type]
-        tables[f"What dropping saves: forward pass of {images} images, no gradient"] = dropping_rows(settings.rounds)
+        tables[f"Dropping hidden tokens: forward pass of {images} images, no gradient"] = dropping_rows(settings)
     show(tables, settings, time.perf_counter() - started)
 
 
 def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
-    """Headings and a row for each pair."""
+    """Return the headings and a row for each pair."""
     pairs = [(method, variant) for method in settings.methods for variant in settings.encoders]
     turns: dict[tuple[str, str], list[Turn]] = {pair: [] for pair in pairs}
     spawn = multiprocessing.get_context("spawn")
@@ -118,17 +128,18 @@ def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
 
 
 def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Turn:
-    """Some steps of one pair, in a process that has done nothing else."""
+    """Measure some steps of one pair, in a new process."""
     method, optim, transform = build(method_name, variant, batch_size, steps + 1)
     method.to(device())
     optimizer = adamw(method, optim, method.frozen(), method.lr_factors())
+    trainer = Trainer(method, optimizer, optim, steps + 1, bf16=device().type == "cuda")
     batch = random_batch(transform, batch_size, seed=0)
     weights = sum(t.nbytes for t in [*method.parameters(), *method.buffers()])
     before = peak_memory(0)
     seconds = []
     for number in range(steps + 1):
         start = time.perf_counter()
-        step(method, optimizer, optim, batch, number, steps + 1, bf16=device().type == "cuda")
+        trainer.step(batch, number)
         wait()
         seconds.append(time.perf_counter() - start)
     encoder, view = method.trained_encoder(), batch.views[0]
@@ -142,8 +153,7 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
 
 
 def peak_memory(before: int) -> int:
-    """Bytes: on a GPU the most that torch held; on a CPU how far the process rose above `before`, its weights not
-    counted since they were there."""
+    """Return the peak memory in bytes: of torch on a GPU; on a CPU of the process, minus `before`."""
     if device().type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -151,20 +161,21 @@ def peak_memory(before: int) -> int:
 
 
 def wait() -> None:
-    """For the device to have done what it was given."""
+    """Wait until the device has finished."""
     if device().type == "cuda":
         torch.cuda.synchronize()
 
 
-def dropping_rows(rounds: int) -> list[list[str]]:
-    """Headings and a row for each encoder and share of hidden tokens."""
+def dropping_rows(settings: PairsBenchmark) -> list[list[str]]:
+    """Return the headings and a row for each encoder and share of hidden tokens."""
+    rounds = settings.rounds
     count = FORWARD_IMAGES[device().type]
     images = torch.randn(count, 3, 224, 224, device=device())
     cases: list[tuple[str, Encoder, dict[float, Mask]]] = []
-    for variant in DROPPING:
+    for variant in settings.dropping:
         encoder = build("mae", variant, count, 1)[0].trained_encoder().to(device()).eval()
         cases.append((variant, encoder, {ratio: masks(encoder, images, ratio) for ratio in RATIOS}))
-    seconds: dict[tuple[str, float], list[float]] = {(v, r): [] for v in DROPPING for r in (0.0, *RATIOS)}
+    seconds: dict[tuple[str, float], list[float]] = {(v, r): [] for v in settings.dropping for r in (0.0, *RATIOS)}
     for number in range(1, rounds + 1):
         for variant, encoder, hidden in cases:
             for ratio in (0.0, *RATIOS):
@@ -182,7 +193,7 @@ def dropping_rows(rounds: int) -> list[list[str]]:
 
 
 def masks(encoder: Encoder, images: Tensor, ratio: float) -> Mask:
-    """A random mask of each image."""
+    """Return a random mask of each image."""
     rng, grids = np.random.default_rng(0), encoder.grids(images)
     hidden = [random_mask((int(rows), int(columns)), ratio, rng).flatten() for rows, columns in grids]
     return Mask.from_hidden(torch.from_numpy(np.concatenate(hidden)), grids).to(device())
@@ -190,7 +201,7 @@ def masks(encoder: Encoder, images: Tensor, ratio: float) -> Mask:
 
 @torch.no_grad()
 def forward_seconds(encoder: Encoder, images: Tensor, mask: Mask | None) -> float:
-    """Of one pass, the median of `PASSES` after one to warm up."""
+    """Return the median time of `PASSES` forward passes, after one to warm up."""
     seconds = []
     for _ in range(PASSES + 1):
         start = time.perf_counter()
@@ -202,7 +213,7 @@ def forward_seconds(encoder: Encoder, images: Tensor, mask: Mask | None) -> floa
 
 
 def show(tables: dict[str, list[list[str]]], settings: PairsBenchmark, seconds: float) -> None:
-    """Print the tables, and write them as Markdown when asked."""
+    """Print the tables as Markdown, and write them to `settings.output`."""
     cuda = device().type == "cuda"
     threads = f"{os.cpu_count()} cores, threads of torch: {torch.get_num_threads()}"
     machine = torch.cuda.get_device_name() if cuda else f"{processor()}, {threads}"

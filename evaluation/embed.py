@@ -1,18 +1,20 @@
-"""Features of all images of some shards as one .npz file, for use elsewhere.
+"""Write the features of all images of some shards to one .npz file.
 
     python evaluation/embed.py --checkpoint OUTPUT --data SHARDS --output FILE.npz
 
-`numpy.load(FILE)` then has `features` (N, D) float32, `keys` (N,) the names `shard.tar/key` of the samples and, when
-all samples have one, `labels` (N,) int64.
+`numpy.load(FILE)` has `features` (N, D) float32 and `keys` (N,), the names `shard.tar/key` of the samples. It also has
+`labels` (N,) int64 if all samples have labels.
 """
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from data.shards import open_shards
 from evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
-from evaluation.results import part_of
+from runtime.files import atomic_write
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
@@ -27,43 +29,35 @@ class EmbedSettings(FeatureSettings):
 
 
 def run(settings: EmbedSettings) -> None:
-    """The command."""
+    """Run the command."""
     output = Path(settings.output)
     if output.suffix != ".npz":
-        raise EvaluationError(f"--output {output} must end in .npz")
-    part = part_of(output)
-    try:  # now, not after hours
-        output.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        part.unlink()
-    except OSError as error:
-        raise EvaluationError(f"cannot write --output {output}: {error.strerror}") from error
-    accelerate = make_accelerator()
-    if accelerate.num_processes > 1:
-        raise EvaluationError(
-            "embed.py writes one file in one process: start it with python, not with several processes"
-        )
-    encoder, _ = load_encoder(settings.checkpoint, settings.image_size)
-    shards = open_shards(settings.data, source=settings.source)
-    labelled = shards.all_labelled()
-    keys: list[str] = []
-    features, labels = extract(
-        encoder.to(accelerate.device),
-        shards,
-        accelerator=accelerate,
-        keys=keys,
-        labels=labelled,
-        **settings.extraction_options(),
-    )
-    arrays = {"features": features.numpy(), "keys": np.array(keys)}
-    if labelled:
-        arrays["labels"] = labels.numpy()
-    with part.open("wb") as file:
-        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-    part.replace(output)
-    print(
-        f"{len(features):,} x {features.shape[1]} features, {'with' if labelled else 'no'} labels, written to {output}"
-    )
+        raise EvaluationError(f"--output {output} does not end in .npz. Choose a file name that does.")
+    with ExitStack() as stack:
+        try:  # open the file first, because the features may take hours
+            output.parent.mkdir(parents=True, exist_ok=True)
+            temporary = stack.enter_context(atomic_write(output))
+        except OSError as error:
+            raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
+        accelerate = make_accelerator()
+        if accelerate.num_processes > 1:
+            raise EvaluationError(
+                "embed.py was started with several processes, but it writes one file from one process. "
+                "Start it with `python evaluation/embed.py`."
+            )
+        encoder, _ = load_encoder(settings)
+        shards = open_shards(settings.data, source=settings.source)
+        labelled = shards.all_labelled()
+        extraction = replace(settings.extraction(), labels=labelled)
+        found = extract(encoder.to(accelerate.device), shards, accelerate, extraction)
+        arrays = {"features": found.features.numpy(), "keys": np.array(found.keys)}
+        if labelled:
+            arrays["labels"] = found.labels.numpy()
+        with temporary.open("wb") as file:
+            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+    images, dim = found.features.shape
+    with_labels = "with labels" if labelled else "without labels"
+    print(f"{images:,} x {dim} features {with_labels} written to {output}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Features of labelled shards: which encoder, which pixels it sees, and the pass over them.
+"""Features of labelled shards: the encoder, the pixels that it sees, and the pass over the images.
 
-B images of S x S pixels, N images of this process's part of the shards, D features of an image.
+Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,14 +18,15 @@ from torch import Tensor
 
 import encoders
 from data.augment import to_model_input
+from data.batch import Batch
 from data.collate import Transform
 from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches, require_labels
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, expand, open_shards
 from data.workers import free_cores
-from encoders.base import Encoder, Features
+from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.images import Images
-from runtime.collectives import all_gather
+from runtime.collectives import all_gather, all_reduce_sum
 from runtime.errors import UserError
 from runtime.settings import Settings
 
@@ -33,204 +35,243 @@ PIXELS = "pixels"
 
 
 class EvaluationError(UserError, ValueError):
-    """An evaluation that cannot be done as asked."""
+    """Raised when an evaluation cannot run as requested."""
 
 
 class FeatureSettings(Settings):
-    """What every job over features is told."""
+    """Settings of every command that computes features."""
 
     checkpoint: str
-    """run folder, checkpoint in it, or exported encoder; `pixels` for the pixels themselves"""
+    """run folder, checkpoint in it, or exported encoder; `pixels` uses the pixels themselves as features"""
     image_size: int | None = Field(None, ge=1)
-    """side of the images in pixels; without it, what the encoder was built for"""
+    """side of the images in pixels; default: the size that the encoder was built for"""
     resize: int | None = Field(None, ge=1)
-    """short side before the centre crop, pixels; without it, 8/7 of image_size from 128 pixels on, else image_size"""
+    """short side before the centre crop, in pixels; default: 8/7 of image_size from 128 pixels on, else image_size"""
+    channels: int = Field(3, ge=1)
+    """channels of the images for --checkpoint pixels; an encoder has its own number"""
     batch_size: int = Field(256, ge=1)
-    """images of one forward pass in each process"""
+    """images per forward pass in each process"""
     workers: int | None = Field(None, ge=0)
-    """loader processes of each process; without it, one a free core, at most 8"""
+    """loader workers per process; default: one per free core, at most 8"""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """arithmetic of the encoder"""
+    """precision of the encoder's forward pass"""
     source: SourceConfig = SourceConfig()
 
-    def extraction_options(self) -> dict[str, Any]:
-        """Arguments of `extract`."""
-        names = ("image_size", "resize", "batch_size", "workers", "precision", "source")
-        return {name: getattr(self, name) for name in names}
+    def extraction(self) -> "Extraction":
+        """Return the arguments of `extract`."""
+        return Extraction(
+            image_size=self.image_size,
+            resize=self.resize,
+            batch_size=self.batch_size,
+            workers=self.workers,
+            precision=self.precision,
+            source=self.source,
+        )
+
+
+class LabelledFeatures(NamedTuple):
+    """Features and labels of this process's part of a data set."""
+
+    features: Tensor
+    """(N, D) float32"""
+    labels: Tensor
+    """(N,) int64; -1 for images without a label"""
+    keys: Sequence[str] = ()
+    """N names `shard.tar/key` of the samples"""
+
+
+def pooled(encoder: Encoder, images: Tensor) -> Tensor:
+    """Return the encoder's pooled output: (B, C, S, S) -> (B, D)."""
+    return encoder(images).pooled
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """How `extract` computes features."""
+
+    image_size: int | None = None
+    """Side of the images in pixels. None: the size that the encoder was built for."""
+    resize: int | None = None
+    """Short side before the centre crop, in pixels. None: see `resize_size`."""
+    batch_size: int = 256
+    """Images per forward pass."""
+    workers: int | None = None
+    """Loader workers per process. None: one per free core, at most 8."""
+    precision: str = "fp32"
+    """`fp32`, or `bf16` for autocast."""
+    source: SourceConfig = DEFAULT
+    """How to reach remote shards."""
+    feature: Callable[[Encoder, Tensor], Tensor] = pooled
+    """Function from the encoder and its input (B, C, S, S) to features (B, D)."""
+    transform: Transform | None = None
+    """Transform of the images. None: the centre crop."""
+    labels: bool = True
+    """Read labels. Without them all labels are -1."""
+    progress: bool = True
+    """Show a progress bar on the main process."""
 
 
 class Pixels(Encoder):
-    """No encoder at all: the normalised pixels themselves are the features, for checking an evaluation."""
+    """An encoder whose features are the normalised pixels. It serves to check an evaluation."""
 
     stride = 1
 
-    def __init__(self, image_size: int) -> None:
+    def __init__(self, image_size: int, preprocessing: Preprocessing = IMAGENET) -> None:
         super().__init__()
-        self.dim, self.settings = 3 * image_size**2, {"image_size": image_size}
+        self.preprocessing, self.channels = preprocessing, preprocessing.channels
+        self.dim, self.settings = self.channels * image_size**2, {"image_size": image_size}
 
     def forward(self, images: Images, mask: object = None, *, drop: bool = False) -> Features:
-        """(B, 3, S, S) -> pooled (B, 3 * S * S)."""
+        """(B, C, S, S) -> pooled (B, C * S * S)."""
         if mask is not None or drop or not isinstance(images, Tensor):
-            raise ValueError("pixels take images of one size, and no mask")
+            raise ValueError("Pixels takes images of one size and no mask.")
         return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """The `encoder.safetensors` of a run folder (of its newest checkpoint when the run is not finished) or of a
-    checkpoint, or an exported file itself.
+    """Return the `encoder.safetensors` of a run folder or of a checkpoint, or `path` itself if it is such a file.
+
+    An unfinished run has no `encoder.safetensors`; then the newest checkpoint counts.
 
     Raises:
-        EvaluationError: none of them; says what was looked for.
+        EvaluationError: there is no encoder at `path`.
     """
     path = Path(path).expanduser()
     if path.is_file():
         if path.suffix != ".safetensors":
             raise EvaluationError(
-                f"{path} is not an exported encoder (.safetensors); "
-                "make one with encoders.build, encoders.load_weights and encoders.save"
+                f"{path} is not an exported encoder (.safetensors). "
+                "Make one with encoders.build, encoders.load_weights and encoders.save."
             )
         return path
-    wanted = [path / WEIGHTS, path / "checkpoints" / "latest" / WEIGHTS]
-    for candidate in wanted:
+    candidates = [path / WEIGHTS, path / "checkpoints" / "latest" / WEIGHTS]
+    for candidate in candidates:
         if candidate.is_file():
             return candidate
-    looked = " and ".join(str(candidate) for candidate in (path, *wanted))
-    raise EvaluationError(f"no encoder at {path}: looked for {looked}")
+    tried = ", ".join(str(candidate) for candidate in (path, *candidates))
+    raise EvaluationError(f"No encoder found. Tried: {tried}. Give a run folder, a checkpoint or an exported encoder.")
 
 
-def load_encoder(checkpoint: str, image_size: int | None) -> tuple[Encoder, Path | None]:
-    """The encoder of `--checkpoint`, in eval mode, and its file; the word `pixels` is an encoder without one.
+def load_encoder(settings: FeatureSettings) -> tuple[Encoder, Path | None]:
+    """Return the encoder of `--checkpoint` in eval mode, and its file; `pixels` has no file.
 
     Raises:
-        EvaluationError: there is none.
+        EvaluationError: the encoder cannot be found or loaded.
     """
-    if checkpoint == PIXELS:
-        if image_size is None:
-            raise EvaluationError("pixels have no size of their own: give --image_size (32 for CIFAR-10)")
-        return Pixels(image_size).eval(), None
-    file = resolve_checkpoint(checkpoint)
+    if settings.checkpoint == PIXELS:
+        if settings.image_size is None:
+            raise EvaluationError("--checkpoint pixels has no image size. Give --image_size (32 for CIFAR-10).")
+        half = (0.5,) * settings.channels
+        preprocessing = IMAGENET if settings.channels == IMAGENET.channels else Preprocessing(half, half)
+        return Pixels(settings.image_size, preprocessing).eval(), None
+    file = resolve_checkpoint(settings.checkpoint)
     try:
         return encoders.load(file), file
     except (ValueError, OSError, SafetensorError) as error:
-        raise EvaluationError(f"cannot load {file}: {error}") from error
+        raise EvaluationError(f"Cannot load the encoder {file}: {error}") from error
 
 
 def input_size(encoder: Encoder, image_size: int | None) -> int:
-    """Side of the images in pixels: as asked, else as the encoder was built for.
+    """Return the side of the images in pixels: `image_size`, or the size that the encoder was built for.
 
     Raises:
-        EvaluationError: the encoder was built for images that are not square.
+        EvaluationError: the encoder was built for images that are not square, and `image_size` is None.
     """
     size = image_size or encoder.settings["image_size"]
     if not isinstance(size, int):
         sides = list(size)
         if len(set(sides)) != 1:
             raise EvaluationError(
-                f"the encoder was built for images of {sides} pixels: give the side with --image_size"
+                f"The encoder was built for images of {sides} pixels, which are not square. Give --image_size."
             )
         size = int(sides[0])
     return size
 
 
 def resize_size(size: int, resize: int | None) -> int:
-    """Short side before the centre crop in pixels: as asked, else 256 for 224 (DINO) and in that ratio from 128 pixels
-    on; smaller images are seen whole.
+    """Return the short side before the centre crop, in pixels.
+
+    The default is that of DINO: 256 for crops of 224 pixels, and the same ratio for all crops of 128 pixels or more.
+    Smaller crops show the whole image.
 
     Raises:
-        EvaluationError: the crop would not fit.
+        EvaluationError: `resize` is smaller than the crop.
     """
     resize = resize or (round(size * 256 / 224) if size >= 128 else size)
     if resize < size:
-        raise EvaluationError(f"a crop of {size} pixels does not fit in images resized to {resize}: raise --resize")
+        raise EvaluationError(f"A crop of {size} pixels does not fit in images resized to {resize}. Raise --resize.")
     return resize
 
 
-def pooled(encoder: Encoder, images: Tensor) -> Tensor:
-    """One vector an image: (B, 3, S, S) -> (B, D)."""
-    return encoder(images).pooled
-
-
 def extract(
-    encoder: Encoder,
-    shards: Shards,
-    *,
-    accelerator: Accelerator,
-    image_size: int | None = None,
-    resize: int | None = None,
-    batch_size: int = 256,
-    workers: int | None = None,
-    precision: str = "fp32",
-    take: Callable[[Encoder, Tensor], Tensor] = pooled,
-    transform: Transform | None = None,
-    labels: bool = True,
-    progress: bool = True,
-    keys: list[str] | None = None,
-    source: SourceConfig = DEFAULT,
-) -> tuple[Tensor, Tensor]:
-    """Features and labels of this process's part of `shards`, on the CPU: (N, D) float32 and (N,) int64.
+    encoder: Encoder, shards: Shards, accelerator: Accelerator, extraction: Extraction | None = None
+) -> LabelledFeatures:
+    """Compute the features of this process's part of `shards`, and return them on the CPU.
 
-    Parts of the processes are neighbours in order of rank. Images are resized, cropped in the middle and normalised as
-    in pretraining. The encoder is taken as it is: on its device and in its mode.
-
-    Args:
-        batch_size: images of one forward pass.
-        precision: `fp32`, or `bf16` for autocast.
-        take: what of the encoder is a feature.
-        transform: what cuts out the pixels, in place of the centre crop.
-        labels: whether the shards must have labels; without, all are -1.
-        keys: gets the names of the samples appended.
-        source: how shards are reached.
+    The parts follow each other in order of rank. Images are resized, cropped at the centre and normalised with
+    `encoder.preprocessing`. The encoder stays on its device and in its mode.
 
     Raises:
-        ShardError: no labels, or shards that cannot be read.
+        ShardError: the shards cannot be read, or have no labels.
         EvaluationError: the encoder does not take images of this size.
     """
-    size = input_size(encoder, image_size)
+    extraction = extraction or Extraction()
+    size = input_size(encoder, extraction.image_size)
+    workers = free_cores(accelerator.num_processes) if extraction.workers is None else extraction.workers
     batches = evaluation_batches(
         shards,
-        transform or CenterCrop(size, resize=resize_size(size, resize)),
-        batch_size,
+        extraction.transform or CenterCrop(size, resize=resize_size(size, extraction.resize)),
+        extraction.batch_size,
         part=(accelerator.process_index, accelerator.num_processes),
-        labels=labels,
-        reading=Reading(
-            workers=free_cores(accelerator.num_processes) if workers is None else workers,
-            source=source,
-            preprocessing=encoder.preprocessing,
-        ),
+        labels=extraction.labels,
+        reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
     )
     totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
-    if len(totals) > 1:  # a process more or less would read the stretches of others
-        raise ShardError(f"the processes see from {min(totals)} to {max(totals)} images: some miss shards; start again")
+    if len(totals) > 1:  # the parts of the processes would overlap or leave gaps
+        raise ShardError(
+            f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
+            "Some shards are missing on some nodes. Check the shards and start again."
+        )
     device = accelerator.device
-    found, found_labels = [], []
-    shown = progress and accelerator.is_main_process
-    for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=not shown):
-        images = cast(Tensor, to_model_input(batch.to(device, non_blocking=True)).views[0].images)  # (B, 3, S, S)
-        found.append(_take(encoder, images, take, precision))
-        found_labels.append(batch.labels if batch.labels is not None else torch.full((len(images),), -1))
-        if keys is not None:
-            keys += batch.keys
-    if not found:  # more processes than images, or all of them corrupt
-        found = [_take(encoder, torch.zeros(1, 3, size, size, device=device), take, precision)[:0]]
-        found_labels = [torch.zeros(0, dtype=torch.int64)]
-    return torch.cat(found), torch.cat(found_labels)  # (N, D), (N,): outside of inference mode, so of the usual kind
+    features, labels, keys = [], [], []
+    hidden = not (extraction.progress and accelerator.is_main_process)
+    for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=hidden):
+        images = single_view(to_model_input(batch.to(device, non_blocking=True)))  # (B, C, S, S)
+        features.append(_features(encoder, images, extraction))
+        labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
+        keys += batch.keys
+    if not features:  # fewer images than processes, or only corrupt images
+        empty = torch.zeros(1, encoder.preprocessing.channels, size, size, device=device)
+        features = [_features(encoder, empty, extraction)[:0]]
+        labels = [torch.zeros(0, dtype=torch.int64)]
+    # torch.cat outside of inference mode returns normal tensors
+    return LabelledFeatures(torch.cat(features), torch.cat(labels), keys)  # (N, D), (N,)
 
 
-def _take(encoder: Encoder, images: Tensor, take: Callable[[Encoder, Tensor], Tensor], precision: str) -> Tensor:
-    """(B, 3, S, S) -> (B, D) float32 on the CPU."""
-    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"):
+def single_view(batch: Batch) -> Tensor:
+    """Return the images (B, C, S, S) of a batch of centre crops."""
+    (view,) = batch.views
+    if not isinstance(view.images, Tensor):
+        raise TypeError("A batch of centre crops holds a tensor, not packed images.")
+    return view.images
+
+
+def _features(encoder: Encoder, images: Tensor, extraction: Extraction) -> Tensor:
+    """(B, C, S, S) -> (B, D) float32 on the CPU."""
+    bf16 = extraction.precision == "bf16"
+    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
         try:
-            return take(encoder, images).float().cpu()
+            return extraction.feature(encoder, images).float().cpu()
         except (ValueError, NotImplementedError) as error:
             size = " x ".join(str(side) for side in images.shape[2:])
             raise EvaluationError(f"{type(encoder).__name__} on images of {size} pixels: {error}") from error
 
 
 def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:
-    """Shards all of whose samples have labels, which is found out before the first image is encoded.
+    """Open shards and check that all samples have labels, before any image is encoded.
 
     Raises:
-        ShardError: names a shard that cannot be used, or a sample without a label.
+        ShardError: a shard cannot be used, or a sample has no label.
     """
     opened = open_shards(shards, source=source, progress=accelerator.is_main_process)
     require_labels(opened)
@@ -238,29 +279,43 @@ def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator
 
 
 def check_disjoint(train: Shards, val: Shards) -> None:
-    """Refuse to score images that the bank or the classifier has seen: each would find itself.
+    """Check that no shard is in both sets.
 
     Raises:
-        EvaluationError: names a shard of both.
+        EvaluationError: a shard is in both sets.
     """
     seen = {os.path.realpath(path) for path in expand(train)}
     if both := [path for path in expand(val) if os.path.realpath(path) in seen]:
-        raise EvaluationError(f"{both[0]} is among the shards to train on and those to score: hold some shards out")
+        raise EvaluationError(f"{both[0]} is in both --train and --val. Hold out shards for --val.")
 
 
 def check_labels(train: Tensor, val: Tensor) -> None:
-    """Labels of all images of both sets.
+    """Check the labels of all images of both sets.
 
     Raises:
-        EvaluationError: a set without a good image, a negative label, or a class that is scored and not trained on.
+        EvaluationError: a set is empty, a label is negative, or a class of `val` is not in `train`.
     """
     for name, labels in (("train", train), ("val", val)):
         if not len(labels):
-            raise EvaluationError(f"--{name} has no image that is not corrupt")
+            raise EvaluationError(f"--{name} has no readable image. Check it with `python -m data.check_shards`.")
         if int(labels.min()) < 0:
-            raise EvaluationError(f"--{name} has the label {int(labels.min())}: classes are numbered from 0")
+            raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
     missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
     if missing:
         raise EvaluationError(
-            f"{len(missing)} classes of --val are not in --train, for example {missing[0]}: is it the same data set?"
+            f"{len(missing)} classes of --val are not in --train, for example {missing[0]}. "
+            "Check that both belong to the same data set."
+        )
+
+
+def check_finite(train: Tensor, val: Tensor) -> None:
+    """Check the features of both sets on all processes.
+
+    Raises:
+        EvaluationError: a feature is NaN or infinite.
+    """
+    broken = ~(train.isfinite().all() & val.isfinite().all())
+    if all_reduce_sum(broken.to(torch.int64)):
+        raise EvaluationError(
+            "Some features are NaN or infinite. Check whether the encoder has diverged, or try --precision fp32."
         )

@@ -1,21 +1,25 @@
-"""k-NN accuracy of frozen features with DINO's votes (2104.14294), the bank spread over all processes.
+"""k-NN accuracy of frozen features with DINO's weighted vote (2104.14294). The bank is spread over all processes.
 
     accelerate launch evaluation/knn.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-A neighbour of cosine similarity s votes for its class with exp(s / 0.07). DINOv2's softmax of s / 0.07 over the
-neighbours ranks the classes alike.
+A neighbour of cosine similarity s votes for its class with weight exp(s / 0.07). DINOv2 uses the softmax of s / 0.07
+over the neighbours, which gives the same ranking of the classes.
 
-`--checkpoint pixels` checks the evaluation itself: its features are the normalised pixels less the mean training image
-(without that subtraction all images point the same way). CIFAR-10 at 32 pixels, 50,000 in the bank: 20-NN 0.458.
+`--checkpoint pixels` checks the evaluation itself. Its features are the normalised pixels minus the mean training
+image. (Without this subtraction all features point in nearly the same direction.) On CIFAR-10 at 32 pixels with 50,000
+images in the bank, 20-NN accuracy is 0.458.
 
-N images of this process's part of the bank, M of its part of the scored ones, Q of these at a time; D features of an
-image; K neighbours.
+Shape letters: N images of this process's part of the bank, M of its part of the queries, Q queries of one pass, D
+features per image, K neighbours.
 """
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,9 @@ from evaluation.features import (
     PIXELS,
     EvaluationError,
     FeatureSettings,
+    LabelledFeatures,
     check_disjoint,
+    check_finite,
     check_labels,
     extract,
     input_size,
@@ -36,14 +42,17 @@ from evaluation.features import (
     open_labelled,
     resize_size,
 )
-from evaluation.results import NEVER, places, report, result_path
+from evaluation.results import UNRANKED, report, result_path, true_class_rank
 from runtime.collectives import all_gather, all_reduce_sum
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
 HEADLINE = 20
+"""k of the reported accuracy."""
 LOW = 2**32 - 1
+"""Low 32 bits of a sort key, which hold the index in the bank."""
 NONE = -(2**63)
+"""Sort key below those of all neighbours."""
 
 
 class KNNSettings(FeatureSettings):
@@ -52,105 +61,120 @@ class KNNSettings(FeatureSettings):
     train: str | list[str]
     """labelled SHARDS of the bank"""
     val: str | list[str]
-    """labelled SHARDS that are scored"""
+    """labelled SHARDS of the queries"""
     k: list[int] = Field([10, 20, 100, 200], min_length=1)
-    """numbers of neighbours; the headline is 20, or the first when 20 is not among them"""
+    """numbers of neighbours; top1 of the result is that of 20, or of the first number if 20 is not given"""
     temperature: float = Field(0.07, gt=0)
-    """a neighbour votes with exp(similarity / temperature)"""
+    """a neighbour votes with weight exp(similarity / temperature)"""
     output: str | None = None
-    """JSON file; without it, evaluation/knn.json in the run folder or beside the encoder"""
+    """JSON file; default: evaluation/knn.json in the run folder, or a file next to the encoder"""
+
+
+@dataclass(frozen=True)
+class KNNProtocol:
+    """How `knn_accuracy` votes."""
+
+    k: Sequence[int] = (10, 20, 100, 200)
+    """Numbers of neighbours."""
+    temperature: float = 0.07
+    """A neighbour votes with weight exp(similarity / temperature)."""
+    classes: int | None = None
+    """Number of classes. None: the largest label plus one."""
+    queries: int = 2048
+    """Queries compared at a time."""
+    chunk: int = 8192
+    """Images of the bank compared at a time."""
 
 
 def knn_accuracy(
-    train_features: Tensor,
-    train_labels: Tensor,
-    val_features: Tensor,
-    val_labels: Tensor,
-    *,
-    classes: int | None = None,
-    k: Sequence[int] = (10, 20, 100, 200),
-    temperature: float = 0.07,
+    train: LabelledFeatures,
+    val: LabelledFeatures,
+    protocol: KNNProtocol | None = None,
     accelerator: Accelerator | None = None,
-    queries: int = 2048,
-    chunk: int = 8192,
 ) -> dict[int, tuple[float, float]]:
-    """Top-1 and top-5 accuracy, 0 to 1, for each k.
+    """Return the top-1 and top-5 accuracy, 0 to 1, for each k. Call it on all processes.
 
-    Called on all processes together, each with its part of the bank, (N, D) and (N,), and of the scored images, (M, D)
-    and (M,); parts in order of rank make the whole. Works in float32 on the accelerator's device, to which `queries`
-    scored images and `chunk` of the bank go at a time, whatever the size of the bank. Of neighbours equally near the
-    first in the bank is taken, of classes with equal votes the lowest, so the number of processes does not matter.
+    The parts of the processes, in order of rank, form the bank and the queries. The computation is in float32 on the
+    accelerator's device, and its memory does not grow with the bank. Of equally near neighbours the first in the bank
+    counts, and of classes with equal votes the lowest, so that the result does not depend on the number of processes.
 
     Args:
-        classes: labels lie below it; the largest label plus one when None.
+        train: this process's part of the bank, (N, D) and (N,).
+        val: this process's part of the queries, (M, D) and (M,).
+        protocol: numbers of neighbours and temperature.
         accelerator: None for one process on the device of the features.
 
     Raises:
-        EvaluationError: k larger than the bank, nothing to score, labels out of range, features that are not finite.
+        EvaluationError: k is larger than the bank, a set is empty, a label is out of range, or a feature is not finite.
     """
-    device = train_features.device if accelerator is None else accelerator.device
-    labels = torch.cat(all_gather(train_labels.to(device)))
-    scored = torch.cat(all_gather(val_labels.to(device)))
-    finite = train_features.isfinite().all() & val_features.isfinite().all()
-    broken = all_reduce_sum((~finite).to(device, torch.int64))
-    classes = _check(labels, scored, classes, k, bool(broken))
-    bank = train_features.float()
-    offset = _offset(train_labels, accelerator)
-    right = {n: torch.zeros(2, dtype=torch.int64) for n in k}
+    protocol = protocol or KNNProtocol()
+    k, nearest = protocol.k, max(protocol.k)
+    device = train.features.device if accelerator is None else accelerator.device
+    labels = torch.cat(all_gather(train.labels.to(device)))
+    targets = torch.cat(all_gather(val.labels.to(device)))
+    classes = _check(labels, targets, protocol)
+    check_finite(train.features, val.features)
+    bank = train.features.float()
+    offset = _offset(train.labels, accelerator)
+    correct = {n: torch.zeros(2, dtype=torch.int64) for n in k}
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _full_float32():
-        for query, target in _queries(val_features.float(), val_labels, queries, device, accelerator):
-            keys = _nearest(query, bank, offset, max(k), chunk)
+        for query, target in _queries(val, protocol.queries, device, accelerator):
+            keys = _nearest(query, bank, offset, nearest, protocol.chunk)
             keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
-            similarity, index = _unpack(keys.topk(max(k)).values)  # (Q, K)
-            for n, place in _vote(similarity, labels[index], target, classes, k, temperature).items():
-                right[n] += torch.stack([(place < 1).sum(), (place < 5).sum()]).cpu()
-    return {n: (int(top1) / len(scored), int(top5) / len(scored)) for n, (top1, top5) in right.items()}
+            similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
+            ranks = _vote(similarity, labels[index], target, classes, protocol)
+            for n, rank in ranks.items():
+                correct[n] += torch.stack([(rank < 1).sum(), (rank < 5).sum()]).cpu()
+    return {n: (int(top1) / len(targets), int(top5) / len(targets)) for n, (top1, top5) in correct.items()}
 
 
-def _check(labels: Tensor, scored: Tensor, classes: int | None, k: Sequence[int], broken: bool) -> int:
-    """Number of classes. Sees the same on all processes, so that all stop together."""
-    if not len(labels) or not len(scored):
-        raise EvaluationError(f"{len(labels)} images in the bank and {len(scored)} to score: both need some")
+def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
+    """Return the number of classes. All processes check the labels of all processes, so that all stop together."""
+    k, classes = protocol.k, protocol.classes
+    if not len(labels) or not len(targets):
+        raise EvaluationError(f"The bank has {len(labels)} images and there are {len(targets)} queries. Give both.")
     if min(k) < 1 or max(k) > len(labels):
-        raise EvaluationError(f"k must lie between 1 and the {len(labels)} images of the bank, not {list(k)}")
-    if broken:
-        raise EvaluationError("features that are not finite numbers: the encoder has diverged, or try --precision fp32")
-    both = torch.cat([labels, scored])
+        raise EvaluationError(f"k is {list(k)}. It must lie between 1 and the {len(labels)} images of the bank.")
+    both = torch.cat([labels, targets])
     largest = int(both.max())
     if int(both.min()) < 0 or (classes is not None and largest >= classes):
-        raise EvaluationError(f"labels from {int(both.min())} to {largest} do not fit {classes} classes")
+        raise EvaluationError(f"The labels run from {int(both.min())} to {largest} and do not fit {classes} classes.")
     return largest + 1 if classes is None else classes
 
 
 def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
-    """Place in the whole bank of this process's first image."""
+    """Return the index in the whole bank of this process's first image."""
     if accelerator is None:
         return 0
     counts = all_gather(torch.tensor([len(labels)], device=accelerator.device))
     return int(torch.cat(counts)[: accelerator.process_index].sum())
 
 
-class _full_float32:  # noqa: N801
-    """Products of float32 matrices without TF32, whatever training has set: its three digits move neighbours."""
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Multiply float32 matrices without TF32, whose precision of three digits changes the neighbours."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    def __enter__(self) -> None:
-        self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
 
-    def __exit__(self, *_: object) -> None:
-        torch.set_float32_matmul_precision(self.before)
-
-
-def _queries(features: Tensor, labels: Tensor, size: int, device: torch.device, accelerator: Accelerator | None):
-    """All scored images, `size` at a time, the same on all processes: yields (Q, D) of length 1 and (Q,)."""
+def _queries(
+    val: LabelledFeatures, size: int, device: torch.device, accelerator: Accelerator | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the queries of all processes, `size` at a time: (Q, D) of length 1 and labels (Q,). All processes get the
+    same."""
+    features = val.features.float()
     rank, processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    counts = [len(p) for p in all_gather(labels)]
+    counts = [len(labels) for labels in all_gather(val.labels)]
     for owner, count in enumerate(counts):
         for start in range(0, count, size):
             many = min(size, count - start)
             if owner == rank:
                 query = features[start : start + many].to(device).contiguous()
-                target = labels[start : start + many].to(device)
+                target = val.labels[start : start + many].to(device)
             else:
                 query = torch.empty(many, features.shape[1], device=device)
                 target = torch.empty(many, dtype=torch.int64, device=device)
@@ -161,7 +185,7 @@ def _queries(features: Tensor, labels: Tensor, size: int, device: torch.device, 
 
 
 def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Tensor:
-    """The k nearest of this process's bank, as keys in any order: (Q, D), (N, D) -> (Q, K) int64."""
+    """Return the k nearest images of this process's bank as sort keys in any order: (Q, D), (N, D) -> (Q, K) int64."""
     best = query.new_full((len(query), k), NONE, dtype=torch.int64)
     for start in range(0, len(bank), chunk):
         part = F.normalize(bank[start : start + chunk].to(query.device), dim=1)
@@ -172,87 +196,82 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 
 
 def _pack(similarity: Tensor, offset: int) -> Tensor:
-    """Similarity and place in the bank as one integer, larger for a nearer one and, among equals, for an earlier one.
+    """Pack similarity and index in the bank into one integer, the sort key: (Q, chunk) float32 -> (Q, chunk) int64.
 
-    No two keys are equal, so the largest of them do not depend on how the bank is cut. (Q, chunk) float32, which is
-    overwritten -> (Q, chunk) int64.
+    The key is larger for a nearer image and, among equals, for an earlier one. All keys differ, so the largest keys do
+    not depend on how the bank is split. `similarity` is overwritten.
     """
-    bits = similarity.add_(0.0).view(torch.int32)  # + 0.0: no negative zero
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # integers in the order of the floats
+    bits = similarity.add_(0.0).view(torch.int32)  # + 0.0 turns a negative zero into zero
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # the integers have the order of the floats
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
     return bits.to(torch.int64).mul_(2**32).add_(LOW - index)
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Similarities (Q, K) float32 and places in the bank (Q, K) int64 of keys."""
+    """Return the similarities (Q, K) float32 and the indices in the bank (Q, K) int64 of sort keys (Q, K)."""
     bits = (keys >> 32).to(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), LOW - (keys & LOW)
 
 
-def _vote(
-    similarity: Tensor, labels: Tensor, target: Tensor, classes: int, k: Sequence[int], temperature: float
-) -> dict[int, Tensor]:
-    """Place of the true class for each k: (Q, K) and (Q, K), nearest first, and (Q,) -> (Q,)."""
+def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, protocol: KNNProtocol) -> dict[int, Tensor]:
+    """Return the rank of the true class for each k: (Q, K) and (Q, K), nearest first, and (Q,) -> (Q,)."""
     votes = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
-    relative = similarity.double() - similarity[:, :1].double()  # a common factor less keeps the weights in range
-    weights = (relative / temperature).exp()
+    relative = similarity.double() - similarity[:, :1].double()  # a common factor keeps the weights in range
+    weights = (relative / protocol.temperature).exp()
     found = {}
-    for n in range(1, max(k) + 1):  # one neighbour at a time: a fixed order of the sums, and every k on the way
+    for n in range(1, max(protocol.k) + 1):  # one neighbour at a time fixes the order of the sums
         votes.scatter_add_(1, labels[:, n - 1 : n], weights[:, n - 1 : n])
-        if n in k:
-            place = places(votes, target)
-            missed = votes.gather(1, target[:, None]).squeeze(1) == 0  # no neighbour named it
-            found[n] = place.masked_fill(missed, NEVER)
+        if n in protocol.k:
+            rank = true_class_rank(votes, target)
+            without_vote = votes.gather(1, target[:, None]).squeeze(1) == 0
+            found[n] = rank.masked_fill(without_vote, UNRANKED)
     return found
 
 
-def centre(train: Tensor, val: Tensor, accelerator: Accelerator) -> tuple[Tensor, Tensor]:
-    """Both less the mean of the bank over all processes: (N, D), (M, D)."""
+def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the mean of the bank over all processes from both sets: (N, D), (M, D)."""
     count = all_reduce_sum(torch.tensor(len(train), dtype=torch.float64))
     mean = all_reduce_sum(train.sum(0, dtype=torch.float64)) / count  # (D,)
     return train - mean.float(), val - mean.float()
 
 
 def run(settings: KNNSettings) -> None:
-    """The command."""
+    """Run the command."""
     accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
-    bank_shards = open_labelled(settings.train, settings.source, accelerate)
+    train_shards = open_labelled(settings.train, settings.source, accelerate)
     val_shards = open_labelled(settings.val, settings.source, accelerate)
-    encoder, file = load_encoder(settings.checkpoint, settings.image_size)
+    encoder, file = load_encoder(settings)
     encoder.to(accelerate.device)
-    options = settings.extraction_options()
-    train, train_labels = extract(encoder, bank_shards, accelerator=accelerate, **options)
-    val, val_labels = extract(encoder, val_shards, accelerator=accelerate, **options)
+    train, val = (extract(encoder, shards, accelerate, settings.extraction()) for shards in (train_shards, val_shards))
     if settings.checkpoint == PIXELS:
-        train, val = centre(train, val, accelerate)
-    bank, scored = (torch.cat(all_gather(labels)) for labels in (train_labels, val_labels))
-    check_labels(bank, scored)
+        centred = subtract_mean(train.features, val.features)
+        train, val = train._replace(features=centred[0]), val._replace(features=centred[1])
+    bank, targets = (torch.cat(all_gather(part.labels)) for part in (train, val))
+    check_labels(bank, targets)
     asked = list(dict.fromkeys(settings.k))
-    k = [n for n in asked if n <= len(bank)]
-    if dropped := [n for n in asked if n > len(bank)]:
-        accelerate.print(f"k {dropped} left out: the bank has {len(bank)} images")
+    k, left_out = [n for n in asked if n <= len(bank)], [n for n in asked if n > len(bank)]
     if not k:
-        raise EvaluationError(f"every k is larger than the bank of {len(bank)} images")
-    accuracy = knn_accuracy(
-        train, train_labels, val, val_labels, k=k, temperature=settings.temperature, accelerator=accelerate
-    )
+        raise EvaluationError(f"Every k is larger than the bank of {len(bank)} images. Give a smaller --k.")
+    if left_out:
+        accelerate.print(f"k {left_out} left out: the bank has {len(bank)} images")
+    accuracy = knn_accuracy(train, val, KNNProtocol(k, settings.temperature), accelerate)
     if not accelerate.is_main_process:
         return
     headline = HEADLINE if HEADLINE in k else k[0]
     size = input_size(encoder, settings.image_size)
-    result = {
+    facts = {"image_size": size, "resize": resize_size(size, settings.resize), "processes": accelerate.num_processes}
+    result: dict[str, Any] = {
         "top1": accuracy[headline][0],
         "top5": accuracy[headline][1],
         "protocol": f"{headline}-NN",
         "k": {str(n): {"top1": top1, "top5": top5} for n, (top1, top5) in accuracy.items()},
-        "k_left_out": dropped,
+        "k_left_out": left_out,
         "checkpoint": str(file or settings.checkpoint),
         "train_images": len(bank),
-        "val_images": len(scored),
+        "val_images": len(targets),
         "classes": int(bank.max()) + 1,
-        "settings": settings.model_dump(mode="json")
-        | {"image_size": size, "resize": resize_size(size, settings.resize), "processes": accelerate.num_processes},
+        "settings": settings.model_dump(mode="json") | facts,
     }
     path = Path(settings.output) if settings.output else result_path(file, "knn")
     report(path, result, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
@@ -260,5 +279,5 @@ def run(settings: KNNSettings) -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        # the parser gives one-letter settings one dash
+        # the parser gives settings of one letter a single dash
         run(parse(KNNSettings, [re.sub(r"^--k(?==|$)", "-k", argument) for argument in sys.argv[1:]]))

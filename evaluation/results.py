@@ -1,11 +1,9 @@
-"""Results of an evaluation: where they lie, how they are written and shown."""
+"""Results of an evaluation: accuracy counts, file locations, tables."""
 
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,44 +13,48 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from runtime.files import atomic_write
+
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
-NEVER = 2**31
-"""place of a class that was not named at all"""
+UNRANKED = 2**31
+"""Rank of a true class that has no valid score. It is larger than every number of classes."""
 
 
-def places(scores: Tensor, labels: Tensor) -> Tensor:
-    """Place of the true class among all, 0 being the first: (B, classes), (B,) -> (B,) int64.
+def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the rank of the true class, 0 for the highest score: (B, classes), (B,) -> (B,) int64.
 
-    The lower class wins a tie. A score that is not a number is at `NEVER`, and ahead of others, so a diverged
-    classifier is not right by accident.
+    The lower class wins a tie. A NaN counts as higher than all other scores, and a true class with a NaN score is
+    `UNRANKED`, so that a diverged classifier is never correct by accident.
     """
     own = scores.gather(1, labels[:, None])  # (B, 1)
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (B, classes)
     ahead = ~(scores <= own) | ((scores == own) & lower)
-    return ahead.sum(1).masked_fill(own.squeeze(1).isnan(), NEVER)
+    return ahead.sum(1).masked_fill(own.squeeze(1).isnan(), UNRANKED)
 
 
 def result_path(encoder: Path | None, name: str) -> Path | None:
-    """Where the result `name` of an encoder.safetensors belongs; None for an encoder that is no file.
+    """Return the result file `name` of an encoder file, or None if `encoder` is None.
 
-    OUTPUT/evaluation/NAME.json for the encoder of a run, OUTPUT/evaluation/step-00001000/NAME.json for one of its
-    checkpoints, ENCODER.NAME.json beside an encoder elsewhere.
+    | encoder | result |
+    |---|---|
+    | of a run | OUTPUT/evaluation/NAME.json |
+    | of a checkpoint | OUTPUT/evaluation/step-00001000/NAME.json |
+    | any other file | ENCODER.NAME.json next to the encoder |
     """
     if encoder is None:
         return None
-    encoder = encoder.resolve()  # `latest` is a link to its step
+    encoder = encoder.resolve()  # `latest` is a symbolic link to the folder of a step
     folder = encoder.parent
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "evaluation" / folder.name / f"{name}.json"
-    if encoder.name == "encoder.safetensors" and (
-        (folder / "checkpoints").is_dir() or (folder / "config.yaml").is_file()
-    ):
+    in_run = (folder / "checkpoints").is_dir() or (folder / "config.yaml").is_file()
+    if in_run and encoder.name == "encoder.safetensors":
         return folder / "evaluation" / f"{name}.json"
     return folder / f"{encoder.stem}.{name}.json"
 
 
-def surroundings() -> dict[str, Any]:
-    """When, with which software and on what a result was made."""
+def environment() -> dict[str, Any]:
+    """Return the time, the package versions and the device."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
@@ -67,24 +69,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_result(path: str | Path, result: dict[str, Any]) -> None:
-    """Writes JSON at once: a reader meets the old file or the new one, never half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = part_of(path)
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    part.replace(path)
-
-
-def part_of(path: Path) -> Path:
-    """A fresh name beside `path` to write to before it is renamed."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}")
-
-
 def report(path: Path | None, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Shows the `rows` of a result and writes it with its surroundings, saying where. Called on the main process.
+    """Print a result as a table, and write it with the environment to `path`. Main process only.
 
-    Numbers in `rows` that are floats are accuracies, 0 to 1, and shown in percent.
+    Args:
+        path: JSON file; None prints only.
+        result: numbers and settings of the evaluation.
+        columns: headings of the table.
+        rows: cells of the table. Floats are accuracies from 0 to 1, printed in percent.
     """
     console = Console()
     table = Table(*columns, title=f"{result['protocol']}, {result['val_images']:,} images")
@@ -92,9 +84,12 @@ def report(path: Path | None, result: dict[str, Any], columns: Sequence[str], ro
         table.add_row(*(f"{100 * cell:.2f} %" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)
     if path is None:
-        console.print("not written: give --output FILE to keep it")
+        console.print("The result was not written to a file. Give --output FILE to keep it.")
         return
     if path.exists():
-        console.print(f"replaces an older result in {path}", soft_wrap=True)
-    write_result(path, result | surroundings())
-    console.print(f"written to {path}", soft_wrap=True)
+        console.print(f"This replaces an older result in {path}.", soft_wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result | environment(), indent=2) + "\n"
+    with atomic_write(path) as temporary:
+        temporary.write_text(text)
+    console.print(f"Result written to {path}", soft_wrap=True)

@@ -15,6 +15,7 @@ from data.shards import SourceConfig
 from encoders.base import IMAGENET, Preprocessing
 from pretrain.methods import METHODS
 from pretrain.monitoring.collapse import HealthConfig
+from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.settings import Section, Settings, SettingsError, flags, merge, peek, read_yaml, suggestion, validate
 
@@ -160,6 +161,7 @@ class RunConfig(Settings, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def encoder_settings(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.monitoring.metrics import Recorder
-from pretrain.monitoring.online_knn import Scorer
+from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.preflight import Plan, dry_forward, report
 from runtime import processes
 from runtime.collectives import broadcast_object, gather_objects
@@ -86,15 +86,15 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    scorer = make_scorer(config, method, shards, accelerator)
+    knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         with atomic_write(output / "config.yaml") as part:  # --resume reads it
             part.write_text(to_yaml(config))
-        recorder = Recorder(output, position.step)
+        recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
     with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
-        run = Run(config, output, accelerator, method, engine, recorder, scorer, saver, position)
+        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, position)
         train(run, iter(batches))
     finish_run(run)
 
@@ -318,12 +318,14 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
 
 
-def make_scorer(config: ResolvedRun, method: Method, shards: WeightedShards, accelerator: Accelerator) -> Scorer | None:
+def online_knn(
+    config: ResolvedRun, method: Method, shards: WeightedShards, accelerator: Accelerator
+) -> OnlineKNN | None:
     """Return the k-NN evaluation of the run, or None without evaluation shards."""
     if config.evaluation.val is None:
         return None
     bank: Any = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
-    return Scorer(config.evaluation, bank, method.image_size, accelerator, config.source)
+    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.source)
 
 
 def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine) -> None:

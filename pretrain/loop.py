@@ -24,7 +24,7 @@ from pretrain.methods.base import Method
 from pretrain.monitoring import pictures
 from pretrain.monitoring.collapse import CollapseAlarm
 from pretrain.monitoring.metrics import Progress, Recorder
-from pretrain.monitoring.online_knn import Scorer
+from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.optim.adamw import apply_schedules, clip_gradients
 from runtime import preemption
 from runtime.collectives import all_reduce_sum, gather_objects, world_size
@@ -49,7 +49,7 @@ class Run:
     """what carries the method over processes"""
     recorder: Recorder | None
     """None beside the main process"""
-    scorer: Scorer | None
+    online_knn: OnlineKNN | None
     saver: Saver
     position: TrainState = field(default_factory=TrainState)
 
@@ -120,7 +120,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
         Preempted: a process was asked to stop; the checkpoint of this moment is written.
     """
     config, accelerator = run.config, run.accelerator
-    alarm = CollapseAlarm(config.health, run.steps, run.position.alarm)
+    alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, run.position.alarm)
     progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
     window, corrupt, due = Window(), 0, False
     if run.position.step == 0 or run.position.unscored:
@@ -151,7 +151,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                 else:
                     _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
-                for message in alarm.look(record, run.method.collapse_bound()).values():
+                for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
             due = due or step % config.checkpoint_every == 0
@@ -213,7 +213,10 @@ def _due(every: int | None, step: int) -> bool:
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     """The record of this step, but for evaluations. Means over processes; called on all of them together."""
     names = sorted(result.metrics)
-    means = all_reduce_sum(torch.stack([result.metrics[name].float() for name in names])) / world_size()
+    means: list[float] = []
+    if names:
+        stacked = torch.stack([result.metrics[name].float() for name in names])
+        means = (all_reduce_sum(stacked) / world_size()).tolist()
     moving = [group["lr"] for group in run.engine.optimizer.param_groups if not group["frozen_steps"]]
     decays = [group["weight_decay"] for group in run.engine.optimizer.param_groups if group["decays"]]
     record = {
@@ -230,7 +233,7 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return record | dict(zip(names, means.tolist(), strict=True)) | run.method.health()
+    return record | dict(zip(names, means, strict=True)) | run.method.health()
 
 
 def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:
@@ -240,13 +243,13 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
             shown |= _pictures(run, _on_device(run, batch))
-        if run.scorer is not None:
+        if run.online_knn is not None:
             encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
-            record |= run.scorer.score(encoder)
+            record |= run.online_knn.evaluate(encoder)
             if run.recorder:
                 log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
             if run.recorder and run.config.evaluation.pictures:
-                images = run.scorer.held_out
+                images = run.online_knn.first_images(encoder.preprocessing)
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
         if run.recorder:
             run.recorder.pictures({k: v for k, v in shown.items() if v is not None}, step)
@@ -261,7 +264,8 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
     if run.method.has_panels:
         method = run.engine.gather_on_main(run.method)
         if method is not None:
-            shown |= {name: pictures.panels(rows) for name, rows in method.panels(batch, images).items()}
+            panels = method.panels(batch, images)
+            shown |= {name: pictures.panels(rows, batch.preprocessing) for name, rows in panels.items()}
     return shown
 
 

@@ -1,5 +1,6 @@
 """The interface of all methods."""
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -28,6 +29,10 @@ class Method(nn.Module):
     """side in pixels of the images on which the encoder is scored while it trains"""
     drop: bool = False
     """whether hidden tokens are left out of the encoder"""
+    small_settings: ClassVar[dict[str, Any]] = {}
+    """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
+    rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
+    """advice of the collapse alarm when the rank of the features falls"""
     has_panels: bool = False
     """whether there are pictures of what it does (`panels`), which take the whole method on one process"""
 
@@ -84,9 +89,12 @@ class Method(nn.Module):
         """Return factors on the learning rate by prefix of parameter names."""
         return {}
 
-    def collapse_bound(self) -> float | None:
-        """Entropy of a teacher that says nothing, in nats; None for methods without one."""
-        return None
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        """Return the signs of collapse in the metrics of one step: kind -> message that names settings to change.
+
+        The collapse alarm adds the rank of the features, which every method reports as `feature_rank`.
+        """
+        return {}
 
     def health(self) -> dict[str, Any]:
         """Numbers about the last forward that are too dear for every step. Called on all processes together, on
@@ -109,6 +117,12 @@ def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context without autocast on the device of `x`. The meta device of `dry_forward` knows no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def supported(family: type[Encoder], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `settings` that the constructor of the encoder has."""
+    known = inspect.signature(family).parameters
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def fill(config: Section, resolved: type[ResolvedT], defaults: Mapping[str, Any]) -> ResolvedT:

@@ -6,7 +6,8 @@ B images a process, G global and L local crops, S = G + L; D width of the encode
 import copy
 import itertools
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.images import Images, pack
-from pretrain.methods.base import Method, fill, freeze, full_precision
+from pretrain.methods.base import Method, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
@@ -189,11 +190,43 @@ def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     return assignment * rows
 
 
+def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str, str]:
+    """Return the signs that the teacher's output is the same for every image.
+
+    Args:
+        record: metrics of one step.
+        max_entropy: entropy of the uniform distribution over the prototypes, ln K, in nats.
+    """
+    entropy, loss = record["teacher_entropy"], record["loss"]
+    if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
+        return {
+            "uniform": f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
+            "teacher's output is uniform for every image. Try dino.batch_norm, encoder.init xavier, fewer "
+            "dino.prototypes, a lower dino.teacher_temperature_start, or larger crops."
+        }
+    if entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
+        return {
+            "one prototype": f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: the teacher assigns every "
+            "image to one prototype. Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower "
+            "optim.lr."
+        }
+    return {}
+
+
 class DINO(Method):
     """Student and teacher, each an encoder and a head, and the centre."""
 
     Config = DINOConfig
     resolve = staticmethod(resolve)
+    small_settings: ClassVar[dict[str, Any]] = {
+        "global_size": 16,
+        "local_size": 12,
+        "local_crops": 2,
+        "hidden_dim": 32,
+        "bottleneck_dim": 16,
+        "prototypes": 64,
+    }
+    rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
 
     def __init__(self, encoder: Encoder, config: ResolvedDINO, steps: int) -> None:
         """`steps` is the length of the run."""
@@ -213,8 +246,7 @@ class DINO(Method):
     @staticmethod
     def encoder_defaults(config: DINOConfig, family: type[Encoder]) -> dict[str, Any]:
         """Encoder settings that hold unless the user gives others."""
-        del family  # the same for all
-        return {"image_size": config.global_size, "drop_path": 0.1}
+        return supported(family, {"image_size": config.global_size, "drop_path": 0.1})
 
     def transform(self) -> MultiCrop:
         return MultiCrop(self.config)
@@ -296,5 +328,5 @@ class DINO(Method):
             "feature_rank": effective_rank(pooled),
         }
 
-    def collapse_bound(self) -> float:
-        return math.log(self.config.prototypes)
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        return collapse_signs(record, math.log(self.config.prototypes))

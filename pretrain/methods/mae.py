@@ -5,8 +5,7 @@ Where the encoder cannot leave hidden tokens out, they are replaced in place and
 decoder; P = stride * stride * C pixels of a token.
 """
 
-import inspect
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -20,7 +19,7 @@ from encoders.images import Images, Layout, Mask, PackedImages, onto, patchify, 
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.vit import Block, ViT
-from pretrain.methods.base import Method, fill, freeze, full_precision
+from pretrain.methods.base import Method, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
@@ -173,6 +172,7 @@ class MAE(Method):
 
     Config = MAEConfig
     resolve = staticmethod(resolve)
+    small_settings: ClassVar[dict[str, Any]] = {"size": 16, "decoder_dim": 16, "decoder_heads": 2}
     has_panels = True
 
     def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:
@@ -203,7 +203,7 @@ class MAE(Method):
         drop = family.can_drop if config.drop is None else config.drop
         longest = config.size * 2 if config.native else config.size  # of a picture four times as long as it is wide
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
-        return {name: value for name, value in wanted.items() if name in inspect.signature(family).parameters}
+        return supported(family, wanted)
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride

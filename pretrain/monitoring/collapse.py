@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing: the rank of its features, and an alarm with a hint."""
+"""Detection of collapse: the effective rank of the features, and an alarm."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from runtime.settings import Section
 
 
 class HealthConfig(Section):
-    """When the collapse alarm rings, and what it does then."""
+    """The collapse alarm."""
 
     on_collapse: Literal["warn", "stop"] = "warn"
-    """what the alarm does"""
+    """action of the alarm: print a warning, or stop the run"""
     patience: int = Field(default=5, ge=1)
-    """records in a row that must look collapsed"""
+    """number of records in a row that must look collapsed"""
     grace: float = Field(default=0.1, ge=0, le=1)
     """share of the run at the start during which the alarm is off"""
     min_rank: float = Field(default=0.1, ge=0, le=1)
@@ -27,20 +27,24 @@ class HealthConfig(Section):
 
 
 class CollapseError(UserError, RuntimeError):
-    """The run looks collapsed and `health.on_collapse` is `stop`."""
+    """Raised when the run looks collapsed and `health.on_collapse` is `stop`."""
 
 
 @torch.no_grad()
 def effective_rank(features: Tensor) -> float:
-    """Exponential of the entropy of the singular values (RankMe, 2210.02885) of the centred features of all processes.
+    """Return the effective rank of the features of all processes (RankMe, 2210.02885).
 
-    Each gives as many rows, (N, D), and all get the same number: a process that alone stopped the run would leave the
-    others waiting. Between 0 (all rows alike) and the least of rows and D; nan where a feature is not finite.
+    This is the exponential of the entropy of the singular values of the centred features. It lies between 0 (all rows
+    are equal) and the smaller of the number of rows and D, and is NaN if a feature is not finite. All processes get the
+    same number, so that they stop together.
+
+    Args:
+        features: (N, D); N is the same on all processes.
     """
     rows = len(features) * world_size()
     mean = all_reduce_sum(features.sum(0, dtype=torch.float64)) / rows  # (D,)
     centred = features.double() - mean
-    gram = all_reduce_sum(centred.T @ centred)  # (D, D): its eigenvalues are the squares
+    gram = all_reduce_sum(centred.T @ centred)  # (D, D); its eigenvalues are the squared singular values
     if not gram.isfinite().all():
         return math.nan
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
@@ -51,57 +55,56 @@ def effective_rank(features: Tensor) -> float:
 
 
 class CollapseAlarm:
-    """Looks at the records of a run; rings once for each kind of collapse."""
+    """Warn about a collapsed run, once per kind of collapse.
 
-    def __init__(self, config: HealthConfig, steps: int, memory: dict[str, Any] | None = None) -> None:
-        """`memory`: what an alarm knew when the run was stopped. It is kept up to date, so that it can be saved."""
-        self.config, self.steps = config, steps
+    A kind is a name such as `rank` or `uniform`. After the grace period, a warning is due when `health.patience`
+    records in a row show the same kind.
+    """
+
+    def __init__(
+        self, config: HealthConfig, steps: int, rank_hint: str = "", memory: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            config: thresholds.
+            steps: length of the run.
+            rank_hint: advice of the method when the rank of the features falls.
+            memory: state of the alarm of a stopped run. It is updated in place, so that a checkpoint can hold it.
+        """
+        self.config, self.steps, self.rank_hint = config, steps, rank_hint
         self.memory = {} if memory is None else memory
         self.memory.setdefault("in_a_row", {})
         self.memory.setdefault("largest_rank", 0.0)
         self.memory.setdefault("rung", [])
 
-    def signs(self, record: Mapping[str, float], max_entropy: float | None) -> dict[str, str]:
-        """What looks collapsed in `record`, and what to do about it. `max_entropy`: ln K of the method, in nats."""
-        found = {}
-        entropy, loss, rank = record.get("teacher_entropy"), record.get("loss"), record.get("feature_rank")
-        if max_entropy and entropy is not None and loss is not None:
-            if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
-                found["uniform"] = (
-                    f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
-                    "teacher says the same of every image. Try dino.batch_norm, encoder.init xavier, fewer "
-                    "dino.prototypes, a lower dino.teacher_temperature_start, or larger crops."
-                )
-            elif entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
-                found["one prototype"] = (
-                    f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: one prototype takes every image. "
-                    "Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower optim.lr."
-                )
-        if rank is not None:
-            largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)
-            if rank < self.config.min_rank * largest:
-                found["rank"] = (
-                    f"the features' effective rank fell from {largest:.1f} to {rank:.1f}. "
-                    "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
-                )
-        return found
+    def check(self, record: Mapping[str, float], method_signs: Mapping[str, str]) -> dict[str, str]:
+        """Return the warnings that are due now: kind -> message.
 
-    def look(self, record: Mapping[str, float], max_entropy: float | None) -> dict[str, str]:
-        """Kinds of collapse that ring now, each with a message that says what to try.
+        Args:
+            record: metrics of one step.
+            method_signs: signs that the method found in `record` (`Method.collapse_signs`).
 
         Raises:
-            CollapseError: `health.on_collapse` is `stop`.
+            CollapseError: a warning is due and `health.on_collapse` is `stop`.
         """
-        signs = self.signs(record, max_entropy)
+        signs = {**method_signs, **self._rank_sign(record.get("feature_rank"))}
         in_a_row = self.memory["in_a_row"] = {kind: self.memory["in_a_row"].get(kind, 0) + 1 for kind in signs}
         if record["step"] < self.config.grace * self.steps:
             return {}
-        ringing = {
+        due = {
             kind: f"collapse ({kind}) at step {record['step']:.0f}: {sign}"
             for kind, sign in signs.items()
             if in_a_row[kind] >= self.config.patience and kind not in self.memory["rung"]
         }
-        self.memory["rung"] += ringing
-        if ringing and self.config.on_collapse == "stop":
-            raise CollapseError("; ".join(ringing.values()))
-        return ringing
+        self.memory["rung"] += due
+        if due and self.config.on_collapse == "stop":
+            raise CollapseError("; ".join(due.values()))
+        return due
+
+    def _rank_sign(self, rank: float | None) -> dict[str, str]:
+        if rank is None:
+            return {}
+        largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)
+        if rank >= self.config.min_rank * largest:
+            return {}
+        return {"rank": f"the features' effective rank fell from {largest:.1f} to {rank:.1f}. {self.rank_hint}"}

@@ -1,10 +1,10 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, pictures, the list of skipped samples."""
+"""Metrics, pictures and the list of skipped samples of a run, and its progress bar."""
 
 import json
 import math
-import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +13,61 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from torch.utils.tensorboard.writer import SummaryWriter
+
+from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, open_sinks
 
 
 class Recorder:
-    """Writes into a run folder; made on the main process only."""
+    """Write metrics to the chosen sinks, and pictures and skipped samples to the run folder. Main process only."""
 
-    def __init__(self, output: Path, step: int) -> None:
-        """`step`: steps done so far. What the run will write again is removed: later steps, all when none is done."""
-        self.output = output
-        self.path, self.skips = output / "metrics.jsonl", output / "skipped.jsonl"
-        for path in (self.path, self.skips):
-            if path.exists():
-                _keep_until(path, step)
-        self.tensorboard = SummaryWriter(output / "tensorboard", purge_step=step + 1 if step else 0)
+    def __init__(
+        self, output: Path, step: int, config: MetricsConfig | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open the sinks of a run that has done `step` steps.
+
+        Records of later steps are removed, because the run writes them again; all records if `step` is 0.
+
+        Args:
+            config: metric sinks to use.
+            settings: settings of the run, shown by wandb and mlflow.
+        """
+        self.output, self.skips = output, output / "skipped.jsonl"
+        keep_lines(self.skips, step)
+        self.sinks = open_sinks(config or MetricsConfig(), output, step, settings or {})
 
     def scalars(self, record: dict[str, Any]) -> None:
-        """One line; `record` holds `step` and numbers. JSON knows no nan: what is not finite is null."""
+        """Write the numbers of one step. A value that is not finite becomes None, because JSON has no NaN."""
         record = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                self.tensorboard.add_scalar(name, value, record["step"])
-        self.tensorboard.flush()
+        for sink in self.sinks:
+            sink.scalars(record)
 
     def values(self, name: str) -> list[tuple[int, float]]:
-        """Steps and values of all lines so far that have `name`."""
-        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        """Return (step, value) of every line of metrics.jsonl that has `name`."""
+        path = self.output / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
     def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
-        """`pictures`: name -> (H, W, 3) uint8. To TensorBoard, and to OUTPUT/pictures/NAME.png, the newest of each."""
+        """Write pictures, name -> (H, W, 3) uint8, to the sinks; OUTPUT/pictures/NAME.png holds the newest of each."""
         folder = self.output / "pictures"
         folder.mkdir(exist_ok=True)
+        for sink in self.sinks:
+            sink.pictures(pictures, step)
         for name, picture in pictures.items():
-            self.tensorboard.add_image(name, picture, step, dataformats="HWC")
             Image.fromarray(picture).save(folder / f"{name}.png")
 
     def skipped(self, step: int, reason: str, keys: list[str]) -> None:
-        """Name the samples of a batch that gave no finite loss or gradient."""
-        with self.skips.open("a") as file:
-            file.write(json.dumps({"step": step, "reason": reason, "samples": keys}) + "\n")
+        """Write the names of the samples of a batch whose loss or gradient was not finite."""
+        append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
 
     def close(self) -> None:
-        self.tensorboard.close()
-
-
-def _keep_until(path: Path, step: int) -> None:
-    """Only the lines up to `step`, and none when that is 0: the line of step 0 is the first that a run writes."""
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if step and json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            break  # a kill may cut the last line short
-    new = path.with_suffix(".part")
-    new.write_text("".join(kept))
-    os.replace(new, path)
+        """Close all sinks."""
+        for sink in self.sinks:
+            sink.close()
 
 
 class Progress:
-    """A bar with loss, images/s and data wait on a terminal; a line at every record elsewhere (a SLURM log)."""
+    """Progress of the run: a bar on a terminal, or one line per record if the output is a file (a SLURM log)."""
 
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
         console = Console(stderr=True)
@@ -100,11 +92,12 @@ class Progress:
         self.progress.stop()
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
+        """Move the bar to `step`."""
         numbers = f"loss {loss:.4f}  {images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def line(self, record: dict[str, Any]) -> None:
-        """What a log file gets instead of the bar."""
+        """Print one line of a record, unless the bar is shown."""
         if not self.enabled or self.bar:
             return
         done = record["step"] - self.first

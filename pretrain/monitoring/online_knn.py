@@ -1,6 +1,4 @@
-"""k-NN inside pretraining: how good the encoder's features are right now."""
-
-from typing import cast
+"""Online k-NN: the accuracy of the encoder's features during pretraining."""
 
 import torch
 from accelerate import Accelerator
@@ -10,14 +8,14 @@ from data.augment import to_model_input
 from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches
 from data.shards import DEFAULT, SourceConfig
-from encoders.base import Encoder
-from evaluation.features import check_disjoint, extract, resize_size
-from evaluation.knn import knn_accuracy
+from encoders.base import Encoder, Preprocessing
+from evaluation.features import Extraction, check_disjoint, extract, resize_size, single_view
+from evaluation.knn import KNNProtocol, knn_accuracy
 from pretrain.config import EvaluationConfig
 
 
-class Scorer:
-    """Scores an encoder on labelled shards. Called on all processes together."""
+class OnlineKNN:
+    """k-NN evaluation of an encoder on labelled shards. Make and call it on all processes."""
 
     def __init__(
         self,
@@ -27,38 +25,43 @@ class Scorer:
         accelerator: Accelerator,
         source: SourceConfig = DEFAULT,
     ) -> None:
-        """`bank`: labelled SHARDS of the neighbours; `image_size`: side in pixels of the encoded images."""
+        """
+        Args:
+            config: settings; `config.val` names the shards of the queries.
+            bank: labelled SHARDS of the neighbours.
+            image_size: side of the images in pixels.
+            accelerator: processes and device.
+            source: how to reach remote shards.
+
+        Raises:
+            EvaluationError: a shard is in the bank and in `config.val`.
+        """
         assert config.val is not None
         check_disjoint(bank, config.val)
         self.config, self.bank, self.val = config, bank, config.val
         self.image_size, self.accelerator, self.source = image_size, accelerator, source
-        self.held_out = self._first_images(config.pictures)
+        self._first: Tensor | None = None
 
-    def _first_images(self, count: int) -> Tensor:
-        """(count, 3, H, W) normalised: the first held-out images as they are scored, for pictures."""
-        transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
-        reading = Reading(source=self.source)
-        batches = evaluation_batches(self.val, transform, max(count, 1), labels=False, reading=reading)
-        return cast(Tensor, to_model_input(next(iter(batches)).to(self.accelerator.device)).views[0].images)[:count]
+    def first_images(self, preprocessing: Preprocessing) -> Tensor:
+        """Return the first `config.pictures` images of `config.val`, normalised, for pictures: (N, C, S, S)."""
+        if self._first is None:
+            transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
+            count = self.config.pictures
+            reading = Reading(source=self.source, preprocessing=preprocessing)
+            batches = evaluation_batches(self.val, transform, max(count, 1), labels=False, reading=reading)
+            batch = next(iter(batches)).to(self.accelerator.device)
+            self._first = single_view(to_model_input(batch))[:count]
+        return self._first
 
-    def score(self, encoder: Encoder) -> dict[str, float]:
-        """`knn_top1`, 0 to 1. Leaves the encoder in the mode it was in and draws no random numbers."""
+    def evaluate(self, encoder: Encoder) -> dict[str, float]:
+        """Return `knn_top1`, 0 to 1. The mode of the encoder and the random states stay as they are."""
         training = encoder.training
         encoder.eval()
+        extraction = Extraction(
+            image_size=self.image_size, batch_size=self.config.batch_size, progress=False, source=self.source
+        )
         with torch.random.fork_rng(devices=[]):
-            parts = [
-                extract(
-                    encoder,
-                    shards,
-                    accelerator=self.accelerator,
-                    image_size=self.image_size,
-                    batch_size=self.config.batch_size,
-                    progress=False,
-                    source=self.source,
-                )
-                for shards in (self.bank, self.val)
-            ]
+            train, val = (extract(encoder, shards, self.accelerator, extraction) for shards in (self.bank, self.val))
         encoder.train(training)
-        (train, train_labels), (val, val_labels) = parts
-        accuracy = knn_accuracy(train, train_labels, val, val_labels, k=(self.config.k,), accelerator=self.accelerator)
+        accuracy = knn_accuracy(train, val, KNNProtocol(k=(self.config.k,)), self.accelerator)
         return {"knn_top1": accuracy[self.config.k][0]}

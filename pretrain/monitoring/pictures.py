@@ -1,6 +1,9 @@
-"""Pictures of what a run sees and learns, as (H, W, 3) uint8 arrays.
+"""Pictures of the input and the features of a run, as (H, W, 3) uint8 arrays.
 
-N images, C = 3 channels, D width of a token, h x w grid of tokens.
+Normalised images are shown with their original colours: one channel as gray, two as red and green, and of more than
+three the first three as red, green and blue.
+
+Shape letters: N images, C channels, D width of a token, h x w grid of tokens.
 """
 
 import numpy as np
@@ -9,34 +12,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batch import Batch
-from encoders.base import IMAGENET, Encoder
+from encoders.base import Encoder, Preprocessing
 from encoders.images import PackedImages
 
 
 def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
-    """The crops of the first images as the network sees them: one row an image, global crops first."""
-    rows = []
+    """Show the crops of the first images as the encoder receives them: one row per image, global crops first."""
+    columns = []
     shown = min(images, len(batch))
     for view in batch.views:
-        if isinstance(view.images, PackedImages):  # one crop each, of many sizes
-            return panels([[image] for image in view.images.unpack()[:shown]], side)
-        per_crop = view.images.unflatten(0, (view.crops, -1))[:, :shown].float()  # (count, shown, C, H, W)
-        for crop in per_crop:
-            rows.append(_enlarge(_unnormalise(crop), side))
-    return _grid(torch.stack(rows, dim=1))
+        if isinstance(view.images, PackedImages):  # one crop per image, of many sizes
+            return panels([[image] for image in view.images.unpack()[:shown]], batch.preprocessing, side)
+        per_crop = view.images.unflatten(0, (view.crops, -1))[:, :shown].float()  # (n, shown, C, H, W)
+        columns += [_resized(_colours(crop, batch.preprocessing), side) for crop in per_crop]
+    return _grid(torch.stack(columns, dim=1))
 
 
-def panels(rows: list[list[Tensor]], side: int = 112) -> np.ndarray:
-    """Rows of normalised pictures (3, H, W) of any size, each fitted into a square."""
-    return _grid(torch.stack([torch.stack([_enlarge(_unnormalise(p)[None], side)[0] for p in row]) for row in rows]))
+def panels(rows: list[list[Tensor]], preprocessing: Preprocessing, side: int = 112) -> np.ndarray:
+    """Show rows of normalised pictures (C, H, W) of any size, each fitted into a square."""
+    cells = [[_resized(_colours(picture[None], preprocessing), side)[0] for picture in row] for row in rows]
+    return _grid(torch.stack([torch.stack(row) for row in cells]))
 
 
 @torch.no_grad()
 def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray | None:
-    """Each image beside the class token's attention in the last block, one picture a head; None for encoders without.
+    """Show each image with the class token's attention in the last block, one picture per head.
+
+    Return None if the encoder has no class token or no attention weights.
 
     Args:
-        images: (N, 3, H, W) normalised.
+        encoder: encoder in eval mode.
+        images: (N, C, H, W), normalised with `encoder.preprocessing`.
     """
     last_attention = getattr(encoder, "last_attention", None)
     if last_attention is None or getattr(encoder, "cls_token", None) is None:
@@ -46,17 +52,18 @@ def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray |
     weights = last_attention(images)[:, :, 0, -rows * columns :].float()  # (N, heads, h * w)
     weights = (weights / weights.amax(-1, keepdim=True)).unflatten(2, (rows, columns))
     maps = F.interpolate(weights, size=(side, side), mode="nearest").unsqueeze(2).expand(-1, -1, 3, -1, -1)
-    return _grid(torch.cat([_enlarge(_unnormalise(images), side).unsqueeze(1), maps], dim=1))
+    return _grid(torch.cat([_resized(_colours(images, encoder.preprocessing), side).unsqueeze(1), maps], dim=1))
 
 
 @torch.no_grad()
 def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
-    """Each image above the first three principal components of its tokens as red, green and blue.
+    """Show each image above the first three principal components of its tokens as red, green and blue.
 
-    The components are those of all images together, with signs fixed so that a picture can be made again.
+    The components are those of the tokens of all images. Their signs are fixed, so that a picture can be reproduced.
 
     Args:
-        images: (N, 3, H, W) normalised.
+        encoder: encoder in eval mode.
+        images: (N, C, H, W), normalised with `encoder.preprocessing`.
     """
     features = encoder(images)
     rows, columns = features.grids[0].tolist()
@@ -70,16 +77,22 @@ def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
     colours = ((projected - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).float()
     maps = colours.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)  # (N, 3, h, w)
     maps = F.interpolate(maps, size=(side, side), mode="nearest")
-    return _grid(torch.stack([_enlarge(_unnormalise(images), side), maps], dim=0))
+    return _grid(torch.stack([_resized(_colours(images, encoder.preprocessing), side), maps], dim=0))
 
 
-def _unnormalise(images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (IMAGENET.mean, IMAGENET.std))
-    return (images.float() * std + mean).clamp(0, 1)
+def _colours(images: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Undo the normalisation: (N, C, H, W) -> (N, 3, H, W) in [0, 1]."""
+    mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (preprocessing.mean, preprocessing.std))
+    pixels = (images.float() * std + mean).clamp(0, 1)
+    if pixels.shape[1] == 1:
+        return pixels.expand(-1, 3, -1, -1)
+    if pixels.shape[1] == 2:
+        return torch.cat([pixels, torch.zeros_like(pixels[:, :1])], dim=1)
+    return pixels[:, :3]
 
 
-def _enlarge(images: Tensor, side: int) -> Tensor:
-    """(N, 3, H, W) -> (N, 3, side, side), longer side fitted, the rest white."""
+def _resized(images: Tensor, side: int) -> Tensor:
+    """(N, 3, H, W) -> (N, 3, side, side): the longer side is fitted, and the rest is white."""
     scale = side / max(images.shape[-2:])
     height, width = (max(round(s * scale), 1) for s in images.shape[-2:])
     resized = F.interpolate(images, size=(height, width), mode="nearest")
@@ -87,7 +100,7 @@ def _enlarge(images: Tensor, side: int) -> Tensor:
 
 
 def _grid(cells: Tensor, gap: int = 2) -> np.ndarray:
-    """Cells (rows, columns, 3, H, W) in [0, 1] -> one picture (H', W', 3) uint8 with white gaps."""
+    """Join cells (rows, columns, 3, H, W) in [0, 1] into one picture (H', W', 3) uint8 with white gaps."""
     padded = F.pad(cells, (0, gap, 0, gap), value=1.0)
     picture = torch.cat([torch.cat(list(row), dim=2) for row in padded], dim=1)  # (3, H', W')
     return (picture.permute(1, 2, 0) * 255).round().byte().cpu().numpy()

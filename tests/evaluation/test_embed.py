@@ -23,7 +23,7 @@ def test_the_command_writes_features_keys_and_labels(shards, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["val.npz"]
     found = np.load(tmp_path / "new" / "val.npz")
-    features, labels = extract(encoder, str(shards / "val-0.tar"), accelerator=make_accelerator())
+    features, labels, _ = extract(encoder, str(shards / "val-0.tar"), make_accelerator())
     np.testing.assert_allclose(found["features"], features.numpy(), atol=1e-5)
     np.testing.assert_array_equal(found["labels"], labels.numpy())
     assert found["keys"].tolist() == [f"val-0.tar/val-0-{i:04d}" for i in range(13)]
@@ -36,5 +36,5 @@ def test_images_without_labels_are_embedded(shards, tmp_path):
     assert set(found) == {"features", "keys"}
     with pytest.raises(EvaluationError, match=r"\.npz"):
         run(EmbedSettings(output=str(tmp_path / "bare.csv"), **settings))
-    with pytest.raises(EvaluationError, match="cannot write --output"):
+    with pytest.raises(EvaluationError, match="Cannot write --output"):
         run(EmbedSettings(output=str(tmp_path / "bare.npz" / "in a file.npz"), **settings))

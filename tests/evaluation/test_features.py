@@ -7,8 +7,11 @@ import torch
 from PIL import Image
 
 import encoders
+from encoders.base import Preprocessing
 from evaluation.features import (
     EvaluationError,
+    Extraction,
+    FeatureSettings,
     Pixels,
     check_disjoint,
     check_labels,
@@ -33,9 +36,8 @@ def read(path):
 
 @pytest.mark.parametrize("batch_size", [7, 64])
 def test_features_are_those_of_normalised_images_in_order(shards, batch_size):
-    keys = []
-    features, labels = extract(
-        Pixels(16), str(shards / "train-{0..1}.tar"), accelerator=make_accelerator(), batch_size=batch_size, keys=keys
+    features, labels, keys = extract(
+        Pixels(16), str(shards / "train-{0..1}.tar"), make_accelerator(), Extraction(batch_size=batch_size)
     )
     parts = [read(shards / f"train-{i}.tar") for i in range(2)]
     pixels = (np.concatenate([images for images, _ in parts]) / 255 - MEAN) / STD
@@ -47,28 +49,44 @@ def test_features_are_those_of_normalised_images_in_order(shards, batch_size):
 def test_an_encoder_sees_the_same_in_any_batch_and_in_bf16(shards):
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=2).eval()
-    pixels, _ = extract(Pixels(16), str(shards / "val-0.tar"), accelerator=make_accelerator())
+    pixels = extract(Pixels(16), str(shards / "val-0.tar"), make_accelerator()).features
     with torch.no_grad():
         expected = encoder(pixels.view(13, 3, 16, 16)).pooled
-    exact, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=make_accelerator(), batch_size=5)
+    exact = extract(encoder, str(shards / "val-0.tar"), make_accelerator(), Extraction(batch_size=5)).features
     torch.testing.assert_close(exact, expected, atol=1e-5, rtol=1e-5)
-    rough, _ = extract(encoder, str(shards / "val-0.tar"), accelerator=make_accelerator(), precision="bf16")
+    rough = extract(encoder, str(shards / "val-0.tar"), make_accelerator(), Extraction(precision="bf16")).features
     assert rough.dtype == torch.float32
     assert 1e-4 < (rough - expected).abs().max() < 0.2
 
 
+def test_images_are_normalised_as_the_encoder_was_trained(shards):
+    mean, std = (0.1, 0.2, 0.3), (0.5, 2.0, 0.1)
+    encoder = Pixels(16, Preprocessing(mean, std))
+    features = extract(encoder, str(shards / "val-0.tar"), make_accelerator()).features
+    pixels = (read(shards / "val-0.tar")[0] / 255 - mean) / std
+    np.testing.assert_allclose(features.numpy(), pixels.transpose(0, 3, 1, 2).reshape(13, -1), rtol=1e-5, atol=2e-6)
+
+
+def test_pixels_have_any_number_of_channels():
+    for channels in (1, 3, 5):
+        encoder, file = load_encoder(FeatureSettings(checkpoint="pixels", image_size=4, channels=channels))
+        assert file is None
+        assert encoder(torch.zeros(2, channels, 4, 4)).pooled.shape == (2, encoder.dim) == (2, channels * 16)
+        assert encoder.preprocessing.channels == channels
+
+
 def test_labels_are_wanted_only_when_asked_for(shards):
-    features, labels = extract(Pixels(16), str(shards / "bare-0.tar"), accelerator=make_accelerator(), labels=False)
+    features, labels, _ = extract(Pixels(16), str(shards / "bare-0.tar"), make_accelerator(), Extraction(labels=False))
     assert features.shape == (4, 768)
     assert labels.tolist() == [-1] * 4
 
 
 def test_an_encoder_that_does_not_take_the_images_is_named(shards):
-    def take(encoder, images):
+    def feature(encoder, images):
         raise ValueError("sides must be multiples of 32")
 
     with pytest.raises(EvaluationError, match="Pixels on images of 16 x 16 pixels: sides must"):
-        extract(Pixels(16), str(shards / "val-0.tar"), accelerator=make_accelerator(), take=take)
+        extract(Pixels(16), str(shards / "val-0.tar"), make_accelerator(), Extraction(feature=feature))
 
 
 def test_checkpoints_are_found_in_every_place(tmp_path):
@@ -92,11 +110,11 @@ def test_checkpoints_are_found_in_every_place(tmp_path):
 def test_a_broken_encoder_is_a_message(tmp_path):
     (tmp_path / "vit.safetensors").write_bytes(b"not weights")
     with pytest.raises(EvaluationError, match=r"vit\.json is missing"):
-        load_encoder(str(tmp_path / "vit.safetensors"), None)
+        load_encoder(FeatureSettings(checkpoint=str(tmp_path / "vit.safetensors")))
     encoders.save(encoders.build("vit_micro", depth=1), tmp_path / "vit.safetensors")
     (tmp_path / "vit.safetensors").write_bytes(b"not weights")
-    with pytest.raises(EvaluationError, match="cannot load"):
-        load_encoder(str(tmp_path / "vit.safetensors"), None)
+    with pytest.raises(EvaluationError, match="Cannot load"):
+        load_encoder(FeatureSettings(checkpoint=str(tmp_path / "vit.safetensors")))
 
 
 def test_sizes_follow_the_encoder_and_dinos_ratio():
@@ -119,7 +137,7 @@ def test_classes_that_are_not_trained_on_are_refused():
         check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 7, 3, 3]))
     with pytest.raises(EvaluationError, match="--train has the label -1"):
         check_labels(torch.tensor([0, -1]), torch.tensor([0]))
-    with pytest.raises(EvaluationError, match="--val has no image"):
+    with pytest.raises(EvaluationError, match="--val has no readable image"):
         check_labels(torch.tensor([0]), torch.tensor([], dtype=torch.int64))
 
 
@@ -128,5 +146,5 @@ def test_images_are_not_scored_against_themselves(tmp_path):
         (tmp_path / f"{name}.tar").touch()
     (tmp_path / "alias.tar").symlink_to(tmp_path / "b.tar")
     check_disjoint(str(tmp_path / "{a,b}.tar"), str(tmp_path / "c.tar"))
-    with pytest.raises(EvaluationError, match=r"alias\.tar is among the shards to train on and those to score"):
+    with pytest.raises(EvaluationError, match=r"alias\.tar is in both --train and --val"):
         check_disjoint(str(tmp_path / "{a,b}.tar"), [str(tmp_path / "c.tar"), str(tmp_path / "alias.tar")])

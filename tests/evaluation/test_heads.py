@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from evaluation.heads import Heads, Part, normaliser, order, score, train_heads
+from evaluation.features import LabelledFeatures
+from evaluation.heads import Heads, HeadTraining, accuracy, epoch_order, normaliser, train_heads
 
 CPU = torch.device("cpu")
 
@@ -13,13 +14,13 @@ def made_up(images=90, dim=10, classes=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (images,), generator=generator)
     centres = torch.randn(classes, dim, generator=generator)
-    return Part(centres[labels] + torch.randn(images, dim, generator=generator), labels)
+    return LabelledFeatures(centres[labels] + torch.randn(images, dim, generator=generator), labels)
 
 
 def train(heads, part, mask=None, epochs=3, batch_size=32):
     mask = torch.ones(len(part.labels), dtype=torch.bool) if mask is None else mask
     groups = [(heads, mask)]
-    train_heads(lambda _: part, [len(mask)], groups, epochs=epochs, batch_size=batch_size, seed=5, accelerator=None)
+    train_heads(lambda _: part, [len(mask)], groups, HeadTraining(epochs, batch_size, seed=5))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -37,7 +38,7 @@ def test_each_rate_is_trained_as_alone_by_torch(masked):
         optimizer = torch.optim.SGD(layer.parameters(), lr=rate * 32 / 256, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * s / 9)))
         for epoch in range(epochs):
-            places = order(90, epoch, 5)
+            places = epoch_order(90, epoch, 5)
             for batch in (places[:32], places[32:64], places[64:]):
                 batch = batch[mask[batch]]
                 logits = layer(part.features[batch, columns].double())
@@ -56,7 +57,7 @@ def test_what_the_mask_leaves_out_is_never_seen():
     weights = []
     for shift in (0.0, 100.0):
         heads = Heads(slice(0, 10), 4, [0.5], seed=0, device=CPU)
-        changed = Part(part.features + shift * ~mask[:, None], (part.labels + int(shift) * ~mask) % 4)
+        changed = LabelledFeatures(part.features + shift * ~mask[:, None], (part.labels + int(shift) * ~mask) % 4)
         train([heads], changed, mask)
         weights.append(heads.weight)
     assert torch.equal(*weights)
@@ -71,19 +72,19 @@ def test_initial_weights_are_small_equal_and_without_bias():
 
 
 def test_every_epoch_is_another_permutation():
-    epochs = [order(50, epoch, 0) for epoch in range(3)]
+    epochs = [epoch_order(50, epoch, 0) for epoch in range(3)]
     assert all(torch.equal(e.sort().values, torch.arange(50)) for e in epochs)
     assert not torch.equal(epochs[0], epochs[1])
-    assert not torch.equal(epochs[0], order(50, 0, 1))
-    assert torch.equal(epochs[2], order(50, 2, 0))
+    assert not torch.equal(epochs[0], epoch_order(50, 0, 1))
+    assert torch.equal(epochs[2], epoch_order(50, 2, 0))
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_score_counts_for_each_rate(chunk):
+def test_accuracy_counts_for_each_rate(chunk):
     part = made_up(classes=8)
     heads = Heads(slice(0, 10), 8, [0.01, 2.0, math.inf], seed=0, device=CPU)
     train([heads], part)
-    found = score(heads, part, None, chunk)
+    found = accuracy(heads, part, chunk)
     logits = part.features @ heads.weight[:2, :-1] + heads.weight[:2, -1:]
     for row, expected in zip(found[:2], logits, strict=True):
         ranked = expected.argsort(dim=1, descending=True)
@@ -98,4 +99,4 @@ def test_normaliser_is_batch_norm_over_the_whole_set():
     features[:, 2] = 4.0  # constant
     layer = nn.BatchNorm1d(6, affine=False, eps=1e-6)
     expected = layer(features)
-    torch.testing.assert_close(normaliser(features, None)(features.clone()), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(normaliser(features)(features.clone()), expected, atol=1e-4, rtol=1e-4)

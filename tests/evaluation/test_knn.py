@@ -10,12 +10,18 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 import encoders
-from evaluation.features import EvaluationError
-from evaluation.knn import KNNSettings, knn_accuracy, run
+from evaluation.features import EvaluationError, LabelledFeatures
+from evaluation.knn import KNNProtocol, KNNSettings, knn_accuracy, run
 from runtime.processes import exit_on_user_error
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
+
+
+def accuracy(train, train_labels, val, val_labels, **protocol):
+    return knn_accuracy(
+        LabelledFeatures(train, train_labels), LabelledFeatures(val, val_labels), KNNProtocol(**protocol)
+    )
 
 
 def made_up(seed=0, bank=400, scored=151, dim=12, classes=7):
@@ -29,7 +35,7 @@ def made_up(seed=0, bank=400, scored=151, dim=12, classes=7):
 @pytest.mark.parametrize(("queries", "chunk"), [(1000, 1000), (40, 64), (7, 3)])
 def test_accuracy_is_that_of_scikit_learn_for_any_chunks(queries, chunk):
     (train, val), (train_labels, val_labels) = made_up()
-    found = knn_accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), queries=queries, chunk=chunk)
+    found = accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), queries=queries, chunk=chunk)
     assert list(found) == [1, 20, 5]
     for k, (top1, top5) in found.items():
         oracle = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07))
@@ -45,8 +51,8 @@ def test_temperature_weighs_near_neighbours():
     train = torch.tensor([[1.0, 0.0], [0.9, 0.5], [0.9, -0.5]])
     labels = torch.tensor([0, 1, 1])
     val, target = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
-    sharp = knn_accuracy(train, labels, val, target, k=(3,), temperature=0.07)
-    flat = knn_accuracy(train, labels, val, target, k=(3,), temperature=10.0)
+    sharp = accuracy(train, labels, val, target, k=(3,), temperature=0.07)
+    flat = accuracy(train, labels, val, target, k=(3,), temperature=10.0)
     assert (sharp[3][0], flat[3][0]) == (1.0, 0.0)
 
 
@@ -58,7 +64,7 @@ def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk
 
     def right(target, k):
         target = torch.tensor([target])
-        return knn_accuracy(train, labels, query, target, classes=5, k=(k,), chunk=chunk)[k][0]
+        return accuracy(train, labels, query, target, classes=5, k=(k,), chunk=chunk)[k][0]
 
     assert [right(c, 1) for c in range(5)] == [0, 0, 0, 1, 0]  # the first of the four
     assert [right(c, 3) for c in range(5)] == [0, 1, 0, 0, 0]  # 3, 1 and 2 have a vote each
@@ -67,20 +73,20 @@ def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk
 
 def test_a_class_without_a_vote_is_never_right():
     train, labels = torch.eye(3), torch.tensor([0, 1, 2])
-    found = knn_accuracy(train, labels, train[:1], torch.tensor([2]), k=(1, 3), temperature=0.5)
+    found = accuracy(train, labels, train[:1], torch.tensor([2]), k=(1, 3), temperature=0.5)
     assert found[1] == (0.0, 0.0)
     assert found[3] == (0.0, 1.0)
 
 
 def test_scale_of_features_and_precision_settings_do_not_matter():
     (train, val), (train_labels, val_labels) = made_up(1)
-    expected = knn_accuracy(train, train_labels, val, val_labels, k=(20,))
+    expected = accuracy(train, train_labels, val, val_labels, k=(20,))
     factors = torch.rand(len(train), 1) * 100 + 0.01
-    assert knn_accuracy(train * factors, train_labels, val / 3, val_labels, k=(20,)) == expected
+    assert accuracy(train * factors, train_labels, val / 3, val_labels, k=(20,)) == expected
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert knn_accuracy(train, train_labels, val, val_labels, k=(20,)) == expected
+            assert accuracy(train, train_labels, val, val_labels, k=(20,)) == expected
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -90,14 +96,14 @@ def test_what_cannot_be_scored_is_refused():
     (train, val), (train_labels, val_labels) = made_up(bank=30)
     for k, message in (((31,), "30 images"), ((0,), "between 1")):
         with pytest.raises(EvaluationError, match=message):
-            knn_accuracy(train, train_labels, val, val_labels, k=k)
+            accuracy(train, train_labels, val, val_labels, k=k)
     with pytest.raises(EvaluationError, match="do not fit 3 classes"):
-        knn_accuracy(train, train_labels, val, val_labels, classes=3, k=(5,))
-    with pytest.raises(EvaluationError, match="both need some"):
-        knn_accuracy(train, train_labels, val[:0], val_labels[:0], k=(5,))
+        accuracy(train, train_labels, val, val_labels, classes=3, k=(5,))
+    with pytest.raises(EvaluationError, match="Give both"):
+        accuracy(train, train_labels, val[:0], val_labels[:0], k=(5,))
     val[3, 2] = torch.nan
-    with pytest.raises(EvaluationError, match="not finite"):
-        knn_accuracy(train, train_labels, val, val_labels, k=(5,))
+    with pytest.raises(EvaluationError, match="NaN or infinite"):
+        accuracy(train, train_labels, val, val_labels, k=(5,))
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +168,7 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
         assert "label" in fails(val=str(shards / "bare-0.tar"))
     assert "step-9" in fails(checkpoint=str(tmp_path / "step-9"))
     assert "--image_size" in fails(image_size=None)
-    assert "every k" in fails(k=[200])
+    assert "Every k" in fails(k=[200])
     assert "does not fit" in fails(image_size=16, resize=8)
     assert not (tmp_path / "x.json").exists()
 

@@ -13,9 +13,8 @@ from threadpoolctl import threadpool_limits
 
 import encoders
 from data.collate import collate
-from evaluation.features import EvaluationError
-from evaluation.heads import Part
-from evaluation.linear_probe import EpochCrop, ProbeSettings, Take, held_out, inputs, probe, run
+from evaluation.features import EvaluationError, LabelledFeatures
+from evaluation.linear_probe import EpochCrop, LastBlocks, ProbeSettings, head_inputs, held_out, probe, run
 from runtime.processes import exit_on_user_error, make_accelerator
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +30,12 @@ def digits():
     images = torch.from_numpy(images).float() / 16
     labels = torch.from_numpy(labels)
     keys = [f"digits.tar/{i}" for i in range(1200)]
-    return Part(images[:1200], labels[:1200]), keys, Part(images[1200:], labels[1200:])
+    return LabelledFeatures(images[:1200], labels[:1200], keys), LabelledFeatures(images[1200:], labels[1200:])
 
 
 def test_accuracy_of_digits_is_that_of_logistic_regression(digits):
-    train, keys, val = digits
-    found = probe(train, keys, val, settings(epochs=40, rates=[0.001, 0.1, 1.0], augment=False), 64, None)
+    train, val = digits
+    found = probe(train, val, settings(epochs=40, rates=[0.001, 0.1, 1.0], augment=False), 64, None)
     with threadpool_limits(1):  # its threads wait for each other on busy cores
         oracle = LogisticRegression(max_iter=500).fit(train.features.numpy(), train.labels.numpy())
     expected = oracle.score(val.features.numpy(), val.labels.numpy())
@@ -48,11 +47,11 @@ def test_accuracy_of_digits_is_that_of_logistic_regression(digits):
 
 
 def test_the_scored_set_chooses_nothing(digits):
-    train, keys, val = digits
+    train, val = digits
     options = settings(epochs=2, rates=[1e-4, 0.05, 0.5], augment=False)
-    honest = probe(train, keys, val, options, 64, None)
-    wrong = Part(val.features, (val.labels + 1) % 10)
-    shuffled = probe(train, keys, wrong, options, 64, None)
+    honest = probe(train, val, options, 64, None)
+    wrong = LabelledFeatures(val.features, (val.labels + 1) % 10)
+    shuffled = probe(train, wrong, options, 64, None)
     assert shuffled["chosen"]["rate"] == honest["chosen"]["rate"]
     assert [row["holdout_top1"] for row in shuffled["all"]] == [row["holdout_top1"] for row in honest["all"]]
     assert max(row["holdout_top1"] for row in honest["all"]) == honest["chosen"]["holdout_top1"]
@@ -60,11 +59,11 @@ def test_the_scored_set_chooses_nothing(digits):
 
 
 def test_a_choice_needs_images_to_choose_by(digits):
-    train, keys, val = digits
+    train, val = digits
     with pytest.raises(EvaluationError, match="holds out 0 of 1200"):
-        probe(train, keys, val, settings(holdout=0.0), 64, None)
+        probe(train, val, settings(holdout=0.0), 64, None)
     single = settings(holdout=0.0, rates=[0.1], epochs=1)
-    assert probe(train, keys, val, single, 64, None)["holdout_images"] == 0
+    assert probe(train, val, single, 64, None)["holdout_images"] == 0
 
 
 def test_held_out_samples_depend_on_their_names_alone():
@@ -80,9 +79,9 @@ def test_inputs_are_columns_of_what_is_kept():
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=4).eval()
     images = torch.randn(5, 3, 16, 16)
-    tried = inputs([1, 3], "both", encoder.dim)
+    tried = head_inputs([1, 3], "both", encoder.dim)
     with torch.no_grad():
-        kept = Take(3, average=True)(encoder, images)
+        kept = LastBlocks(3, average=True)(encoder, images)
         layers = encoder.intermediate(images, 3)
         last = encoder(images)
     mean = torch.stack([tokens.mean(0) for tokens in last.tokens.split(16)])
@@ -97,7 +96,7 @@ def test_inputs_are_columns_of_what_is_kept():
         wanted = torch.cat(expected[one.blocks, one.average_pool], 1)
         torch.testing.assert_close(kept[:, one.columns], wanted, atol=1e-5, rtol=1e-5)
     with pytest.raises(EvaluationError, match="at least 1"):
-        inputs([0], "no", 8)
+        head_inputs([0], "no", 8)
 
 
 def test_crops_change_with_the_epoch_and_nothing_else():

@@ -3,19 +3,19 @@ import json
 import pytest
 import torch
 
-from evaluation.results import NEVER, places, report, result_path, write_result
+from evaluation.results import UNRANKED, report, result_path, true_class_rank
 
 
-def test_places_counts_better_scores_and_lower_classes_of_a_tie():
+def test_rank_counts_better_scores_and_lower_classes_of_a_tie():
     scores = torch.tensor([[0.1, 0.5, 0.5, 0.2], [3.0, 1.0, 2.0, 0.0]])
-    found = [places(scores, torch.tensor([c, c])).tolist() for c in range(4)]
+    found = [true_class_rank(scores, torch.tensor([c, c])).tolist() for c in range(4)]
     assert found == [[3, 0], [0, 2], [1, 1], [2, 3]]
 
 
 def test_a_diverged_classifier_is_not_right_by_accident():
     nan, inf = torch.nan, torch.inf
     scores = torch.tensor([[nan, nan, nan], [nan, 0.0, 1.0], [0.0, inf, 1.0]])
-    assert places(scores, torch.tensor([0, 2, 0])).tolist() == [NEVER, 1, 2]
+    assert true_class_rank(scores, torch.tensor([0, 2, 0])).tolist() == [UNRANKED, 1, 2]
 
 
 @pytest.fixture
@@ -56,7 +56,9 @@ def test_report_says_when_it_replaces_a_result(tmp_path, capsys):
 
 def test_a_failed_write_leaves_the_old_result(tmp_path):
     path = tmp_path / "knn.json"
-    write_result(path, {"top1": 0.5})
+    shown = {"top1": 0.5, "protocol": "20-NN", "val_images": 1234}
+    report(path, shown, [], [])
     with pytest.raises(TypeError):
-        write_result(path, {"top1": object()})
-    assert json.loads(path.read_text()) == {"top1": 0.5}
+        report(path, shown | {"top1": object()}, [], [])
+    assert json.loads(path.read_text())["top1"] == 0.5
+    assert [p.name for p in tmp_path.iterdir()] == ["knn.json"]

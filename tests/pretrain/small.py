@@ -19,13 +19,8 @@ from pretrain.optim.adamw import OptimConfig
 from runtime.settings import Section
 
 STEPS = 10
-SMALL: dict[str, dict[str, Any]] = {
-    "dino": {"prototypes": 32, "hidden_dim": 24, "bottleneck_dim": 12},
-    "mae": {"decoder_dim": 16, "decoder_heads": 2},
-}
-"""Settings of each method that make it small."""
 _resolved = {
-    name: method.resolve(method.Config(**SMALL[name]), OptimConfig(), 1000, 4, STEPS)
+    name: method.resolve(method.Config(**method.small_settings), OptimConfig(), 1000, 4, STEPS)
     for name, method in METHODS.items()
 }
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}

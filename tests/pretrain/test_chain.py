@@ -31,7 +31,11 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def command(method: str, output: Path, *more: str) -> list[str]:
-    return [*arguments(f"{method} of vit_micro", output), *(word for pair in MORE.items() for word in pair), *more]
+    return [
+        *arguments({"--method": method, "--encoder": "vit_micro"}, output),
+        *(word for pair in MORE.items() for word in pair),
+        *more,
+    ]
 
 
 def held(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:

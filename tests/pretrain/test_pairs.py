@@ -1,6 +1,7 @@
 """Every method with every encoder, through the real command: some steps on the embedded images, stopped and resumed,
 exported, loaded, scored by k-NN; two processes beside one."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -13,10 +14,6 @@ from pretrain.methods import METHODS
 
 VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 PAIRS = [(method, variant) for method in METHODS for variant in VARIANTS]
-SMALL = {
-    "dino": {"--dino.hidden_dim": "32", "--dino.bottleneck_dim": "16", "--dino.prototypes": "64"},
-    "mae": {"--mae.decoder_dim": "16", "--mae.decoder_heads": "2"},
-}
 NATIVE = {"--mae.native": "true", "--mae.mask": "block", "--mae.smallest_size": "12"}
 IN_PLACE = {"--mae.drop": "false", "--mae.decoder_depth": "1"}
 RUNS: dict[str, dict[str, str]] = {
@@ -26,27 +23,37 @@ RUNS["mae of navit_micro, native sizes in blocks"] = {"--method": "mae", "--enco
 RUNS["mae of vit_micro in place"] = {"--method": "mae", "--encoder": "vit_micro"} | IN_PLACE
 
 
-def arguments(name: str, output: Path, *more: str) -> list[str]:
-    """The command line of one of RUNS."""
+def small(method: str) -> dict[str, str]:
+    """The method's small settings as flags."""
+    return {f"--{method}.{name}": str(value).lower() for name, value in METHODS[method].small_settings.items()}
+
+
+def arguments(run: dict[str, str], output: Path, *more: str) -> list[str]:
+    """The command line of a small run."""
     common = {"--steps": "6", "--batch_size": "16", "--record_every": "1", "--checkpoint_every": "3", "--workers": "1"}
     common["--optim.lr"] = "1e-3"  # at the preset's own, rounding grows tenfold a step
-    chosen = RUNS[name] | SMALL[RUNS[name]["--method"]] | common | {"--encoder.drop_path": "0", "--output": str(output)}
+    if "drop_path" in inspect.signature(encoders.family(run["--encoder"])).parameters:
+        common["--encoder.drop_path"] = "0"
+    chosen = small(run["--method"]) | run | common | {"--output": str(output)}
     return [*(word for pair in chosen.items() for word in pair), *more]
 
 
 @pytest.mark.slow
 def test_every_pairing_trains_resumes_exports_and_scores(launch, tmp_path: Path) -> None:
-    script = Path(__file__).parent / "runs_in_turn.py"
-    whole = [arguments(name, tmp_path / name) for name in RUNS]
-    resumed = [arguments(name, tmp_path / name, "--resume") for name in RUNS]
-    shared = [arguments(name, tmp_path / "two" / name) for name in RUNS]
-    for file, runs in (("one.json", [*whole, *resumed]), ("two.json", shared)):
-        (tmp_path / file).write_text(json.dumps(runs))
+    check_runs(launch, tmp_path, RUNS, script=Path(__file__).parent / "runs_in_turn.py")
+
+
+def check_runs(launch, tmp_path: Path, runs: dict[str, dict[str, str]], script: Path) -> None:
+    whole = [arguments(run, tmp_path / name) for name, run in runs.items()]
+    resumed = [arguments(run, tmp_path / name, "--resume") for name, run in runs.items()]
+    shared = [arguments(run, tmp_path / "two" / name) for name, run in runs.items()]
+    for file, commands in (("one.json", [*whole, *resumed]), ("two.json", shared)):
+        (tmp_path / file).write_text(json.dumps(commands))
     one = launch([str(tmp_path / "one.json")], script=script)
     two = launch([str(tmp_path / "two.json")], processes=2, script=script)
     logs = one.wait(900), two.wait(900)
     assert (one.process.returncode, two.process.returncode) == (0, 0), "".join(log[-5000:] for log in logs)
-    for name in RUNS:
+    for name in runs:
         folder = tmp_path / name
         assert (folder / "encoder.safetensors").exists(), name
         assert (tmp_path / "two" / name / "encoder.safetensors").exists(), name

@@ -18,7 +18,7 @@ from PIL import Image
 
 import encoders
 from pretrain.methods.dino import DINO
-from pretrain.monitoring.online_knn import Scorer
+from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.run import main
 from runtime import preemption
 from tests.launched import TINY, records, timeless
@@ -92,8 +92,8 @@ def test_the_evaluation_of_the_last_step_is_left_to_the_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored = []
-    score = Scorer.score
-    monkeypatch.setattr(Scorer, "score", lambda self, encoder: scored.append(1) or score(self, encoder))
+    evaluate = OnlineKNN.evaluate
+    monkeypatch.setattr(OnlineKNN, "evaluate", lambda self, encoder: scored.append(1) or evaluate(self, encoder))
     run = [*TINY, "--evaluate_every", "6", "--record_every", "4"]
     assert main([*run, "--output", str(tmp_path / "whole")]) == 0
     assert len(scored) == 3

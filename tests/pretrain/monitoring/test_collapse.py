@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from pretrain.methods.dino import DINO, collapse_signs
 from pretrain.monitoring.collapse import CollapseAlarm, CollapseError, HealthConfig, effective_rank
 
 
@@ -25,6 +26,10 @@ def record(step: int, loss: float, entropy: float, rank: float = 20.0) -> dict[s
 LN_K = math.log(256)
 
 
+def check(alarm: CollapseAlarm, line: dict[str, float]) -> dict[str, str]:
+    return alarm.check(line, collapse_signs(line, LN_K))
+
+
 @pytest.mark.parametrize(
     ("sick", "kind"),
     [
@@ -34,33 +39,43 @@ LN_K = math.log(256)
     ],
 )
 def test_alarm_rings_once_after_patience_and_grace(sick: dict, kind: str) -> None:
-    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.1), steps=100)
-    assert alarm.look(record(1, 3.0, 2.0), LN_K) == {}
-    rung = {step: alarm.look(sick | {"step": step}, LN_K) for step in range(2, 30)}
+    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.1), 100, DINO.rank_hint)
+    assert check(alarm, record(1, 3.0, 2.0)) == {}
+    rung = {step: check(alarm, sick | {"step": step}) for step in range(2, 30)}
     assert {step: list(kinds) for step, kinds in rung.items() if kinds} == {10: [kind]}  # silent within the grace
     assert "Try" in rung[10][kind]
     alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), steps=100)
-    alarm.look(record(1, 3.0, 2.0), LN_K)
+    check(alarm, record(1, 3.0, 2.0))
     interrupted = [sick, sick, record(0, 3.0, 2.0), sick, sick, sick]
-    rung = [list(alarm.look(line | {"step": 40 + i}, LN_K)) for i, line in enumerate(interrupted)]
+    rung = [list(check(alarm, line | {"step": 40 + i})) for i, line in enumerate(interrupted)]
     assert rung == [[], [], [], [], [], [kind]]
 
 
 def test_alarm_goes_on_where_a_stopped_run_left_it() -> None:
     memory: dict = {}
-    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, memory)
-    assert [list(alarm.look(record(s, 3.0, 2.0, rank=r), LN_K)) for s, r in enumerate([20.0, 1.0, 1.0])] == [[]] * 3
-    resumed = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, json.loads(json.dumps(memory)))
-    assert list(resumed.look(record(3, 3.0, 2.0, rank=1.0), LN_K)) == ["rank"]
+    alarm = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, memory=memory)
+    assert [list(check(alarm, record(s, 3.0, 2.0, rank=r))) for s, r in enumerate([20.0, 1.0, 1.0])] == [[]] * 3
+    resumed = CollapseAlarm(HealthConfig(patience=3, grace=0.0), 100, memory=json.loads(json.dumps(memory)))
+    assert list(check(resumed, record(3, 3.0, 2.0, rank=1.0))) == ["rank"]
 
 
 def test_alarm_is_silent_when_the_loss_alone_is_near_ln_k() -> None:
     alarm = CollapseAlarm(HealthConfig(patience=1, grace=0.0), steps=100)
-    assert all(alarm.look(record(step, 0.99 * LN_K, 0.8 * LN_K), LN_K) == {} for step in range(50))
+    assert all(check(alarm, record(step, 0.99 * LN_K, 0.8 * LN_K)) == {} for step in range(50))
 
 
 def test_alarm_stops_the_run_when_asked() -> None:
     alarm = CollapseAlarm(HealthConfig(on_collapse="stop", patience=2, grace=0.0), steps=100)
-    alarm.look(record(1, LN_K, LN_K), LN_K)
+    check(alarm, record(1, LN_K, LN_K))
     with pytest.raises(CollapseError, match=r"step 2: loss .* near ln K"):
-        alarm.look(record(2, LN_K, LN_K), LN_K)
+        check(alarm, record(2, LN_K, LN_K))
+
+
+def test_signs_and_hints_belong_to_the_method() -> None:
+    alarm = CollapseAlarm(HealthConfig(patience=1, grace=0.0), 100, "Try another method.")
+    assert alarm.check({"step": 1, "loss": 0.0}, {}) == {}
+    assert alarm.check({"step": 2, "loss": 0.0}, {"odd": "all outputs are odd."}) == {
+        "odd": "collapse (odd) at step 2: all outputs are odd."
+    }
+    alarm.check({"step": 3, "feature_rank": 20.0}, {})
+    assert alarm.check({"step": 4, "feature_rank": 1.0}, {})["rank"].endswith("to 1.0. Try another method.")

@@ -14,9 +14,9 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 import encoders
-from encoders.base import IMAGENET, Encoder
+from encoders.base import IMAGENET, Encoder, Preprocessing
 from pretrain.config import EvaluationConfig
-from pretrain.monitoring.online_knn import Scorer
+from pretrain.monitoring.online_knn import OnlineKNN
 from runtime.processes import make_accelerator
 
 SIDE, K = 16, 5
@@ -44,37 +44,40 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, s
     return paths, found
 
 
-def make(paths: dict[str, str], pictures: int = 2) -> tuple[Scorer, Encoder]:
+def make(paths: dict[str, str], pictures: int = 2) -> tuple[OnlineKNN, Encoder]:
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=1, dim=24, heads=2, image_size=SIDE, drop_path=0.5)
     config = EvaluationConfig(val=paths["val"], k=K, batch_size=8, pictures=pictures)
-    return Scorer(config, paths["train"], SIDE, make_accelerator()), encoder
+    return OnlineKNN(config, paths["train"], SIDE, make_accelerator()), encoder
 
 
-def normalised(images: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy((images / 255.0 - IMAGENET.mean) / IMAGENET.std).permute(0, 3, 1, 2).float()
+def normalised(images: np.ndarray, preprocessing: Preprocessing = IMAGENET) -> torch.Tensor:
+    return torch.from_numpy((images / 255.0 - preprocessing.mean) / preprocessing.std).permute(0, 3, 1, 2).float()
 
 
-def test_equals_scikit_learn(shards) -> None:
+@pytest.mark.parametrize("preprocessing", [IMAGENET, Preprocessing((0.1, 0.2, 0.3), (0.5, 0.1, 1.5))])
+def test_equals_scikit_learn(shards, preprocessing: Preprocessing) -> None:
     paths, images = shards
-    scorer, encoder = make(paths)
-    encoder.eval()
+    online_knn, encoder = make(paths)
+    encoder.eval().preprocessing = preprocessing
     with torch.no_grad():
-        features = {part: encoder(normalised(images[part])).pooled.numpy() for part in images}
+        features = {part: encoder(normalised(images[part], preprocessing)).pooled.numpy() for part in images}
     labels = {part: np.arange(len(images[part])) % 3 for part in images}
     votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731
     oracle = KNeighborsClassifier(K, metric="cosine", weights=votes)
     expected = oracle.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
     assert 0.34 < expected < 1  # else the test could not see a mistake
-    assert scorer.score(encoder) == {"knn_top1": pytest.approx(expected)}
+    assert online_knn.evaluate(encoder) == {"knn_top1": pytest.approx(expected)}
+    shown = online_knn.first_images(preprocessing)
+    torch.testing.assert_close(shown, normalised(images["val"][:2], preprocessing), rtol=1e-5, atol=1e-5)
 
 
 def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
-    scorer, encoder = make(shards[0])
-    first = scorer.score(encoder.eval())
+    online_knn, encoder = make(shards[0])
+    first = online_knn.evaluate(encoder.eval())
     assert not encoder.training
     before = torch.get_rng_state()
-    assert scorer.score(encoder.train()) == first  # without drop path
+    assert online_knn.evaluate(encoder.train()) == first  # without drop path
     assert encoder.training
     assert encoder.blocks[0].training  # pyright: ignore
     assert torch.equal(torch.get_rng_state(), before)
@@ -83,9 +86,11 @@ def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
 
 def test_held_out_images_are_the_first_as_the_encoder_sees_them(shards) -> None:
     paths, images = shards
-    scorer, _ = make(paths, pictures=3)
-    torch.testing.assert_close(scorer.held_out, normalised(images["val"][:3]), rtol=1e-5, atol=1e-5)
-    assert make(paths, pictures=0)[0].held_out.shape == (0, 3, SIDE, SIDE)
+    online_knn, encoder = make(paths, pictures=3)
+    torch.testing.assert_close(
+        online_knn.first_images(encoder.preprocessing), normalised(images["val"][:3]), rtol=1e-5, atol=1e-5
+    )
+    assert make(paths, pictures=0)[0].first_images(encoder.preprocessing).shape == (0, 3, SIDE, SIDE)
 
 
 def _process(rank: int, port: int, paths: dict[str, str], folder: str) -> None:
@@ -95,17 +100,17 @@ def _process(rank: int, port: int, paths: dict[str, str], folder: str) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )  # fmt: skip
-    scorer, encoder = make(paths)
-    torch.save((scorer.score(encoder), scorer.held_out), f"{folder}/{rank}.pt")
+    online_knn, encoder = make(paths)
+    torch.save((online_knn.evaluate(encoder), online_knn.first_images(encoder.preprocessing)), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.medium
 def test_two_processes_equal_one(shards, tmp_path: Path, free_port: int) -> None:
-    scorer, encoder = make(shards[0])
-    expected = scorer.score(encoder)
+    online_knn, encoder = make(shards[0])
+    expected = online_knn.evaluate(encoder)
     mp.start_processes(_process, (free_port, shards[0], str(tmp_path)), nprocs=2, start_method="forkserver")
     for rank in range(2):
         score, held_out = torch.load(tmp_path / f"{rank}.pt")
         assert score == expected
-        assert torch.equal(held_out, scorer.held_out)
+        assert torch.equal(held_out, online_knn.first_images(encoder.preprocessing))

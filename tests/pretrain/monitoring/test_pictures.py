@@ -1,15 +1,16 @@
 """Pictures pixel by pixel: encoders that answer with known numbers, scikit-learn's PCA."""
 
 import numpy as np
+import pytest
 import torch
 from sklearn.decomposition import PCA
 from torch import Tensor
 
 import encoders
 from data.augment import to_model_input
-from encoders.base import Encoder, Features
+from data.batch import Batch, View
+from encoders.base import Encoder, Features, Preprocessing
 from pretrain.monitoring import pictures
-from tests.views import batch_of
 
 GAP = 2
 
@@ -42,7 +43,8 @@ def pixels(*shape: int) -> Tensor:
 
 def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
     raw = [pixels(2 * 3, 3, 8, 8), pixels(3 * 3, 3, 4, 4)]  # 3 images with 2 global and 3 local crops
-    picture = pictures.crops(to_model_input(batch_of(raw, (2, 3))), images=2, side=8)
+    batch = Batch([View(raw[0], 2), View(raw[1], 3)])
+    picture = pictures.crops(to_model_input(batch), images=2, side=8)
     assert picture.shape == (2 * (8 + GAP), 5 * (8 + GAP), 3)
     assert picture.dtype == np.uint8
     for image in range(2):
@@ -52,7 +54,7 @@ def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
             expected = np.kron(expected, np.ones((8 // len(expected),) * 2 + (1,), np.uint8))
             np.testing.assert_array_equal(cell(picture, image, crop, 8), expected)
     assert (picture[:, 8:10] == 255).all()
-    assert pictures.crops(to_model_input(batch_of(raw, (2, 3))), images=9, side=8).shape[0] == 3 * (8 + GAP)
+    assert pictures.crops(to_model_input(batch), images=9, side=8).shape[0] == 3 * (8 + GAP)
 
 
 def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
@@ -60,7 +62,7 @@ def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
     attention = torch.rand(1, heads, 1 + registers + 4, 1 + registers + 4)
     row = torch.tensor([[0.9, 0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.0], [0.0, 0.5, 0.3, 0.1, 0.05, 0.05, 0.0, 0.025]])
     attention[0, :, 0] = row
-    images = to_model_input(batch_of([pixels(1, 3, 8, 8)])).views[0].images
+    images = to_model_input(Batch([View(pixels(1, 3, 8, 8), 1)])).views[0].images
     picture = pictures.attention(Known(torch.zeros(1, 4, 5), attention), images, side=8)
     assert picture is not None
     np.testing.assert_array_equal(cell(picture, 0, 0, 8), pixels(1, 3, 8, 8)[0].permute(1, 2, 0).numpy())
@@ -85,7 +87,7 @@ def test_pca_shows_the_components_of_all_images_together() -> None:
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([9.0, 5.0, 3.0, 0.1, 0.1, 0.1])
     tokens = torch.randn(3, 4, 6, generator=generator) * scales + 4.0
-    images = to_model_input(batch_of([pixels(3, 3, 8, 8)])).views[0].images
+    images = to_model_input(Batch([View(pixels(3, 3, 8, 8), 1)])).views[0].images
     picture = pictures.pca(Known(tokens, tokens), images, side=8)
     assert picture.shape == (2 * (8 + GAP), 3 * (8 + GAP), 3)
     flat = tokens.flatten(0, 1).double().numpy()
@@ -98,6 +100,30 @@ def test_pca_shows_the_components_of_all_images_together() -> None:
         expected = np.kron(colours[image * 4 : image * 4 + 4].reshape(2, 2, 3), np.ones((4, 4, 1)))
         np.testing.assert_allclose(cell(picture, 1, image, 8), expected, atol=1)
         np.testing.assert_array_equal(cell(picture, 0, image, 8), pixels(3, 3, 8, 8)[image].permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
+def test_images_with_any_number_of_channels_are_shown(channels: int) -> None:
+    preprocessing = Preprocessing(tuple(0.1 * c for c in range(channels)), tuple(0.5 + c for c in range(channels)))
+    raw = pixels(1, channels, 8, 8)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    images = (raw / 255 - mean) / std
+    encoder = Known(torch.randn(1, 4, 6), torch.rand(1, 1, 5, 5))
+    encoder.preprocessing = preprocessing
+    shown = raw[0].permute(1, 2, 0).numpy()
+    if channels == 1:
+        shown = shown.repeat(3, 2)
+    elif channels == 2:
+        shown = np.concatenate([shown, np.zeros((8, 8, 1), np.uint8)], 2)
+    attention = pictures.attention(encoder, images, side=8)
+    assert attention is not None
+    for picture in (
+        pictures.panels([[images[0]]], preprocessing, side=8),
+        pictures.crops(Batch([View(images, 1)], preprocessing=preprocessing), side=8),
+        pictures.pca(encoder, images, side=8),
+        attention,
+    ):
+        np.testing.assert_array_equal(cell(picture, 0, 0, 8), shown[..., :3])
 
 
 def test_pca_of_tokens_that_are_all_alike_is_a_picture_too() -> None:

@@ -1,0 +1,115 @@
+"""Every sink holds each step once, whether the run was stopped or not."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretrain.config import load
+from pretrain.monitoring import sinks
+from pretrain.monitoring.metrics import Recorder
+from pretrain.monitoring.sinks import MetricsConfig
+from runtime.errors import UserError
+
+PICTURE = np.full((4, 6, 3), 7, dtype=np.uint8)
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"the package {package} is not installed")
+
+
+def stopped_and_resumed(output: Path, name: Any, **settings: Any) -> None:
+    """Record steps 0 to 5, then resume after step 3 and record steps 4 to 7. `knn_top1` appears at steps 0 and 7."""
+    output.mkdir(exist_ok=True)
+    for first, last in ((0, 5), (4, 7)):
+        recorder = Recorder(output, max(first - 1, 0), MetricsConfig(sinks=(name,)), settings)
+        for step in range(first, last + 1):
+            record = {"step": step, "images": 16 * step, "loss": float(step)}
+            if step == 2:
+                record["loss"] = float("nan")
+            if step in (0, 7):
+                recorder.pictures({"crops": PICTURE}, step)
+                record["knn_top1"] = 0.25
+            recorder.scalars(record)
+        recorder.close()
+
+
+def rows(output: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((output / "metrics.csv").read_text().splitlines()))
+
+
+def test_csv_holds_each_step_once(tmp_path: Path) -> None:
+    stopped_and_resumed(tmp_path, "csv")
+    found = rows(tmp_path)
+    assert [int(row["step"]) for row in found] == list(range(8))
+    assert [row["loss"] for row in found] == [str(float(s)) if s != 2 else "" for s in range(8)]
+    assert [row["knn_top1"] for row in found] == ["0.25", *[""] * 6, "0.25"]
+
+
+def test_csv_takes_new_columns_and_drops_a_partial_line(tmp_path: Path) -> None:
+    sink = sinks.CSV(tmp_path, 0)
+    sink.scalars({"step": 0, "images": 0})
+    sink.scalars({"step": 1, "images": 16, "loss": 0.5})
+    sink.scalars({"step": 2, "images": 32, "loss": 0.25, "knn_top1": 0.125})
+    assert rows(tmp_path)[0] == {"step": "0", "images": "0", "loss": "", "knn_top1": ""}
+    assert rows(tmp_path)[2] == {"step": "2", "images": "32", "loss": "0.25", "knn_top1": "0.125"}
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("3,4")  # killed in the middle of a line
+    sink = sinks.CSV(tmp_path, 2)
+    sink.scalars({"step": 3, "images": 48, "loss": 0.125})
+    assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
+    assert sinks.CSV(tmp_path, 0)
+    assert rows(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+@needs("wandb")
+def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    output = tmp_path / "my run"
+    stopped_and_resumed(output, "wandb", optim={"lr": 0.5})
+    known = json.loads((output / "tracking.json").read_text())["wandb"]
+    assert known["name"] == "my run"
+    folders = sorted((output / "wandb").glob("offline-run-*"))
+    assert {folder.name.rpartition("-")[2] for folder in folders} == {known["id"]}
+    assert all(list(folder.glob("*.wandb")) for folder in folders)
+    assert list((output / "wandb").glob("offline-run-*/files/media/images/crops_*.png"))
+
+
+@needs("mlflow")
+def test_mlflow_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # versions that prefer a database refuse files without
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    output = tmp_path / "my run"
+    stopped_and_resumed(output, "mlflow", optim={"lr": 0.5}, many={str(i): "x" * 600 for i in range(150)})
+    known = json.loads((output / "tracking.json").read_text())["mlflow"]
+    client = mlflow.MlflowClient()
+    run = client.get_run(known["id"])
+    assert (run.info.run_name, run.info.status) == ("my run", "FINISHED")
+    assert run.data.params["optim.lr"] == "0.5"
+    assert len(run.data.params) == 151
+    steps = [(metric.step, metric.value) for metric in client.get_metric_history(known["id"], "images")]
+    assert sorted(steps) == [(step, 16.0 * step) for step in range(8)]
+    losses = [(metric.step, metric.value) for metric in client.get_metric_history(known["id"], "loss")]
+    assert sorted(losses) == [(step, float(step)) for step in range(8) if step != 2]
+    pictures = [artifact.path for artifact in client.list_artifacts(known["id"], "pictures")]
+    assert pictures == ["pictures/crops-00000000.png", "pictures/crops-00000007.png"]
+
+
+def test_sinks_are_chosen_by_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load([]).metrics.sinks == ("jsonl", "tensorboard")
+    assert load(["--metrics.sinks", "jsonl,csv,csv"]).metrics.sinks == ("jsonl", "csv")
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    for name in sinks.EXTRAS:
+        with pytest.raises(UserError, match=rf"package {name} is not installed\. Install it with `pip install {name}`"):
+            load(["--metrics.sinks", f"jsonl,{name}"])
+    with pytest.raises(UserError, match=r"metrics\.sinks"):
+        load(["--metrics.sinks", "pigeon"])
