@@ -1,6 +1,7 @@
 """The interface of all encoders."""
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
+from encoders.layers import DropPath, Scales
+from encoders.randomness import drop_path_scales, next_keys
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,17 @@ class Encoder(nn.Module):
                 hint = "Build the encoder with mask_token=True"
                 hint += ", or pass drop=True." if self.can_drop else "."
                 raise EncoderError(f"Hiding tokens in place needs a mask token. {hint}")
+
+    def draw_drop_path(self, images: int, device: torch.device) -> Scales:
+        """Draw the drop path factors of a forward pass, and return those of each block in order: (2, images).
+
+        The iterator returns None if nothing is dropped, or if torch's generator decides (`encoders.randomness`).
+        """
+        parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
+        drops = [block.drop_path for part in parts for block in part]
+        rates = [drop.rate for drop in drops if isinstance(drop, DropPath)]
+        keys = next_keys(images) if self.training and any(rates) else None
+        return repeat(None) if keys is None else iter(drop_path_scales(keys, rates, device).unbind())
 
     def replace_hidden(self, x: Tensor, hidden: Tensor) -> Tensor:
         """Replace the tokens of `x` (..., D) by the mask token where `hidden` (..., 1) is True."""

@@ -3,7 +3,7 @@
 B images, N tokens, D width, d width of one head; T tokens of packed images; r x c grid of a position table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -17,6 +17,8 @@ from encoders.segments import Segments
 Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
+Scales = Iterator[Tensor | None]
+"""Drop path factors of each block in order: (2, B) for attention and MLP, or None to draw from torch's generator."""
 
 
 def attention(
@@ -81,7 +83,8 @@ class DropPath(nn.Module):
     """Stochastic depth (1603.09382): in training, residual branches are dropped at random, one decision per image.
 
     The input is (B, ..., D), or packed images (T, D) with their `segments`. Remaining branches are divided by the
-    probability of remaining, so that the expectation does not change.
+    probability of remaining, so that the expectation does not change. `scale` (B,) holds factors that the encoder has
+    drawn (`encoders.randomness`); without it, torch's generator decides.
     """
 
     def __init__(self, rate: float):
@@ -90,16 +93,23 @@ class DropPath(nn.Module):
             raise EncoderError(f"drop_path is the fraction of dropped branches, 0 <= drop_path < 1, not {rate}.")
         self.rate = rate
 
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments | None = None, scale: Tensor | None = None) -> Tensor:
         if not self.training or self.rate == 0:
             return x
-        images = len(x) if segments is None else len(segments.lengths)
-        kept = x.new_empty(images, *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
-        factors = kept / (1 - self.rate)
+        shape = (-1, *[1] * (x.ndim - 1))
+        if scale is None:
+            images = len(x) if segments is None else len(segments.lengths)
+            scale = x.new_empty(images).bernoulli_(1 - self.rate) / (1 - self.rate)
+        factors = scale.to(x.dtype).view(shape)
         return x * (factors if segments is None else factors.index_select(0, segments.image_ids))
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"
+
+
+def branch_scales(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Split the drop path factors of a block (2, B) into those of its attention and of its MLP."""
+    return (None, None) if scales is None else (scales[0], scales[1])
 
 
 def sincos_table(rows: int, columns: int, dim: int) -> Tensor:

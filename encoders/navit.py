@@ -20,7 +20,9 @@ from encoders.images import Images, Mask, PackedImages, pack
 from encoders.layers import (
     MLP,
     DropPath,
+    Scales,
     attention,
+    branch_scales,
     check_block_count,
     check_choices,
     check_counts,
@@ -29,6 +31,7 @@ from encoders.layers import (
     learned,
     table_grid,
 )
+from encoders.randomness import next_keys, token_noise
 from encoders.segments import Segments, copy_to_device, token_positions
 
 Pool = Literal["attention", "mean"]
@@ -102,10 +105,11 @@ class Block(nn.Module):
         self.mlp = MLP(dim, round(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        inside = self.norm1(x)
-        x = x + self.drop_path(self.attn(inside, inside, segments), segments)
-        return x + self.drop_path(self.mlp(self.norm2(x)), segments)
+    def forward(self, x: Tensor, segments: Segments, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        normed = self.norm1(x)
+        x = x + self.drop_path(self.attn(normed, normed, segments), segments, first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), segments, second)
 
 
 class AttentionPool(nn.Module):
@@ -134,7 +138,7 @@ class NaViT(Encoder):
     treated alike.
 
     In training, `token_drop` drops random tokens of each image, but never all of them. `Features.tokens` (V, D) are
-    then the remaining tokens, in order. The choice comes from torch's CPU generator, because the counts decide shapes.
+    then the remaining tokens, in order. The choice is drawn on the CPU, because the counts decide shapes.
 
     Args:
         dim: width of a token.
@@ -213,15 +217,17 @@ class NaViT(Encoder):
             EncoderError: the images or the mask do not fit the encoder, or there are both a mask and `token_drop`.
         """
         x, segments = self._embed(images, mask, drop)
-        return self._features(self._run(self.blocks, x, segments), segments, self.grids(images))
+        scales = self.draw_drop_path(len(images), x.device)
+        return self._features(self._run(self.blocks, x, segments, scales), segments, self.grids(images))
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         check_block_count(blocks, len(self.blocks))
         x, segments = self._embed(images)
-        x = self._run(self.blocks[:-blocks], x, segments)
+        scales = self.draw_drop_path(len(images), x.device)
+        x = self._run(self.blocks[:-blocks], x, segments, scales)
         features = []
         for block in self.blocks[-blocks:]:
-            x = self._run([block], x, segments)
+            x = self._run([block], x, segments, scales)
             features.append(self._features(x, segments, self.grids(images)))
         return features
 
@@ -234,7 +240,7 @@ class NaViT(Encoder):
         if mask is not None and drop:
             visible, lengths = mask.visible, mask.lengths
         elif self._drops_tokens():
-            visible, lengths = _random_tokens(lengths, self._drop_rates(lengths))
+            visible, lengths = _random_tokens(lengths, self._drop_rates(lengths), next_keys(len(lengths)))
             visible = copy_to_device(visible, device)
 
         segments = Segments(lengths, device, sequences=packed.sequences)
@@ -272,11 +278,12 @@ class NaViT(Encoder):
         fill = (lengths.double() / full).clamp(max=1)
         return self.token_drop + (self.token_drop_full - self.token_drop) * fill
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments) -> Tensor:
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments, scales: Scales) -> Tensor:
         """Apply blocks: (T, D) -> (T, D)."""
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
-            x = checkpoint(block, x, segments, use_reentrant=False) if recompute else block(x, segments)
+            arguments = (x, segments, next(scales))
+            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x
 
     def _features(self, x: Tensor, segments: Segments, grids: Tensor) -> Features:
@@ -340,20 +347,23 @@ def _check_packed(images: PackedImages, side: int, channels: int):
         )
 
 
-def _random_tokens(lengths: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+def _random_tokens(lengths: Tensor, rates: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the tokens that remain when a fraction of the tokens of each image is dropped at random.
 
     Args:
         lengths: number of tokens of each image: (B,).
         rates: fraction of tokens to drop from each image: (B,). Counts are rounded.
+        keys: random key of each image: (B,). None to draw from torch's generator.
 
     Returns:
         Flat indices of the remaining tokens, ascending (V,), and their number in each image (B,).
     """
     kept = (lengths * (1 - rates)).round().long().clamp(min=1)
     image_ids = torch.repeat_interleave(lengths)  # (T,)
-    order = (image_ids + torch.rand(len(image_ids), dtype=torch.float64)).argsort()  # shuffled within each image
     rank = torch.arange(len(image_ids)) - (lengths.cumsum(0) - lengths)[image_ids]
+    drawn = None if keys is None else token_noise(keys, image_ids, rank)
+    noise = torch.rand(len(image_ids), dtype=torch.float64) if drawn is None else drawn
+    order = (image_ids + noise).argsort(stable=True)  # shuffled within each image
     return order[rank < kept[image_ids]].sort().values, kept
 
 

@@ -23,7 +23,9 @@ from encoders.errors import EncoderError
 from encoders.images import Images, Mask
 from encoders.layers import (
     DropPath,
+    Scales,
     attention,
+    branch_scales,
     check_block_count,
     check_counts,
     check_heads,
@@ -134,10 +136,11 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(lin1=lin1, act=nn.GELU(), lin2=lin2))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
         y = self.norm1(x)
-        x = x + self.drop_path(self._in_windows(y) if self.window else self.attn(y))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path(self._in_windows(y) if self.window else self.attn(y), scale=first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
 
     def _in_windows(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -239,7 +242,8 @@ class SAMViT(Encoder):
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
         """
-        maps = self._neck(self._run(self.blocks, self._embed(self.checked(images, mask, drop=drop), mask)))
+        x = self._embed(self.checked(images, mask, drop=drop), mask)
+        maps = self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
         tokens = rearrange(maps, "b m h w -> b (h w) m")
         return Features(tokens.mean(1), tokens.flatten(0, 1), self.grids(images))
 
@@ -249,7 +253,8 @@ class SAMViT(Encoder):
         Raises:
             EncoderError: the images do not fit the encoder.
         """
-        return self._neck(self._run(self.blocks, self._embed(self.checked(images))))
+        x = self._embed(self.checked(images))
+        return self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
 
     def block_maps(self, images: Tensor, blocks: int = 1) -> list[Tensor]:
         """Return the outputs of the last `blocks` blocks in order, without norm or neck.
@@ -260,10 +265,12 @@ class SAMViT(Encoder):
             EncoderError: the images do not fit the encoder, or the encoder has fewer blocks.
         """
         check_block_count(blocks, len(self.blocks))
-        x = self._run(self.blocks[:-blocks], self._embed(self.checked(images)))
+        x = self._embed(self.checked(images))
+        scales = self.draw_drop_path(len(x), x.device)
+        x = self._run(self.blocks[:-blocks], x, scales)
         maps = []
         for block in self.blocks[-blocks:]:
-            x = self._run([block], x)
+            x = self._run([block], x, scales)
             maps.append(x.permute(0, 3, 1, 2))
         return maps
 
@@ -286,11 +293,12 @@ class SAMViT(Encoder):
             table = resize_table(table.flatten(1, 2), self.table_grid, grid, "mae").unflatten(1, grid)
         return x + table
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
         """Apply blocks: (B, h, w, D) -> (B, h, w, D)."""
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            drawn = next(scales)
+            x = checkpoint(block, x, drawn, use_reentrant=False) if recompute else block(x, drawn)
         return x
 
     def _neck(self, x: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ from encoders.images import Images, Mask
 from encoders.layers import (
     MLP,
     DropPath,
+    Scales,
     attention,
+    branch_scales,
     check_block_count,
     check_counts,
     init_linear,
@@ -163,9 +165,10 @@ class Block(nn.Module):
         self.mlp = MLP(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, windows: Windows) -> Tensor:
-        x = x + self.drop_path(self._attend(self.norm1(x), windows))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, windows: Windows, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self._attend(self.norm1(x), windows), scale=first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
 
     def _attend(self, x: Tensor, windows: Windows) -> Tensor:
         height, width = x.shape[1:3]
@@ -312,21 +315,18 @@ class Swin(Encoder):
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
         """
-        x = self._last_stage_input(images, mask, drop)
-        return self._features(self._run(self.stages[-1].blocks, x), images)
+        x, scales = self._last_stage_input(images, mask, drop)
+        return self._features(self._run(self.stages[-1].blocks, x, scales), images)
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks in order, with the final norm applied.
-
-        Raises:
-            EncoderError: the last stage has fewer blocks, or the images do not fit the encoder.
-        """
+        """Return the features after each of the last `blocks` blocks, which must belong to the last stage."""
         last = self.stages[-1].blocks
         check_block_count(blocks, len(last))
-        x = self._run(last[:-blocks], self._last_stage_input(images))
+        x, scales = self._last_stage_input(images)
+        x = self._run(last[:-blocks], x, scales)
         features = []
         for block in last[-blocks:]:
-            x = self._run([block], x)
+            x = self._run([block], x, scales)
             features.append(self._features(x, images))
         return features
 
@@ -336,8 +336,9 @@ class Swin(Encoder):
         A map is the output of the blocks of a stage, before patch merging. Only the last map is normed.
         """
         x, maps = self._embed(images), []
+        scales = self.draw_drop_path(len(x), x.device)
         for stage in self.stages:
-            x = self._run(stage.blocks, x)
+            x = self._run(stage.blocks, x, scales)
             maps.append(x if stage.downsample else self.norm(x))
             x = stage.downsample(x) if stage.downsample else x
         return [x.permute(0, 3, 1, 2) for x in maps]
@@ -364,20 +365,22 @@ class Swin(Encoder):
             x = x + table.unflatten(1, grid)
         return x
 
-    def _last_stage_input(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
-        """Return the input of the first block of the last stage: (B, C, H, W) -> (B, h, w, D)."""
+    def _last_stage_input(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Scales]:
+        """Return the input (B, h, w, D) of the last stage, and the drop path factors of its blocks."""
         x = self._embed(images, mask, drop)
+        scales = self.draw_drop_path(len(x), x.device)
         for stage in self.stages:
             if stage.downsample is not None:
-                x = stage.downsample(self._run(stage.blocks, x))
-        return x
+                x = stage.downsample(self._run(stage.blocks, x, scales))
+        return x, scales
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
         """Apply blocks of one stage: (B, h, w, D) -> (B, h, w, D)."""
         recompute = self.checkpoint_activations and self.training
         for block in blocks:
             windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.shifted, x.device)
-            x = checkpoint(block, x, windows, use_reentrant=False) if recompute else block(x, windows)
+            arguments = (x, windows, next(scales))
+            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x
 
     def _features(self, x: Tensor, images: Images) -> Features:

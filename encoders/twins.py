@@ -23,6 +23,7 @@ from encoders.layers import (
     MLP,
     DropPath,
     attention,
+    branch_scales,
     check_block_count,
     check_choices,
     check_counts,
@@ -128,8 +129,7 @@ class LocalAttention(nn.Module):
         x = pad_to(x, rows, columns)
         keys = None
         if x.shape[1:3] != (height, width):
-            # torch.compile cannot trace the cache
-            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys
+            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # dynamo cannot trace a cache
             keys = keys_of((height, width), (rows, columns), self.heads, x.device)
         down = x.shape[1] // rows
         # the window axis joins the head axis, so that one mask serves all images: (B, windows * heads, r * c, d) each
@@ -185,9 +185,10 @@ class Block(nn.Module):
         self.mlp = MLP(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self.attn(self.norm1(x)), scale=first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
 
 
 class Stage(nn.ModuleList):
@@ -331,11 +332,7 @@ class Twins(Encoder):
         return features
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks in order, with the final norm applied.
-
-        Raises:
-            EncoderError: the last stage has fewer blocks, or the images do not fit the encoder.
-        """
+        """Return the features after each of the last `blocks` blocks, which must belong to the last stage."""
         check_block_count(blocks, len(modules_of(self.blocks, Stage)[-1]))
         return self._last(blocks, self.checked(images))
 
@@ -354,6 +351,7 @@ class Twins(Encoder):
     def _outputs(self, images: Tensor, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield the stage and the output (B, h, w, D) of each block."""
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
+        scales = self.draw_drop_path(len(x), x.device)
         blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
         stages = zip(self.patch_embeds, blocks_of_stages, self.pos_block, kinds_of_stages, strict=True)
         for stage, (embed, blocks, positions, kinds) in enumerate(stages):
@@ -363,7 +361,8 @@ class Twins(Encoder):
             before = 1 if self.layout == "meituan" else 1 + any(kinds)  # number of blocks before the positions
             for number, block in enumerate(blocks, start=1):
                 recompute = self.checkpoint_activations and self.training
-                x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+                drawn = next(scales)
+                x = checkpoint(block, x, drawn, use_reentrant=False) if recompute else block(x, drawn)
                 x = positions(x) if number == before else x
                 yield stage, x
 

@@ -24,7 +24,9 @@ from encoders.layers import (
     Init,
     Interpolation,
     LayerScale,
+    Scales,
     attention,
+    branch_scales,
     check_block_count,
     check_choices,
     check_counts,
@@ -147,9 +149,10 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), segments)), segments)
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), segments)
+    def forward(self, x: Tensor, segments: Segments | None = None, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), segments)), segments, first)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), segments, second)
 
 
 class ViT(Encoder):
@@ -276,14 +279,17 @@ class ViT(Encoder):
         Raises:
             EncoderError: the images or the mask do not fit the encoder.
         """
-        return self._features(self._run(self.blocks, self._embed(images, mask, drop)), images)
+        x = self._embed(images, mask, drop)
+        return self._features(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)), images)
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         check_block_count(blocks, len(self.blocks))
-        x = self._run(self.blocks[:-blocks], self._embed(images))
+        x = self._embed(images)
+        scales = self.draw_drop_path(len(x), x.device)
+        x = self._run(self.blocks[:-blocks], x, scales)
         features = []
         for block in self.blocks[-blocks:]:
-            x = self._run([block], x)
+            x = self._run([block], x, scales)
             features.append(self._features(x, images))
         return features
 
@@ -293,7 +299,9 @@ class ViT(Encoder):
         Each row sums to 1.
         """
         last = modules_of(self.blocks, Block)[-1]
-        return last.attn.weights(last.norm1(self._run(self.blocks[:-1], self._embed(images))))
+        x = self._embed(images)
+        x = self._run(self.blocks[:-1], x, self.draw_drop_path(len(x), x.device))
+        return last.attn.weights(last.norm1(x))
 
     def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return class scores: (B, C, H, W) -> (B, classes).
@@ -305,7 +313,8 @@ class ViT(Encoder):
         """
         if self.head is None:
             raise EncoderError("The encoder has no class head. Build it with classes=N.")
-        x = self._run(self.blocks, self._embed(images))
+        x = self._embed(images)
+        x = self._run(self.blocks, x, self.draw_drop_path(len(x), x.device))
         scores = self.head(self.pre_logits(self._features(x, images).pooled))
         if self.head_dist is None:
             return scores
@@ -343,11 +352,12 @@ class ViT(Encoder):
         prefix, patches = self.pos_embed.tensor_split([self.num_positioned], dim=1)
         return torch.cat([prefix, resize_table(patches, self.table_grid, grid, self.interpolation)], 1)
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
         """Apply blocks: (B, S + N, D) -> (B, S + N, D)."""
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            arguments = (x, None, next(scales))
+            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x
 
     def _features(self, x: Tensor, images: Images) -> Features:

@@ -135,7 +135,7 @@ def kept(encoder: NaViT, images: PackedImages) -> tuple[list[int], torch.Tensor]
     tokens = encoder.train()(images).tokens
     encoder.eval()(images)
     handle.remove()
-    (some, segments), (full, _) = seen
+    (some, segments, _), (full, _, _) = seen
     assert len(tokens) == len(some) == int(segments.lengths.sum())
     distances = (some[:, None] - full).abs().amax(2)  # a linear map of fewer rows may differ in the last bit
     places = distances.argmin(1).tolist()
