@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batch import Batch, CropParameters
-from encoders.images import onto
+from encoders.segments import copy_to_device
 
 CHUNK = 2**24
 """pixels that are resized at once, margins of boxes among them; each takes about 23 bytes"""
@@ -56,7 +56,7 @@ def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
     """Turn each crop counter-clockwise about its centre, bicubic, edges reflected: (n, 3, S, S) uint8, (n,) -> same."""
     angle = torch.from_numpy(np.radians(degrees)).float()  # (n,)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
-    turn = onto(torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3), view.device)
+    turn = copy_to_device(torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3), view.device)
     grid = F.affine_grid(turn, list(view.shape), align_corners=False)  # (n, S, S, 2)
     turned = F.grid_sample(view.float(), grid, mode="bicubic", padding_mode="reflection", align_corners=False)
     return turned.round_().clamp_(0, 255).to(torch.uint8)
@@ -106,7 +106,7 @@ def resample(
     table = np.stack([first, sizes[image, 1], *sides, cut.flips, np.arange(len(image))])  # (6, N)
     order = np.lexsort((sides[0], sides[1] // LIKE))
     out = torch.empty((len(order), channels, rows, columns), dtype=torch.uint8, device=pixels.device)
-    table = onto(torch.from_numpy(table[:, order]), pixels.device)
+    table = copy_to_device(torch.from_numpy(table[:, order]), pixels.device)
     for part, height, width in _chunks(sides[0][order], sides[1][order], cut.size, chunk):
         crops = _resized(pixels.view(-1, channels), table[:, part], (height, width), cut.size, chunk)
         out.index_copy_(0, table[-1, part], crops)

@@ -1,20 +1,28 @@
-"""Encoders by name: build one, fill it from published weights, save it and load it again.
+"""Build encoders by name, fill them with published weights, save them and load them.
 
-An encoder is saved as two files, `NAME.safetensors` with the weights and `NAME.json` with the settings that build it.
+An encoder is saved as two files: `NAME.safetensors` holds the weights, `NAME.json` the settings and the preprocessing.
+
+An encoder family of another package is registered by one entry per variant. The value holds the class and the settings
+that differ from the defaults of its constructor:
+
+    encoders.VARIANTS["my_vit_small"] = {"family": MyViT, "dim": 384, "depth": 12}
+
+`MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. To load published weights into
+the family, add a module to `encoders.formats.checkpoint.FORMATS` as well.
 """
 
 import difflib
 import inspect
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
 from encoders import navit, sam_vit, swin, twins, vit
-from encoders.base import Encoder, Features
+from encoders.base import IMAGENET, Encoder, Features, Preprocessing
+from encoders.errors import EncoderError, WeightsError
 from encoders.formats.checkpoint import load_weights
 from encoders.formats.report import Report
 from encoders.navit import NaViT
@@ -22,8 +30,24 @@ from encoders.sam_vit import SAMViT
 from encoders.swin import Swin
 from encoders.twins import Twins
 from encoders.vit import ViT
+from runtime.files import atomic_write
 
-__all__ = ["VARIANTS", "Encoder", "Features", "Report", "build", "family", "load", "load_weights", "save"]
+__all__ = [
+    "IMAGENET",
+    "VARIANTS",
+    "Encoder",
+    "EncoderError",
+    "Features",
+    "Preprocessing",
+    "Report",
+    "WeightsError",
+    "build",
+    "family",
+    "load",
+    "load_weights",
+    "read_description",
+    "save",
+]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     name: {"family": family, **settings}
@@ -36,99 +60,124 @@ VARIANTS: dict[str, dict[str, Any]] = {
     )
     for name, settings in variants.items()
 }
+"""Name of a variant -> its class under "family", and the settings that differ from the defaults of the class."""
 
 
 def family(variant: str) -> type[Encoder]:
-    """The class that builds a variant; its constructor arguments are the variant's settings.
+    """Return the class of a variant. The arguments of its constructor are the settings of the variant.
 
     Raises:
-        ValueError: there is no such variant.
+        EncoderError: the variant is unknown.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"unknown encoder {variant!r}{_nearest(variant, VARIANTS)}; known are {', '.join(VARIANTS)}")
+        hint = _nearest(variant, VARIANTS)
+        raise EncoderError(f"Unknown encoder {variant!r}.{hint} Known encoders: {', '.join(VARIANTS)}.")
     return VARIANTS[variant]["family"]
 
 
 def build(variant: str, **settings: Any) -> Encoder:
-    """A freshly initialised encoder: the variant's settings, changed by `settings`. `.settings` keeps all of them.
+    """Build an encoder with initial weights. `settings` override the settings of the variant.
+
+    The attribute `settings` of the encoder holds the complete settings.
 
     Raises:
-        ValueError: the variant or a setting is unknown, or a value is out of range.
+        EncoderError: the variant or a setting is unknown, or a value is out of range.
     """
     constructor = family(variant)
     known = inspect.signature(constructor).parameters
     for name in settings:
         if name not in known:
-            raise ValueError(f"unknown setting {name!r} of {variant}{_nearest(name, known)}")
+            raise EncoderError(f"Unknown setting {name!r} of {variant}.{_nearest(name, known)}")
     defaults = {name: parameter.default for name, parameter in known.items()}
     published = {name: value for name, value in VARIANTS[variant].items() if name != "family"}
     resolved = defaults | published | settings
     try:
         encoder = constructor(**resolved)
     except TypeError as error:
-        raise ValueError(f"a setting of {variant} has a value of the wrong kind: {error}") from error
+        raise EncoderError(f"A setting of {variant} has a value of the wrong type: {error}.") from error
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in resolved.items()}
     encoder.settings = {"variant": variant, **plain}
     return encoder
 
 
 def save(encoder: Encoder, path: str | Path):
-    """Write the weights to `path` (.safetensors) and the settings beside it. A reader never meets half a file.
+    """Write the weights to `path` (.safetensors), and settings and preprocessing to the .json file next to it.
+
+    Both files are written atomically.
 
     Raises:
-        ValueError: the encoder was not made by `build`, or `path` has another ending.
+        EncoderError: `encoders.build` did not make the encoder, or `path` does not end in .safetensors.
     """
     weights, description = _files(path)
     if not hasattr(encoder, "settings"):
-        raise ValueError("the settings of this encoder are not known: make it with encoders.build")
+        raise EncoderError("The settings of this encoder are unknown. Make it with encoders.build.")
     state = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
-    _replace(weights, lambda file: save_file(state, file))
-    _replace(description, lambda file: file.write_text(json.dumps(encoder.settings, indent=2) + "\n"))
+    preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
+    with atomic_write(weights) as file:
+        save_file(state, file)
+    with atomic_write(description) as file:
+        file.write_text(json.dumps(encoder.settings | {"preprocessing": preprocessing}, indent=2) + "\n")
 
 
 def load(path: str | Path) -> Encoder:
-    """The encoder that `save` wrote to `path` (.safetensors), in evaluation mode.
+    """Load the encoder that `save` wrote to `path` (.safetensors), in evaluation mode.
 
     Raises:
-        ValueError: `path` is not such a file, or its settings are not beside it or do not fit.
+        EncoderError: the .json file next to `path` is missing or does not describe an encoder.
+        WeightsError: the weights do not fit the settings.
     """
     weights, description = _files(path)
-    if not description.is_file():
-        raise ValueError(
-            f"{description} is missing, which says how to build the encoder; "
-            "without it, make one with encoders.build and fill it with encoders.load_weights"
-        )
-    settings = json.loads(description.read_text())
-    if "variant" not in settings:
-        raise ValueError(f"{description} does not describe an encoder: it names no variant")
+    settings, preprocessing = read_description(description)
     encoder = build(**settings)
     try:
         encoder.load_state_dict(load_file(weights))
     except RuntimeError as error:
-        raise ValueError(f"{weights} does not belong to the settings in {description}: {error}") from error
+        raise WeightsError(f"The weights in {weights} do not fit the settings in {description}: {error}") from error
+    encoder.preprocessing = preprocessing
     return encoder.eval()
+
+
+def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
+    """Read the .json file of a saved encoder: the arguments of `build`, and the preprocessing.
+
+    A file without preprocessing stands for `IMAGENET`.
+
+    Raises:
+        EncoderError: the file is missing, or does not describe an encoder.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise EncoderError(
+            f"{path} is missing. It holds the settings of the encoder. "
+            "Without it, build the encoder with encoders.build and fill it with encoders.load_weights."
+        )
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise EncoderError(f"{path} is not a JSON file: {error}.") from error
+    if not isinstance(settings, dict) or "variant" not in settings:
+        raise EncoderError(f'{path} does not describe an encoder. It has no key "variant".')
+    return settings, _preprocessing(settings.pop("preprocessing", None), path)
+
+
+def _preprocessing(described: Any, path: Path) -> Preprocessing:
+    if described is None:
+        return IMAGENET
+    try:
+        mean, std = (tuple(map(float, described[name])) for name in ("mean", "std"))
+    except (KeyError, TypeError, ValueError) as error:
+        form = '{"mean": [...], "std": [...]}'
+        raise EncoderError(f'"preprocessing" in {path} must be {form}, not {described!r}.') from error
+    return Preprocessing(mean, std)
 
 
 def _files(path: str | Path) -> tuple[Path, Path]:
     path = Path(path)
     if path.suffix != ".safetensors":
-        raise ValueError(f"an encoder is a .safetensors file with its .json beside it, not {path}")
+        raise EncoderError(f"{path} must end in .safetensors.")
     return path, path.with_suffix(".json")
-
-
-def _replace(path: Path, write: Callable[[Path], Any]):
-    """Have `write` fill a file beside `path`, then put it in its place at once."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.touch()
-        mode = beside.stat().st_mode
-        write(beside)
-        beside.chmod(mode)  # save_file lets nobody else read
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _nearest(unknown: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" Did you mean {close[0]!r}?" if close else ""

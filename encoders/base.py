@@ -1,28 +1,32 @@
 """The interface of all encoders."""
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
+from encoders.layers import DropPath, Scales
+from encoders.randomness import drop_path_scales, next_keys
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pixel values from 0 to 1 become the input of an encoder: `(pixels - mean) / std`, channel by channel."""
+    """Normalisation of pixel values from 0 to 1 into encoder input: `(pixels - mean) / std` for each channel."""
 
     mean: tuple[float, ...]
-    """One value per channel."""
+    """Mean of each channel."""
     std: tuple[float, ...]
-    """One positive value per channel."""
+    """Standard deviation of each channel, positive."""
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.mean:
-            raise ValueError(f"mean has {len(self.mean)} values and std has {len(self.std)}: give one per channel")
+            raise EncoderError(f"mean has {len(self.mean)} values and std has {len(self.std)}. Give one per channel.")
         if not all(0 < value < float("inf") for value in self.std):
-            raise ValueError(f"std must be positive, not {list(self.std)}")
+            raise EncoderError(f"std must be positive, not {list(self.std)}.")
 
     @property
     def channels(self) -> int:
@@ -35,95 +39,140 @@ IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 class Features(NamedTuple):
-    """What an encoder returns for B images. Class, register and distillation tokens never appear in `tokens`.
+    """Output of an encoder for B images. Class, register and distillation tokens are not part of `tokens`.
 
-    A tuple, so that whoever wraps modules (ZeRO-3, FSDP) finds the tensors in it.
+    It is a tuple, so that ZeRO-3 and FSDP find its tensors.
     """
 
     pooled: Tensor
-    """(B, D): one vector an image"""
+    """One vector per image: (B, D)."""
     tokens: Tensor
-    """(T, D), flat, image after image and row by row; (V, D) when hidden tokens were dropped"""
+    """Flat tokens, image after image and row by row: (T, D), or (V, D) if hidden tokens were dropped."""
     grids: Tensor
-    """(B, 2) int64 on the CPU: rows and columns of tokens of each image"""
+    """Rows and columns of tokens of each image: (B, 2) int64 on the CPU."""
 
 
 class Encoder(nn.Module):
-    """Images in, features out. What an encoder cannot do raises when it is asked for."""
+    """Base class of encoders, which map images to `Features`.
+
+    An encoder raises `EncoderError` for input that it cannot process.
+    """
 
     dim: int
-    """width D of `pooled` and `tokens`"""
+    """Width D of `pooled` and `tokens`."""
     stride: int
-    """pixels of a side of one token"""
+    """Side of a token in pixels."""
     channels: int
-    """channels of an image"""
+    """Number of channels of an image."""
     blocks: nn.ModuleList
-    """the repeated parts, compiled one by one"""
+    """Transformer blocks, or stages of blocks. Each block is compiled on its own."""
+    mask_token: nn.Parameter | None
+    """Learned token that replaces hidden tokens. None or absent if the encoder cannot hide tokens in place."""
     settings: dict[str, Any]
-    """variant and constructor arguments, of an encoder made by `encoders.build`: what builds it again"""
+    """Variant name and constructor arguments. Only `encoders.build` sets this attribute."""
     preprocessing: Preprocessing = IMAGENET
-    """normalisation of the images that the encoder was trained with"""
+    """Normalisation of the images that the encoder was trained with."""
     can_drop: bool = False
-    """whether hidden tokens can be left out of the computation (`drop=True`)"""
+    """True if the encoder can skip hidden tokens (`drop=True`)."""
     takes_packed: bool = False
-    """whether images of many sizes can be packed in one batch"""
-    undecayed: tuple[str, ...] = ()
-    """parts of the names of parameters that weight decay leaves alone, by the encoder's paper, beside all vectors"""
+    """True if the encoder takes `PackedImages`."""
+    no_weight_decay: tuple[str, ...] = ()
+    """Parts of names of matrices that the paper trains without weight decay. Vectors never have weight decay."""
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode `images` (B, C, H, W), normalised floats, or packed ones.
+        """Encode normalised images, (B, C, H, W) or packed.
 
-        With `mask`, hidden tokens carry no information of their pixels: they are replaced by a learned token, or with
-        `drop` left out of the computation altogether.
+        With `mask`, the output does not depend on the pixels of hidden tokens. A learned token replaces them, or with
+        `drop` the encoder skips them.
+
+        Raises:
+            EncoderError: the images or the mask do not fit the encoder.
         """
         raise NotImplementedError
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Features after each of the last `blocks` blocks, final norm applied, the last block last."""
-        raise NotImplementedError(f"{type(self).__name__} has no intermediate features")
+        """Return the features after each of the last `blocks` blocks in order, with the final norm applied."""
+        raise NotImplementedError(f"{type(self).__name__} has no intermediate features.")
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens of an image of `height` x `width` pixels."""
+        """Return the rows and columns of tokens of an image of `height` x `width` pixels."""
         return height // self.stride, width // self.stride
 
     def grids(self, images: Images) -> Tensor:
-        """Grid (rows, columns) of each image: (B, 2) int64 on the CPU."""
+        """Return the rows and columns of tokens of each image: (B, 2) int64 on the CPU."""
         if isinstance(images, PackedImages):
             return images.grids
         return torch.tensor([self.grid(*images.shape[-2:])]).expand(len(images), 2)
 
     def check(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> None:
-        """What every encoder asks of what it is given.
+        """Check the arguments of `forward`.
 
         Raises:
-            ValueError: packed images, a mask or dropping where the encoder cannot take it, a wrong number of channels,
-                images without a single token, or a mask of another grid.
+            EncoderError: the images are packed, have another number of channels or are smaller than a patch; the mask
+                belongs to another grid; or the encoder cannot hide or drop tokens.
         """
-        name = type(self).__name__
-        pixels = images.patches if isinstance(images, PackedImages) else images
-        if not pixels.is_floating_point():
-            raise ValueError(f"images must be normalised floats, not {pixels.dtype}")
+        if not isinstance(images, PackedImages):
+            self._check_tensor(images)
+        elif not self.takes_packed:
+            raise self._no_packed_images()
+        elif not images.patches.is_floating_point():
+            raise EncoderError(f"Images must be normalised floats, not {images.patches.dtype}.")
+        self._check_mask(images, mask, drop)
+
+    def checked(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Tensor:
+        """Check the arguments of `forward` as `check` does, and return `images`, which must not be packed."""
         if isinstance(images, PackedImages):
-            if not self.takes_packed:
-                raise ValueError(f"{name} takes images of one size, (B, {self.channels}, H, W), not packed ones")
-        elif images.ndim != 4 or images.shape[1] != self.channels:
-            raise ValueError(
-                f"{name} takes images of shape (B, {self.channels}, H, W), not {tuple(images.shape)}; "
-                "for another number of channels build it with channels=N"
+            raise self._no_packed_images()
+        self.check(images, mask, drop=drop)
+        return images
+
+    def _no_packed_images(self) -> EncoderError:
+        size = f"(B, {self.channels}, H, W)"
+        return EncoderError(f"{type(self).__name__} takes images of one size, {size}, not packed ones.")
+
+    def _check_tensor(self, images: Tensor) -> None:
+        if not images.is_floating_point():
+            raise EncoderError(f"Images must be normalised floats, not {images.dtype}.")
+        if images.ndim != 4 or images.shape[1] != self.channels:
+            raise EncoderError(
+                f"{type(self).__name__} takes images of shape (B, {self.channels}, H, W), not {tuple(images.shape)}. "
+                "For another number of channels, build it with channels=N."
             )
-        elif min(self.grid(*images.shape[-2:])) < 1:
-            raise ValueError(
-                f"images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
-                f"{self.stride} x {self.stride}"
+        if min(self.grid(*images.shape[-2:])) < 1:
+            raise EncoderError(
+                f"Images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
+                f"{self.stride} x {self.stride}."
             )
+
+    def _check_mask(self, images: Images, mask: Mask | None, drop: bool) -> None:
         if drop and mask is None:
-            raise ValueError("drop=True leaves out what a mask hides, and there is no mask")
+            raise EncoderError("drop=True needs a mask, and there is no mask.")
         if drop and not self.can_drop:
-            raise ValueError(
-                f"{name} cannot drop hidden tokens, its grid must be full: hide them in place (drop=False)"
+            raise EncoderError(
+                f"{type(self).__name__} cannot drop hidden tokens, because its windows need the full grid. "
+                "Hide them in place with drop=False."
             )
         if mask is not None:
             mask.check(self.grids(images))
             if not drop and getattr(self, "mask_token", None) is None:
-                hint = ", or drop=True" if self.can_drop else ""
-                raise ValueError(f"hiding in place needs a mask token: build the encoder with mask_token=True{hint}")
+                hint = "Build the encoder with mask_token=True"
+                hint += ", or pass drop=True." if self.can_drop else "."
+                raise EncoderError(f"Hiding tokens in place needs a mask token. {hint}")
+
+    def draw_drop_path(self, images: int, device: torch.device) -> Scales:
+        """Draw the drop path factors of a forward pass, and return those of each block in order: (2, images).
+
+        The iterator returns None if nothing is dropped, or if torch's generator decides (`encoders.randomness`).
+        """
+        parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
+        drops = [block.drop_path for part in parts for block in part]
+        rates = [drop.rate for drop in drops if isinstance(drop, DropPath)]
+        keys = next_keys(images) if self.training and any(rates) else None
+        return repeat(None) if keys is None else iter(drop_path_scales(keys, rates, device).unbind())
+
+    def replace_hidden(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Replace the tokens of `x` (..., D) by the mask token where `hidden` (..., 1) is True."""
+        token = getattr(self, "mask_token", None)
+        if token is None:
+            raise EncoderError("Hiding tokens in place needs a mask token. Build the encoder with mask_token=True.")
+        return torch.where(hidden, token, x)

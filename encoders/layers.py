@@ -1,29 +1,24 @@
-"""Parts that more than one encoder uses: attention, MLP, drop path, layer scale, position tables, initial weights, and
-what their settings have in common.
+"""Parts that several encoders use: attention, MLP, drop path, layer scale, position tables, initial weights.
 
-B images, N tokens, D width, d width of one head; T tokens of a packed batch, R sequences of L places that they share;
-r x c grid of a position table.
+B images, N tokens, D width, d width of one head; T tokens of packed images; r x c grid of a position table.
 """
 
-import inspect
-from functools import partial
-from typing import Literal, cast, get_args
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from encoders.images import Layout, Padded
-
-try:  # torch 2.10 and later
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
-VARLEN_TAKES_SCALE = varlen_attn is not None and "scale" in inspect.signature(varlen_attn).parameters
+from encoders.errors import EncoderError
+from encoders.segments import Segments
 
 Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
+Module = TypeVar("Module", bound=nn.Module)
+Scales = Iterator[Tensor | None]
+"""Drop path factors of each block in order: (2, B) for attention and MLP, or None to draw from torch's generator."""
 
 
 def attention(
@@ -33,87 +28,35 @@ def attention(
     *,
     scale: float | None = None,
     bias: Tensor | None = None,
-    packed: Layout | None = None,
+    segments: Segments | None = None,
 ) -> Tensor:
-    """softmax(q kT * scale + bias) v: queries, keys and values (..., heads, N, d) -> (..., heads, N, d).
+    """Return softmax(q kT * scale + bias) v: queries, keys and values (..., heads, N, d) -> (..., heads, N, d).
 
-    With `packed`, q, k and v are (heads, T, d), image after image, and each image attends to itself alone. Where images
-    have as many tokens, they are a batch of them; else it goes to the fastest of three equal ways that the device and
-    the numbers have.
+    With `segments`, q, k and v are packed images (heads, T, d), and each image attends only to itself. Images with the
+    same number of tokens are computed as a batch.
 
     Args:
-        scale: of the logits, d ** -0.5 when None.
-        bias: broadcasts to (..., heads, N, N); floats are added to the logits, and a False shuts a pair out.
-        packed: which tokens are whose; its `sequences` serve on GPUs without `varlen_attn`.
+        scale: factor on the logits, d ** -0.5 if None.
+        bias: broadcasts to (..., heads, N, N). Floats are added to the logits; False excludes a key.
+        segments: boundaries of packed images.
 
     Raises:
-        ValueError: a bias for packed images.
+        EncoderError: packed images have a bias.
     """
-    if packed is None:
+    if segments is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     if bias is not None:
-        raise ValueError("packed images take no bias")
-    if packed.uniform:
-        q, k, v = (x.unflatten(1, (len(packed.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
+        raise EncoderError("Attention of packed images takes no bias.")
+    if segments.uniform:
+        q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
-    return _attention_packed(q, k, v, scale, packed)
+    from encoders.packed_attention import packed_attention  # imports the compiler, which takes seconds
 
-
-@torch.compiler.disable()  # what depends on the lengths of this batch would be compiled anew for each
-def _attention_packed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
-    if _has_varlen(q):
-        return _attention_varlen(q, k, v, scale, packed)
-    if q.is_cuda and packed.sequences is not None:
-        return _attention_in_sequences(q, k, v, scale, packed)
-    return _attention_by_image(q, k, v, scale, packed)
-
-
-def _has_varlen(q: Tensor) -> bool:
-    """Whether flash attention takes such queries (heads, T, d)."""
-    return (
-        varlen_attn is not None
-        and q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-
-
-def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
-    """By flash attention over all images at once: (heads, T, d) on CUDA in half precision."""
-    assert varlen_attn is not None
-    attend = partial(varlen_attn, scale=scale) if VARLEN_TAKES_SCALE else varlen_attn
-    if scale is not None and not VARLEN_TAKES_SCALE:
-        q = q * (scale * q.shape[-1] ** 0.5)  # over the kernel's own d ** -0.5; exact where it is a power of two
-    q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # (T, heads, d)
-    out = attend(q, k, v, *packed.starts, *packed.longest)
-    return cast(Tensor, out).transpose(0, 1)
-
-
-def _attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
-    """NaViT's own way: sequences padded to the longest, and a mask that keeps images apart: (heads, T, d)."""
-    queries, tokens = packed.padded
-
-    def spread(x: Tensor, padded: Padded) -> Tensor:
-        zeros = x.new_zeros(len(x), padded.images.numel(), x.shape[-1])
-        return zeros.index_copy(1, padded.places, x).unflatten(1, padded.images.shape).transpose(0, 1)
-
-    q, k, v = spread(q, queries), spread(k, tokens), spread(v, tokens)  # (R, heads, L, d)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=packed.pairs, scale=scale)
-    return out.transpose(0, 1).flatten(1, 2).index_select(1, queries.places)
-
-
-def _attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, packed: Layout) -> Tensor:
-    """Image by image: (heads, T, d)."""
-    counts = packed.lengths.tolist()
-    pieces = zip(q.split(packed.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
-    batches = ((a[None], b[None], c[None]) for a, b, c in pieces)  # of one: kernels want four dimensions
-    return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)
+    return packed_attention(q, k, v, scale, segments)
 
 
 class MLP(nn.Module):
-    """Two linear layers with an exact GELU between them: (..., D) -> (..., D)."""
+    """Linear layer, exact GELU, linear layer: (..., D) -> (..., D)."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -126,7 +69,7 @@ class MLP(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel of a residual branch (2103.17239): (..., D) -> (..., D)."""
+    """Learned factor for each channel of a residual branch (2103.17239): (..., D) -> (..., D)."""
 
     def __init__(self, dim: int, value: float):
         super().__init__()
@@ -137,51 +80,59 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (1603.09382): in training a residual branch is left out for a sample, along the first dimension,
-    or for all tokens of an image if they are packed: (B, ..., D) or (T, D) -> the same shape.
+    """Stochastic depth (1603.09382): in training, residual branches are dropped at random, one decision per image.
 
-    What remains is scaled up so that the expectation does not change.
+    The input is (B, ..., D), or packed images (T, D) with their `segments`. Remaining branches are divided by the
+    probability of remaining, so that the expectation does not change. `scale` (B,) holds factors that the encoder has
+    drawn (`encoders.randomness`); without it, torch's generator decides.
     """
 
     def __init__(self, rate: float):
         super().__init__()
         if not 0 <= rate < 1:
-            raise ValueError(f"drop_path is the share of branches left out, 0 <= drop_path < 1, not {rate}")
+            raise EncoderError(f"drop_path is the fraction of dropped branches, 0 <= drop_path < 1, not {rate}.")
         self.rate = rate
 
-    def forward(self, x: Tensor, packed: Layout | None = None) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments | None = None, scale: Tensor | None = None) -> Tensor:
         if not self.training or self.rate == 0:
             return x
-        samples = len(x) if packed is None else len(packed.lengths)
-        kept = x.new_empty(samples, *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
-        factors = kept / (1 - self.rate)
-        return x * (factors if packed is None else factors.index_select(0, packed.owner))
+        shape = (-1, *[1] * (x.ndim - 1))
+        if scale is None:
+            images = len(x) if segments is None else len(segments.lengths)
+            scale = x.new_empty(images).bernoulli_(1 - self.rate) / (1 - self.rate)
+        factors = scale.to(x.dtype).view(shape)
+        return x * (factors if segments is None else factors.index_select(0, segments.image_ids))
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"
 
 
-def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
-    """Fixed 2-d sine-cosine positions of MAE (2111.06377), row by row: (r * c, D) float32.
+def branch_scales(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Split the drop path factors of a block (2, B) into those of its attention and of its MLP."""
+    return (None, None) if scales is None else (scales[0], scales[1])
 
-    The first half of the channels belongs to the column, the second to the row; each half is sines, then cosines.
+
+def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
+    """Return the fixed 2-d sine-cosine positions of MAE (2111.06377), row by row: (r * c, D) float32.
+
+    The first half of the channels encodes the column, the second half the row. Each half is sines, then cosines.
 
     Raises:
-        ValueError: `dim` is not a multiple of 4.
+        EncoderError: `dim` is not a multiple of 4.
     """
     if dim % 4:
-        raise ValueError(f"a sine-cosine table needs a width that is a multiple of 4, not {dim}")
+        raise EncoderError(f"A sine-cosine table needs a width that is a multiple of 4, not {dim}.")
     rates = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (D / 4,)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    angles = [place.flatten()[:, None] * rates for place in (column, row)]  # two of (r * c, D / 4)
+    angles = [index.flatten()[:, None] * rates for index in (column, row)]  # two of (r * c, D / 4)
     return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
 
 
 def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> Tensor:
-    """A position table for another grid, bicubic without antialiasing: (1, old r * c, D) -> (1, new r * c, D).
+    """Resize a position table to another grid, bicubic without antialiasing: (1, old r * c, D) -> (1, new r * c, D).
 
-    "mae" stretches the old grid over the new one. "dino" samples it at the scale (new + 0.1) / old, as the published
-    DINO models were trained: at equal sizes it is not the identity.
+    "mae" resizes to the new grid exactly. "dino" uses the scale factor (new + 0.1) / old, as the published DINO models
+    do, so the table changes even if old and new grid are equal.
     """
     maps = rearrange(table.float(), "1 (r c) d -> 1 d r c", r=old[0], c=old[1])
     if interpolation == "dino":
@@ -193,7 +144,7 @@ def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], inte
 
 
 def init_linear(layer: nn.Module, init: Init) -> None:
-    """Initial values of `layer` if it is a linear one; for `nn.Module.apply`."""
+    """Initialise `layer` if it is linear. Pass this function to `nn.Module.apply`."""
     if isinstance(layer, nn.Linear):
         if init == "xavier":
             nn.init.xavier_uniform_(layer.weight)
@@ -204,44 +155,57 @@ def init_linear(layer: nn.Module, init: Init) -> None:
 
 
 def learned(*shape: int) -> nn.Parameter:
-    """A token or a table, truncated normal of 0.02 at the start."""
+    """Return a parameter with a truncated normal distribution of standard deviation 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
 
 
 def table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    """Rows and columns of a position table for images of `image_size` pixels, one side or (rows, columns).
+    """Return the rows and columns of a position table for images of `image_size` pixels, one side or (rows, columns).
 
     Raises:
-        ValueError: they have less than one patch.
+        EncoderError: `image_size` has another form, or is smaller than a patch.
     """
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
-        raise ValueError(f"image_size is one side in pixels, or (rows, columns), not {image_size!r}")
+        raise EncoderError(f"image_size must be one side in pixels or (rows, columns), not {image_size!r}.")
     height, width = sides
     if min(height, width) < patch_size:
-        raise ValueError(
-            f"an image_size of {height} x {width} pixels is smaller than a patch of {patch_size} pixels a side"
+        raise EncoderError(
+            f"An image_size of {height} x {width} pixels is smaller than a patch of {patch_size} x {patch_size} pixels."
         )
     return height // patch_size, width // patch_size
 
 
-def check_choices(**choices: tuple[str, object]):
-    """Whether settings have one of the values of their `Literal`: name=(value, literal).
+def modules_of(container: nn.ModuleList, kind: type[Module]) -> list[Module]:
+    """Return the modules of `container` that are of class `kind`, typed as such."""
+    return [module for module in container if isinstance(module, kind)]
 
-    Raises:
-        ValueError: one has another.
-    """
+
+def check_choices(**choices: tuple[str, object]):
+    """Raise `EncoderError` if a setting is not one of its choices. Each argument is name=(value, `Literal` type)."""
     for name, (value, known) in choices.items():
         if value not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
+            raise EncoderError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}.")
 
 
-def check_counts(**counts: int):
-    """Whether settings are at least 1.
-
-    Raises:
-        ValueError: one is less.
-    """
+def check_counts(**counts: int | Sequence[int]):
+    """Raise `EncoderError` if a setting, or one of its values, is less than 1."""
     for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+        values = value if isinstance(value, Sequence) else (value,)
+        if not values or min(values) < 1:
+            raise EncoderError(f"{name} must be at least 1, not {', '.join(map(str, values)) or 'empty'}.")
+
+
+def check_heads(dim: int, heads: int, head_dim: int | None = None) -> None:
+    """Raise `EncoderError` unless the heads have a width: `head_dim`, or an equal share of `dim`."""
+    check_counts(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
+    if head_dim is None and dim % heads:
+        raise EncoderError(
+            f"A width (dim) of {dim} does not split into {heads} heads. Change dim or heads, or set head_dim."
+        )
+
+
+def check_block_count(count: int, available: int) -> None:
+    """Raise `EncoderError` unless `count` is from 1 to the number of `available` blocks."""
+    if not 1 <= count <= available:
+        raise EncoderError(f"Features of {count} blocks were requested. The number must be from 1 to {available}.")

@@ -1,7 +1,8 @@
 """The image encoder of Segment Anything (2304.02643): a vision transformer with windows and decomposed positions.
 
-Most blocks attend within windows, a few to the whole image (2203.16527); logits get a term for the rows and one for the
-columns between query and key (2112.01526, 2111.11429); a neck of two convolutions ends it.
+Most blocks attend within windows, a few blocks attend to the full image (2203.16527). Relative positions add one term
+for rows and one for columns to the attention logits (2112.01526, 2111.11429). The last part is a neck of two
+convolutions.
 
 B images, C channels, H x W pixels; h x w grid, N = h * w tokens; D width of the blocks, d width of one head; M width of
 the neck, which is the encoder's `dim`. Parameters have published names.
@@ -18,8 +19,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
+from encoders.errors import EncoderError
 from encoders.images import Images, Mask
-from encoders.layers import DropPath, attention, check_counts, init_linear, learned, resize_table, table_grid
+from encoders.layers import (
+    DropPath,
+    Scales,
+    attention,
+    branch_scales,
+    check_block_count,
+    check_counts,
+    check_heads,
+    init_linear,
+    learned,
+    resize_table,
+    table_grid,
+)
 from encoders.vit import PatchEmbed
 
 VARIANTS = {
@@ -48,7 +62,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 def resize_relative(table: Tensor, size: int) -> Tensor:
-    """A table of positions between `size` rows or columns from one of any length: (L, d) -> (2 * size - 1, d)."""
+    """Resize a table of relative positions to `size` rows or columns, linearly: (L, d) -> (2 * size - 1, d)."""
     length = 2 * size - 1
     if len(table) == length:
         return table
@@ -56,15 +70,15 @@ def resize_relative(table: Tensor, size: int) -> Tensor:
     return stretched[0].T.to(table.dtype)
 
 
-def between(table: Tensor, size: int) -> Tensor:
-    """Entry q - k + size - 1 of the table for each query q and key k: (L, d) -> (size q, d, size k)."""
+def relative_positions(table: Tensor, size: int) -> Tensor:
+    """Return entry q - k + size - 1 of the table for each query q and key k: (L, d) -> (size q, d, size k)."""
     return resize_relative(table, size).unfold(0, size, 1).flip(2)
 
 
 class Attention(nn.Module):
-    """Self-attention over a grid, with positions between tokens: (B, h, w, D) -> (B, h, w, D).
+    """Self-attention over a grid with relative positions: (B, h, w, D) -> (B, h, w, D).
 
-    `size`: rows and columns for which the tables of positions are made, None for no tables.
+    `size` is the grid of the relative position tables, None for no tables.
     """
 
     def __init__(self, dim: int, heads: int, *, qkv_bias: bool, size: tuple[int, int] | None):
@@ -83,21 +97,21 @@ class Attention(nn.Module):
         return self.proj(rearrange(x, "b heads (h w) d -> b h w (heads d)", h=grid[0]))
 
     def _bias(self, q: Tensor) -> Tensor | None:
-        """What the positions add to the logits, from the unscaled queries: (B, heads, h, w, d) -> (B, heads, N, N)."""
+        """Return the position term of the logits, from unscaled queries: (B, heads, h, w, d) -> (B, heads, N, N)."""
         if self.rel_pos_h is None or self.rel_pos_w is None:
             return None
-        rows = torch.einsum("bnhwd,hdk->bnhwk", q, between(self.rel_pos_h, q.shape[2]))
-        columns = torch.einsum("bnhwd,wdk->bnhwk", q, between(self.rel_pos_w, q.shape[3]))
-        # contiguous, so that the sum, by far the largest tensor here, is made in the order in which it is read
+        rows = torch.einsum("bnhwd,hdk->bnhwk", q, relative_positions(self.rel_pos_h, q.shape[2]))
+        columns = torch.einsum("bnhwd,wdk->bnhwk", q, relative_positions(self.rel_pos_w, q.shape[3]))
+        # contiguous terms make the sum, by far the largest tensor here, contiguous
         bias = rows.contiguous()[..., :, None] + columns.contiguous()[..., None, :]  # (B, heads, h, w, h, w)
         return bias.flatten(4).flatten(2, 3)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each a residual branch with its norm in front: (B, h, w, D) -> (B, h, w, D).
+    """Pre-norm transformer block on a grid: (B, h, w, D) -> (B, h, w, D).
 
-    With a `window`, attention stays within windows of so many tokens a side. Windows that hang over the edge, below and
-    to the right, are filled up with zeros after the norm, and these places take part unmasked, as published.
+    With `window` > 0, attention stays within windows of `window` x `window` tokens. The grid is padded below and to the
+    right with zeros after the norm. Padding takes part in the attention, as in the published code.
     """
 
     def __init__(
@@ -122,10 +136,11 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(lin1=lin1, act=nn.GELU(), lin2=lin2))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
         y = self.norm1(x)
-        x = x + self.drop_path(self._in_windows(y) if self.window else self.attn(y))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path(self._in_windows(y) if self.window else self.attn(y), scale=first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
 
     def _in_windows(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -139,33 +154,33 @@ class Block(nn.Module):
 class SAMViT(Encoder):
     """The image encoder of Segment Anything, for images of any size.
 
-    `Features.tokens` are the map after the neck, `Features.pooled` its mean. Sides that the patch does not divide lose
-    their last pixels, right and below. On another grid than that of `image_size`, tables of relative positions are
-    stretched linearly, as published; for the absolute table no rule is published, and it is resized by that of MAE.
+    `Features.tokens` is the map after the neck, and `Features.pooled` its mean. If the patch does not divide a side,
+    the last pixels of that side are cropped. For a grid other than that of `image_size`, the relative position tables
+    are resized linearly, as published. The absolute table is resized by MAE's rule, because no rule is published.
 
-    Without a mask token for hidden places, nothing can be hidden; windows need a full grid, so nothing can be dropped.
+    The encoder cannot drop hidden tokens, because windows need a full grid.
 
     Args:
         dim: width of the blocks.
         depth: number of blocks.
-        heads: attention heads of a block.
-        out_dim: width of the neck, and so of what the encoder returns.
-        mlp_ratio: hidden width of the MLP over `dim`.
+        heads: number of attention heads of a block.
+        out_dim: width of the neck and of the features.
+        mlp_ratio: hidden width of the MLP divided by `dim`.
         patch_size: side of a patch in pixels.
-        image_size: pixels, one side or (rows, columns), for which the tables of positions are made.
-        channels: channels of an image.
-        window_size: side of a window in tokens, 0 for attention to the whole image in all blocks.
-        global_blocks: numbers, from 0, of the blocks that attend to the whole image.
-        qkv_bias: have a bias in the queries, keys and values.
-        relative_positions: have tables of the rows and of the columns between two tokens in each block.
-        absolute_positions: have a table of positions that is added to the patches.
-        mask_token: have a learned token to put in place of hidden ones.
-        norm_eps: epsilon of the layer norms in the blocks (those of the neck have 1e-6).
-        drop_path: share of residual branches left out in training at the last block, rising linearly from 0.
-        checkpoint_activations: recompute each block in the backward pass, which saves memory.
+        image_size: image size of the position tables in pixels, one side or (rows, columns).
+        channels: number of channels of an image.
+        window_size: side of a window in tokens, 0 for attention to the full image in all blocks.
+        global_blocks: indices, from 0, of the blocks that attend to the full image.
+        qkv_bias: add a bias to queries, keys and values.
+        relative_positions: add relative position tables for rows and columns to each block.
+        absolute_positions: add a position table to the patches.
+        mask_token: add a learned token that replaces hidden tokens.
+        norm_eps: epsilon of the layer norms in the blocks. The norms of the neck have 1e-6.
+        drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
+        checkpoint_activations: recompute each block in the backward pass to save memory.
     """
 
-    undecayed = ("pos_embed", "rel_pos_h", "rel_pos_w")  # as in MViTv2 (2112.01526), whence the relative positions are
+    no_weight_decay = ("pos_embed", "rel_pos_h", "rel_pos_w")  # as in MViTv2 (2112.01526)
 
     def __init__(
         self,
@@ -189,13 +204,14 @@ class SAMViT(Encoder):
         checkpoint_activations: bool = False,
     ):
         super().__init__()
-        check_counts(dim=dim, depth=depth, heads=heads, out_dim=out_dim, patch_size=patch_size, channels=channels)
-        if dim % heads:
-            raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads")
+        check_counts(depth=depth, out_dim=out_dim, patch_size=patch_size, channels=channels)
+        check_heads(dim, heads)
         if window_size < 0:
-            raise ValueError(f"window_size must be tokens of a side, or 0 for no windows, not {window_size}")
+            raise EncoderError(f"window_size must be at least 0 (0: no windows), not {window_size}.")
         if window_size and not set(global_blocks) <= set(range(depth)):
-            raise ValueError(f"global_blocks must be numbers of blocks, 0 to {depth - 1}, not {tuple(global_blocks)}")
+            raise EncoderError(
+                f"global_blocks must be block indices from 0 to {depth - 1}, not {tuple(global_blocks)}."
+            )
         self.dim, self.stride, self.channels = out_dim, patch_size, channels
         self.checkpoint_activations = checkpoint_activations
         self.table_grid = table_grid(image_size, patch_size)
@@ -219,59 +235,57 @@ class SAMViT(Encoder):
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode `images` (B, C, H, W), normalised floats.
+        """Encode normalised images (B, C, H, W).
 
-        With `mask`, hidden tokens are replaced by the mask token, which gets their positions.
+        With `mask`, the mask token replaces hidden tokens and gets their positions.
 
         Raises:
-            ValueError: the images or the mask do not fit the encoder, or `drop`.
+            EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
         """
-        self.check(images, mask, drop=drop)
-        maps = self._neck(self._run(self.blocks, self._embed(images, mask)))
+        x = self._embed(self.checked(images, mask, drop=drop), mask)
+        maps = self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
         tokens = rearrange(maps, "b m h w -> b (h w) m")
         return Features(tokens.mean(1), tokens.flatten(0, 1), self.grids(images))
 
     def feature_map(self, images: Tensor) -> Tensor:
-        """What SAM's mask decoder takes: (B, C, H, W) -> (B, M, h, w).
+        """Return the map after the neck, the input of SAM's mask decoder: (B, C, H, W) -> (B, M, h, w).
 
         Raises:
-            ValueError: the images do not fit the encoder.
+            EncoderError: the images do not fit the encoder.
         """
-        self.check(images)
-        return self._neck(self._run(self.blocks, self._embed(images)))
+        x = self._embed(self.checked(images))
+        return self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
 
     def block_maps(self, images: Tensor, blocks: int = 1) -> list[Tensor]:
-        """What comes out of each of the last `blocks` blocks, without norm or neck, the last one last.
+        """Return the outputs of the last `blocks` blocks in order, without norm or neck.
 
         (B, C, H, W) -> `blocks` of (B, D, h, w).
 
         Raises:
-            ValueError: the images do not fit the encoder, or it has fewer blocks.
+            EncoderError: the images do not fit the encoder, or the encoder has fewer blocks.
         """
-        self.check(images)
-        if not 1 <= blocks <= len(self.blocks):
-            raise ValueError(f"{blocks} blocks asked of an encoder that has {len(self.blocks)}")
-        x = self._run(self.blocks[:-blocks], self._embed(images))
+        check_block_count(blocks, len(self.blocks))
+        x = self._embed(self.checked(images))
+        scales = self.draw_drop_path(len(x), x.device)
+        x = self._run(self.blocks[:-blocks], x, scales)
         maps = []
         for block in self.blocks[-blocks:]:
-            x = self._run([block], x)
+            x = self._run([block], x, scales)
             maps.append(x.permute(0, 3, 1, 2))
         return maps
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         raise NotImplementedError(
-            "SAMViT has no final norm that its blocks could share: only the neck, trained on the last block, leads to "
-            f"{self.dim} channels; block_maps(images, blocks) gives what comes out of the blocks, without the neck"
+            f"SAMViT has no intermediate features, because only the neck after the last block has {self.dim} channels. "
+            "Use block_maps(images, blocks) for the outputs of the blocks."
         )
 
-    def _embed(self, images: Images, mask: Mask | None = None) -> Tensor:
-        """What the first block gets: (B, C, H, W) -> (B, h, w, D)."""
-        assert isinstance(images, Tensor)
+    def _embed(self, images: Tensor, mask: Mask | None = None) -> Tensor:
+        """Return the input of the first block: (B, C, H, W) -> (B, h, w, D)."""
         grid = self.grid(images.shape[-2], images.shape[-1])
         x = self.patch_embed(images).unflatten(1, grid)  # (B, h, w, D)
         if mask is not None:
-            assert self.mask_token is not None
-            x = torch.where(mask.hidden.view(len(x), *grid, 1), self.mask_token, x)
+            x = self.replace_hidden(x, mask.hidden.view(len(x), *grid, 1))
         if self.pos_embed is None:
             return x
         table = self.pos_embed
@@ -279,13 +293,14 @@ class SAMViT(Encoder):
             table = resize_table(table.flatten(1, 2), self.table_grid, grid, "mae").unflatten(1, grid)
         return x + table
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
-        """(B, h, w, D) -> (B, h, w, D)."""
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
+        """Apply blocks: (B, h, w, D) -> (B, h, w, D)."""
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            drawn = next(scales)
+            x = checkpoint(block, x, drawn, use_reentrant=False) if recompute else block(x, drawn)
         return x
 
     def _neck(self, x: Tensor) -> Tensor:
-        """(B, h, w, D) -> (B, M, h, w)."""
+        """Apply the neck: (B, h, w, D) -> (B, M, h, w)."""
         return self.neck(x.permute(0, 3, 1, 2))

@@ -1,10 +1,10 @@
-"""What a variant costs: parameters, tokens, multiply-accumulates, and memory of activations, at any image size.
+"""Cost of the variants: parameters, tokens, multiply-accumulates and activation memory, at any image size.
 
     python -m encoders.summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
 
-Counted over one image on tensors without content, so that the largest variants take no memory. Multiply-accumulates are
-torch's count of floating-point operations, halved: matrix products, convolutions, and the products of attention, which
-are told apart by whether they run within windows or over all of an image.
+One image passes through the encoder on the meta device, which needs no memory. Multiply-accumulates are half of torch's
+count of floating-point operations: matrix products, convolutions and attention. Attention in windows and attention over
+the full image are counted apart.
 """
 
 import argparse
@@ -20,33 +20,35 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import encoders
 from encoders.base import Encoder
+from encoders.errors import EncoderError
 
 
 @dataclass
 class Summary:
-    """Of one image of height x width pixels."""
+    """Cost of one image."""
 
     parameters: int
+    """Number of parameters."""
     tokens: tuple[int, int]
-    """rows and columns of the output grid"""
+    """Rows and columns of the output grid."""
     macs: int
-    """multiply-accumulates of the forward pass"""
+    """Multiply-accumulates of the forward pass."""
     window_attention_macs: int
-    """of these, in products of attention within windows"""
+    """Multiply-accumulates of attention in windows, which `macs` includes."""
     global_attention_macs: int
-    """of these, in products of attention over all of the image"""
+    """Multiply-accumulates of attention over the full image, which `macs` includes."""
     activation_bytes: int
-    """what float32 training keeps of a forward pass for the backward pass"""
+    """Bytes that float32 training keeps from the forward pass for the backward pass."""
 
 
 def summarize(encoder: Encoder, height: int, width: int) -> Summary:
-    """Counts for one image of `height` x `width` pixels, for an encoder on the meta device.
+    """Return the cost of one image of `height` x `width` pixels, for an encoder on the meta device.
 
     Raises:
-        ValueError: the encoder does not take such images.
+        EncoderError: the encoder does not take such images.
     """
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # a freed address would be given out twice
+    alive: list[Tensor] = []  # a freed address would be used again
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
@@ -73,15 +75,17 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Takes the place of attention, which on the meta device is not the fused kernel that it is on others: counts its
-    operations, and keeps for the backward pass what such a kernel keeps."""
+    """Count attention as a fused kernel, and save the same tensors for the backward pass.
+
+    Without this mode, attention on the meta device is not fused.
+    """
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.operations = {True: 0, False: 0}
-        """within windows or not -> floating-point operations"""
+        """True for attention in windows, False for attention over the full image -> floating-point operations."""
         self.tokens = 0
-        """of the block that runs, whose windows have fewer"""
+        """Number of tokens of the current block. Attention over fewer tokens is attention in windows."""
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]
         self.hooks = [block.register_forward_pre_hook(self._enter) for part in parts for block in part]
 
@@ -103,21 +107,21 @@ class FusedAttention(TorchFunctionMode):
 
 
 class _Kernel(torch.autograd.Function):
-    """A forward pass that computes nothing; a backward pass is not for asking."""
+    """Allocate and save the tensors of a fused attention kernel. Nothing is computed, and there is no backward pass."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         *batch, heads, n, _ = q.shape
-        out = q.new_empty(*batch, n, heads, v.shape[-1]).transpose(-3, -2)  # heads side by side, as kernels have them
+        out = q.new_empty(*batch, n, heads, v.shape[-1]).transpose(-3, -2)  # memory layout of fused kernels
         normalizers = q.new_empty(q.shape[:-1])
         ctx.save_for_backward(*(t for t in (q, k, v, bias, out, normalizers) if t is not None))
         return out
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m encoders.summary", description="What encoders cost.")
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="without it, all of them")
-    parser.add_argument("--image_size", type=int, help="side in pixels; without it, the one a variant is built for")
+    parser = argparse.ArgumentParser(prog="python -m encoders.summary", description="Print the cost of encoders.")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="default: all variants")
+    parser.add_argument("--image_size", type=int, help="side in pixels (default: that of the variant)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the encoder")
     options = parser.parse_args(argv)
     try:
@@ -126,21 +130,21 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")
-    print("one image; memory is what float32 training keeps of its forward pass\n")
+    print("Cost of one image. Memory is kept by float32 training from the forward pass for the backward pass.\n")
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for cells in (headings, ["-" * width for width in widths], *rows):  # in Markdown
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |")
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """A setting from NAME=VALUE; the value is JSON, or a word.
+    """Parse NAME=VALUE. The value is JSON, or a word.
 
     Raises:
-        ValueError: there is no "=".
+        EncoderError: there is no "=".
     """
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--set takes NAME=VALUE, not {text!r}")
+        raise EncoderError(f"--set takes NAME=VALUE, not {text!r}.")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -148,7 +152,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def row(variant: str, image_size: int | None, settings: dict[str, Any]) -> list[str]:
-    """The cells of one variant's row."""
+    """Return the table row of one variant."""
     with torch.device("meta"):
         encoder = encoders.build(variant, **settings)
     size = encoder.settings["image_size"] if image_size is None else image_size

@@ -1,22 +1,35 @@
-"""Swin Transformer (2103.14030): attention in windows that shift from block to block, and stages of ever coarser grids.
+"""Swin Transformer (2103.14030): attention in shifted windows, in stages with ever coarser grids.
 
-B images, C channels, H x W pixels; h x w grid of tokens of a stage, D its width, d width of one head; n windows of
-r x c tokens, N = r * c. Parameters have the published names.
+B images, C channels, H x W pixels; h x w grid of tokens of a stage, D width of the stage, d width of one head;
+n windows of r x c tokens, N = r * c. Parameters have published names.
 """
 
 from collections.abc import Iterable
 from functools import lru_cache, partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
+from encoders.errors import EncoderError
 from encoders.images import Images, Mask
-from encoders.layers import MLP, DropPath, attention, check_counts, init_linear, learned, resize_table
+from encoders.layers import (
+    MLP,
+    DropPath,
+    Scales,
+    attention,
+    branch_scales,
+    check_block_count,
+    check_counts,
+    init_linear,
+    learned,
+    modules_of,
+    resize_table,
+)
 
 VARIANTS = {
     "swin_micro": {"dim": 48, "depths": (2, 2), "heads": (2, 4), "patch_size": 2, "window_size": 4, "image_size": 16},
@@ -28,65 +41,63 @@ VARIANTS = {
 
 
 class Windows(NamedTuple):
-    """How a block cuts a grid in windows."""
+    """Windows of a grid in one block."""
 
     size: tuple[int, int]
-    """rows and columns of a window, r x c"""
+    """Rows and columns of a window, r x c."""
     shift: tuple[int, int]
-    """rows and columns by which the windows are shifted"""
+    """Rows and columns by which the windows are shifted."""
     padding: tuple[int, int]
-    """rows and columns added, below and right, to make whole windows"""
+    """Rows added below and columns added to the right of the grid, so that windows fill it."""
     offsets: Tensor
-    """(N * N,): the row of the bias table for each query and key of a window"""
+    """Row of the bias table for each query and key of a window: (N * N,)."""
     mask: Tensor | None
-    """(n, N, N), added to the logits; None when all windows are alike"""
+    """Term of the attention logits: (n, N, N). None if it is 0 in all windows."""
 
 
 def window_sizes(grid: tuple[int, int], window_size: int) -> tuple[int, int]:
-    """Rows and columns of the windows of a grid: a side that is not longer than a window is one window."""
+    """Return the rows and columns of the windows of a grid. A side not longer than `window_size` is one window."""
     return min(grid[0], window_size), min(grid[1], window_size)
 
 
 @lru_cache(maxsize=32)
-def cut(grid: tuple[int, int], window_size: int, shifted: bool, device: torch.device) -> Windows:
-    """Windows of a grid, made once for each device. A side that is one window is not shifted.
+def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device: torch.device) -> Windows:
+    """Make the windows of a grid. Rows and columns are treated apart: a side that is one window is not shifted.
 
-    Tokens that only the roll of the shift brought together have -100 added, as published; padding is shut out with
-    -inf, so that it cannot leak.
+    Pairs of tokens that are neighbours only because of the cyclic shift get -100, as published. Padding gets -inf, so
+    that padding never influences a token.
     """
+    rows, columns = grid
     size = window_sizes(grid, window_size)
-    shift = tuple(window_size // 2 if shifted and side > window_size else 0 for side in grid)
-    padding = tuple(-side % window for side, window in zip(grid, size, strict=True))
-    with torch.inference_mode(False):  # what is made in inference could not serve in training
+    by = window_size // 2 if shifted else 0
+    shift = (by if rows > window_size else 0, by if columns > window_size else 0)
+    padding = (-rows % size[0], -columns % size[1])
+    with torch.inference_mode(False):  # the cache would otherwise hand inference tensors to training
         row, column = (torch.arange(window, device=device) for window in size)
         down = row[:, None, None, None] - row[:, None] + window_size - 1  # (r, 1, r, 1): query minus key
         right = column[:, None, None] - column + window_size - 1  # (c, 1, c)
         offsets = (down * (2 * window_size - 1) + right).flatten()  # (N * N,)
         mask = None
         if any(shift) or any(padding):
-            rolled, padded = _sides(grid, shift, padding, device)
-            part = partial(rearrange, pattern="(y r) (x c) -> (y x) (r c)", r=size[0], c=size[1])
-            regions, outside = part(rolled[0][:, None] * 2 + rolled[1]), part(padded[0][:, None] | padded[1])
+            sides = [_side(*side, device) for side in zip(grid, shift, padding, strict=True)]
+            (row_wraps, row_pads), (column_wraps, column_pads) = sides
+            in_windows = partial(rearrange, pattern="(y r) (x c) -> (y x) (r c)", r=size[0], c=size[1])
+            regions = in_windows(row_wraps[:, None] * 2 + column_wraps)  # (n, N)
+            padded = in_windows(row_pads[:, None] | column_pads)  # (n, N)
             mask = torch.zeros(*regions.shape, regions.shape[1], device=device)  # (n, N, N)
             mask = mask.masked_fill(regions[:, :, None] != regions[:, None], -100.0)
-            mask = mask.masked_fill(outside[:, None], -torch.inf)
-    return Windows(size, cast(tuple[int, int], shift), cast(tuple[int, int], padding), offsets, mask)
+            mask = mask.masked_fill(padded[:, None], -torch.inf)
+    return Windows(size, shift, padding, offsets, mask)
 
 
-def _sides(
-    grid: tuple[int, int], shift: tuple[int, ...], padding: tuple[int, ...], device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows and columns of the padded and rolled grid: whether the roll took them round, whether they are padding."""
-    rolled, padded = [], []
-    for side, by, more in zip(grid, shift, padding, strict=True):
-        place = torch.arange(side + more, device=device).roll(-by)
-        rolled.append(place < by)
-        padded.append(place >= side)
-    return rolled, padded
+def _side(length: int, shift: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which rows of the padded and shifted grid wrapped around, and which are padding. Columns work alike."""
+    index = torch.arange(length + padding, device=device).roll(-shift)
+    return index < shift, index >= length
 
 
 class PatchEmbed(nn.Module):
-    """A linear map of each patch, zeros beyond the image: (B, C, H, W) -> (B, h, w, D)."""
+    """Linear projection of each patch. Images are padded with zeros to whole patches: (B, C, H, W) -> (B, h, w, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, *, norm_eps: float | None):
         super().__init__()
@@ -101,7 +112,7 @@ class PatchEmbed(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Self-attention in each window, with a bias for each relative position: (B, h, w, D) -> (B, h, w, D)."""
+    """Self-attention in each window with relative position biases: (B, h, w, D) -> (B, h, w, D)."""
 
     def __init__(self, dim: int, heads: int, *, window_size: int, qkv_bias: bool, qk_scale: float | None):
         super().__init__()
@@ -113,12 +124,12 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, windows: Windows) -> Tensor:
-        """`x` is padded and rolled already."""
+        """Attend in the windows of `x`, which is padded and shifted already."""
         r, c = windows.size
         bias = self.relative_position_bias_table.index_select(0, windows.offsets)  # (N * N, heads)
         bias = rearrange(bias, "(q k) heads -> 1 heads q k", q=r * c)
-        # Windows lie with the images if they are alike, else with the heads: so one bias serves the whole batch, and
-        # there are no more than the four dimensions that fused kernels take.
+        # Fused kernels take four dimensions, and one bias must serve the batch. Without a mask, the window axis joins
+        # the batch axis. With a mask, which differs by window, it joins the head axis.
         order = "(b y x) heads"
         if windows.mask is not None:
             bias = (bias + windows.mask[:, None]).flatten(0, 1)[None]  # (1, n * heads, N, N)
@@ -131,7 +142,7 @@ class WindowAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention in windows and an MLP, each a residual branch with its norm in front: (B, h, w, D) -> (B, h, w, D)."""
+    """Pre-norm transformer block with attention in windows: (B, h, w, D) -> (B, h, w, D)."""
 
     def __init__(
         self,
@@ -154,9 +165,10 @@ class Block(nn.Module):
         self.mlp = MLP(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, windows: Windows) -> Tensor:
-        x = x + self.drop_path(self._attend(self.norm1(x), windows))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, windows: Windows, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self._attend(self.norm1(x), windows), scale=first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
 
     def _attend(self, x: Tensor, windows: Windows) -> Tensor:
         height, width = x.shape[1:3]
@@ -172,7 +184,7 @@ class Block(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours into one token, zeros beyond an odd grid: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
+    """Merge 2 x 2 tokens, with zeros beyond odd sides: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
 
     def __init__(self, dim: int, *, norm_eps: float):
         super().__init__()
@@ -181,12 +193,12 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        x = rearrange(x, "b (h r) (w c) d -> b h w (c r d)", r=2, c=2)  # the row changes faster than the column
+        x = rearrange(x, "b (h r) (w c) d -> b h w (c r d)", r=2, c=2)  # the row index changes fastest
         return self.reduction(self.norm(x))
 
 
 class Stage(nn.Module):
-    """Blocks on one grid, and the way to the next one; the last stage has none."""
+    """Blocks on one grid, and the patch merging after them. The last stage has no merging."""
 
     def __init__(self, blocks: Iterable[Block], downsample: PatchMerging | None):
         super().__init__()
@@ -195,36 +207,39 @@ class Stage(nn.Module):
 
 
 class Swin(Encoder):
-    """Swin Transformer for images of any size from one patch on.
+    """Swin Transformer for images of any size, at least one patch.
 
-    Images are padded to whole patches and grids to whole windows and to even sides, with zeros below and right; padding
-    of windows is shut out of the attention. Where a side of a grid is not longer than a window, one window of that
-    length takes it all and is not shifted, as published for square grids; it takes the biases of the same relative
-    positions. `Features.pooled` is the mean of the normed tokens of the last stage, and one of these stands for
+    Images are padded with zeros, below and to the right, to whole patches; grids are padded to whole windows and to
+    even sides. Padding never takes part in the attention. If a side of a grid is not longer than `window_size`, the
+    windows have the length of that side and are not shifted along it, as published for square grids. For grids that
+    are not square each side is treated apart, as in timm. Smaller windows use the biases of the same relative
+    positions.
+
+    `Features.pooled` is the mean of the normed tokens of the last stage. One of these tokens covers
     `stride` = patch_size * 2 ** (stages - 1) pixels a side.
 
-    Ask for `mask_token` only to hide tokens, otherwise it is left without gradient.
+    Set `mask_token` only to hide tokens. Otherwise the mask token gets no gradient.
 
     Args:
-        dim: width of the first stage; each further one is twice as wide.
-        depths: blocks of each stage.
-        heads: attention heads of each stage.
-        window_size: tokens of a side of a window.
-        patch_size: pixels of a side of a patch.
-        image_size: pixels of a side of the images that positions and exports to timm are for, or (height, width).
-        mlp_ratio: width of the hidden layer of an MLP, as a multiple of the stage's width.
-        channels: channels of an image.
-        qkv_bias: give queries, keys and values a bias.
-        qk_scale: factor of the attention logits, (width of a head) ** -0.5 when none.
-        absolute_positions: add a learned position to each patch, resized to other grids.
-        patch_norm: norm after the patch embedding.
+        dim: width of the first stage. The width doubles with each stage.
+        depths: number of blocks of each stage.
+        heads: number of attention heads of each stage.
+        window_size: side of a window in tokens.
+        patch_size: side of a patch in pixels.
+        image_size: image size of the position table and of exports to timm in pixels, one side or (height, width).
+        mlp_ratio: hidden width of the MLP divided by the width of the stage.
+        channels: number of channels of an image.
+        qkv_bias: add a bias to queries, keys and values.
+        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
+        absolute_positions: add a learned position table to the patches. The table is resized to other grids.
+        patch_norm: normalise after the patch embedding.
         norm_eps: epsilon of the layer norms.
-        drop_path: stochastic depth of the last block, rising from 0 at the first one.
-        mask_token: learn a token that stands for hidden patches.
-        checkpoint_activations: compute the blocks' activations again in the backward pass, to save memory.
+        drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
+        mask_token: add a learned token that replaces hidden patches.
+        checkpoint_activations: recompute each block in the backward pass to save memory.
     """
 
-    undecayed = ("relative_position_bias_table", "absolute_pos_embed")
+    no_weight_decay = ("relative_position_bias_table", "absolute_pos_embed")
 
     def __init__(
         self,
@@ -275,79 +290,74 @@ class Swin(Encoder):
 
     @property
     def stages(self) -> list[Stage]:
-        return [cast(Stage, stage) for stage in self.layers]
+        """Stages in order."""
+        return modules_of(self.layers, Stage)
 
     @property
     def blocks(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All blocks in their order; the stages own them."""
+        """Blocks of all stages in order."""
         return nn.ModuleList(block for stage in self.stages for block in stage.blocks)
 
     def stage_grid(self, stage: int, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens in a stage, 0 the first, of an image of `height` x `width` pixels."""
+        """Return the rows and columns of tokens of an image of `height` x `width` pixels in a stage, 0 the first."""
         pixels = self.patch_size * 2**stage
         return -(-height // pixels), -(-width // pixels)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens of an image of `height` x `width` pixels, parts of a token counted in full."""
+        """Return the rows and columns of tokens of an image of `height` x `width` pixels, rounded up."""
         return self.stage_grid(len(self.depths) - 1, height, width)
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode `images` (B, C, H, W), normalised floats.
+        """Encode normalised images (B, C, H, W).
 
-        With `mask`, each hidden token hides all patches under it: the mask token takes their place, before positions
-        are added.
+        With `mask`, the mask token replaces all patches of a hidden token before positions are added.
 
         Raises:
-            ValueError: the images or the mask do not fit the encoder, or `drop`, which a full grid rules out.
+            EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
         """
-        return self._features(self._run(self.stages[-1].blocks, self._enter_last_stage(images, mask, drop)), images)
+        x, scales = self._last_stage_input(images, mask, drop)
+        return self._features(self._run(self.stages[-1].blocks, x, scales), images)
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Features after each of the last `blocks` blocks, all of the last stage, final norm applied, the last last.
-
-        Raises:
-            ValueError: the last stage has fewer blocks, or the images do not fit the encoder.
-        """
-        own = self.stages[-1].blocks
-        if not 1 <= blocks <= len(own):
-            raise ValueError(f"{blocks} blocks asked of an encoder that has {len(own)} in its last stage")
-        x = self._run(own[:-blocks], self._enter_last_stage(images))
+        """Return the features after each of the last `blocks` blocks, which must belong to the last stage."""
+        last = self.stages[-1].blocks
+        check_block_count(blocks, len(last))
+        x, scales = self._last_stage_input(images)
+        x = self._run(last[:-blocks], x, scales)
         features = []
-        for block in own[-blocks:]:
-            x = self._run([block], x)
+        for block in last[-blocks:]:
+            x = self._run([block], x, scales)
             features.append(self._features(x, images))
         return features
 
     def pyramid(self, images: Images) -> list[Tensor]:
-        """Maps of all stages, the finest first: (B, C, H, W) -> (B, D, h, w) each.
+        """Return the maps of all stages, finest first: (B, C, H, W) -> (B, D, h, w) each.
 
-        Each is the output of its stage's blocks, before tokens are merged for the next stage. The last one has the
-        final norm, the others have none.
+        A map is the output of the blocks of a stage, before patch merging. Only the last map is normed.
         """
         x, maps = self._embed(images), []
+        scales = self.draw_drop_path(len(x), x.device)
         for stage in self.stages:
-            x = self._run(stage.blocks, x)
+            x = self._run(stage.blocks, x, scales)
             maps.append(x if stage.downsample else self.norm(x))
             x = stage.downsample(x) if stage.downsample else x
         return [x.permute(0, 3, 1, 2) for x in maps]
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
-        """What the first block gets: (B, C, H, W) -> (B, h, w, D)."""
-        self.check(images, mask, drop=drop)
-        assert isinstance(images, Tensor)
+        """Return the input of the first block: (B, C, H, W) -> (B, h, w, D)."""
+        images = self.checked(images, mask, drop=drop)
         if min(images.shape[-2:]) < self.patch_size:
-            raise ValueError(
-                f"images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
-                f"{self.patch_size} x {self.patch_size}"
+            raise EncoderError(
+                f"Images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
+                f"{self.patch_size} x {self.patch_size}."
             )
         x = self.patch_embed(images)
         grid = (x.shape[1], x.shape[2])
         if mask is not None:
-            assert self.mask_token is not None
-            times = self.stride // self.patch_size
             hidden = mask.hidden.view(len(x), *self.grid(*images.shape[-2:]))
-            hidden = hidden.repeat_interleave(times, 1).repeat_interleave(times, 2)[:, : grid[0], : grid[1]]
-            x = torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
+            side = self.stride // self.patch_size
+            hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)[:, : grid[0], : grid[1]]
+            x = self.replace_hidden(x, hidden).to(x.dtype)
         if self.absolute_pos_embed is not None:
             table = self.absolute_pos_embed
             if grid != self.table_grid:
@@ -355,32 +365,36 @@ class Swin(Encoder):
             x = x + table.unflatten(1, grid)
         return x
 
-    def _enter_last_stage(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
-        """What the first block of the last stage gets: (B, C, H, W) -> (B, h, w, D)."""
+    def _last_stage_input(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Scales]:
+        """Return the input (B, h, w, D) of the last stage, and the drop path factors of its blocks."""
         x = self._embed(images, mask, drop)
-        for stage in self.stages[:-1]:
-            assert stage.downsample is not None
-            x = stage.downsample(self._run(stage.blocks, x))
-        return x
+        scales = self.draw_drop_path(len(x), x.device)
+        for stage in self.stages:
+            if stage.downsample is not None:
+                x = stage.downsample(self._run(stage.blocks, x, scales))
+        return x, scales
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
-        """Blocks of one stage: (B, h, w, D) -> (B, h, w, D)."""
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
+        """Apply blocks of one stage: (B, h, w, D) -> (B, h, w, D)."""
         recompute = self.checkpoint_activations and self.training
         for block in blocks:
-            windows = cut((x.shape[1], x.shape[2]), self.window_size, cast(Block, block).shifted, x.device)
-            x = checkpoint(block, x, windows, use_reentrant=False) if recompute else block(x, windows)
+            windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.shifted, x.device)
+            arguments = (x, windows, next(scales))
+            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x
 
     def _features(self, x: Tensor, images: Images) -> Features:
-        """From the last block's output (B, h, w, D)."""
+        """Return the features of the output (B, h, w, D) of a block."""
         x = self.norm(x)
         return Features(x.mean((1, 2)), x.flatten(0, 2), self.grids(images))  # (B, D), (B * h * w, D)
 
 
 def _check_stages(dim: int, depths: tuple[int, ...], heads: tuple[int, ...]):
     if len(depths) != len(heads) or not depths:
-        raise ValueError(f"depths and heads have one entry for each stage, not {len(depths)} and {len(heads)}")
+        raise EncoderError(
+            f"depths and heads must have one entry for each stage. They have {len(depths)} and {len(heads)} entries."
+        )
     check_counts(dim=dim, depths=min(depths), heads=min(heads))
     for stage, count in enumerate(heads):
         if dim * 2**stage % count:
-            raise ValueError(f"stage {stage + 1} is {dim * 2**stage} wide, which does not split into {count} heads")
+            raise EncoderError(f"The width {dim * 2**stage} of stage {stage + 1} does not split into {count} heads.")

@@ -1,14 +1,14 @@
-"""Twins-SVT (2104.13840): attention within windows in turn with global attention to a sub-sampled grid.
+"""Twins-SVT (2104.13840): blocks with attention in windows alternate with blocks with attention to a subsampled grid.
 
-B images, C channels, H x W pixels; h x w grid of a stage, D its width, heads of width d; windows of r x c tokens. What
-goes through a stage is a map, (B, h, w, D). Parameters have the names of the published code (Meituan-AutoML/Twins).
+B images, C channels, H x W pixels; h x w grid of a stage, D width of the stage, heads of width d; windows of r x c
+tokens. A stage maps (B, h, w, D) to (B, h, w, D). Parameters have the names of Meituan-AutoML/Twins.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
+from encoders.errors import EncoderError
 from encoders.images import Images, Mask
-from encoders.layers import MLP, DropPath, attention, check_choices, init_linear, learned
+from encoders.layers import (
+    MLP,
+    DropPath,
+    attention,
+    branch_scales,
+    check_block_count,
+    check_choices,
+    check_counts,
+    init_linear,
+    learned,
+    modules_of,
+)
 
 Layout = Literal["meituan", "vit_pytorch"]
 Number = TypeVar("Number", int, float)
@@ -41,24 +53,25 @@ VARIANTS = {
     "twins_svt_vit_pytorch": {"dims": SMALL, "depths": (1, 1, 5, 4), **VIT_PYTORCH},
 }
 
-EMBED_EPS = 1e-5  # of the norms in patch embeddings and after the sub-sampling, whatever norm_eps is (gvt.py)
+EMBED_EPS = 1e-5
+"""Epsilon of the norms in patch embeddings and after the subsampling, independent of norm_eps (gvt.py)."""
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Zeros below and to the right of maps (B, h, w, D), until h is a multiple of `rows` and w of `columns`."""
+    """Pad maps (B, h, w, D) with zeros, below and to the right, to multiples of `rows` and `columns`."""
     below, right = -x.shape[1] % rows, -x.shape[2] % columns
     return F.pad(x, (0, 0, 0, right, 0, below)) if below or right else x
 
 
 def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Maps through a convolution whose stride cuts nothing off: (B, h, w, D) -> (B, h', w', D')."""
+    """Apply a convolution to maps padded to multiples of its stride: (B, h, w, D) -> (B, h', w', D')."""
     x = pad_to(x, layer.stride[0], layer.stride[1])
     return layer(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def real_keys(grid: tuple[int, int], window: tuple[int, int], heads: int, device: torch.device) -> Tensor:
-    """Which keys of a grid padded to whole windows are tokens: (1, windows * heads, 1, r * c) bool."""
-    with torch.inference_mode(False):  # what an evaluation puts in the cache, a training may have to keep for backward
+    """Return False for padding in the windows of a padded grid: (1, windows * heads, 1, r * c) bool."""
+    with torch.inference_mode(False):  # the cache would otherwise hand inference tensors to training
         rows, columns = (
             torch.arange(math.ceil(side / step) * step, device=device) < side
             for side, step in zip(grid, window, strict=True)
@@ -71,7 +84,7 @@ cached_keys = lru_cache(maxsize=32)(real_keys)
 
 
 class PatchEmbed(nn.Module):
-    """A linear map of each patch and a norm: (B, h, w, C) -> (B, h / patch, w / patch, D), rounded up."""
+    """Linear projection of each patch and a norm: (B, h, w, C) -> (B, h / patch, w / patch, D), rounded up."""
 
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
@@ -83,7 +96,7 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(nn.Module):
-    """vit-pytorch's, with a norm of the pixels too: (B, h, w, C) -> (B, h / patch, w / patch, D), rounded up."""
+    """`PatchEmbed` with a norm of the pixels, as in vit-pytorch: (B, h, w, C) -> (B, h / patch, w / patch, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
@@ -99,9 +112,9 @@ class NormedPatchEmbed(nn.Module):
 
 
 class LocalAttention(nn.Module):
-    """Attention of each token to those of its window: (B, h, w, D) -> (B, h, w, D).
+    """Self-attention in windows: (B, h, w, D) -> (B, h, w, D).
 
-    The grid is padded to whole windows, right and below; the padding is no key of any token.
+    The grid is padded to whole windows, below and to the right. Tokens do not attend to padding.
     """
 
     def __init__(self, dim: int, *, heads: int, head_dim: int, scale: float, qkv_bias: bool, window_size: int):
@@ -112,15 +125,14 @@ class LocalAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]
-        # a window beyond the grid would be padding alone, which nobody sees
         rows, columns = min(self.window_size, height), min(self.window_size, width)
         x = pad_to(x, rows, columns)
         keys = None
         if x.shape[1:3] != (height, width):
-            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # a compiler looks through a cache
+            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # dynamo cannot trace a cache
             keys = keys_of((height, width), (rows, columns), self.heads, x.device)
         down = x.shape[1] // rows
-        # windows count as heads, so that one mask serves all images: (B, windows * heads, r * c, d) each
+        # the window axis joins the head axis, so that one mask serves all images: (B, windows * heads, r * c, d) each
         split = "b (h r) (w c) (three heads d) -> three b (h w heads) (r c) d"
         q, k, v = rearrange(self.qkv(x), split, three=3, heads=self.heads, r=rows, c=columns)
         x = attention(q, k, v, scale=self.scale, bias=keys)
@@ -130,10 +142,11 @@ class LocalAttention(nn.Module):
 
 
 class GlobalAttention(nn.Module):
-    """Attention of each token to summaries of `reduction` x `reduction` tokens: (B, h, w, D) -> (B, h, w, D).
+    """Attention of each token to a grid subsampled by `reduction`: (B, h, w, D) -> (B, h, w, D).
 
-    The summaries are a convolution and a norm in front of the keys and values; `strided`, as in vit-pytorch, makes the
-    keys and values by the convolution itself. It meets zeros where the grid is no multiple of `reduction`.
+    A strided convolution and a norm subsample the grid before keys and values are computed. With `strided`, as in
+    vit-pytorch, the strided convolution computes keys and values itself. Zeros pad the grid to multiples of
+    `reduction`.
     """
 
     def __init__(
@@ -147,22 +160,22 @@ class GlobalAttention(nn.Module):
             self.kv = nn.Conv2d(dim, 2 * width, kernel_size=reduction, stride=reduction, bias=qkv_bias)
         else:
             self.kv = nn.Linear(dim, 2 * width, bias=qkv_bias)
-        summed = reduction > 1 and not strided
-        self.sr = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction) if summed else None
-        self.norm = nn.LayerNorm(dim, eps=EMBED_EPS) if summed else nn.Identity()
+        subsampled = reduction > 1 and not strided
+        self.sr = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction) if subsampled else None
+        self.norm = nn.LayerNorm(dim, eps=EMBED_EPS) if subsampled else nn.Identity()
         self.proj = nn.Linear(width, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         q = rearrange(self.q(x), "b h w (heads d) -> b heads (h w) d", heads=self.heads)
-        summary = x if self.sr is None else self.norm(convolve(self.sr, x))
-        kv = convolve(self.kv, summary) if isinstance(self.kv, nn.Conv2d) else self.kv(summary)
+        reduced = x if self.sr is None else self.norm(convolve(self.sr, x))
+        kv = convolve(self.kv, reduced) if isinstance(self.kv, nn.Conv2d) else self.kv(reduced)
         k, v = rearrange(kv, "b h w (two heads d) -> two b heads (h w) d", two=2, heads=self.heads)
         out = attention(q, k, v, scale=self.scale)
         return self.proj(rearrange(out, "b heads (h w) d -> b h w (heads d)", h=x.shape[1]))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each a residual branch with its norm in front: (B, h, w, D) -> (B, h, w, D)."""
+    """Pre-norm transformer block: (B, h, w, D) -> (B, h, w, D)."""
 
     def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, norm_eps: float, drop_path: float):
         super().__init__()
@@ -172,13 +185,14 @@ class Block(nn.Module):
         self.mlp = MLP(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self.attn(self.norm1(x)), scale=first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
 
 
 class Stage(nn.ModuleList):
-    """The blocks of a stage; compiling it compiles them, one by one."""
+    """Blocks of a stage. `compile` compiles each block on its own."""
 
     def compile(self, *args, **kwargs):
         for block in self:
@@ -186,52 +200,53 @@ class Stage(nn.ModuleList):
 
 
 class PositionGenerator(nn.Module):
-    """What a token's place does to it, by a 3 x 3 convolution of each channel (2102.10882): maps of the same shape."""
+    """Conditional positions by a depth-wise 3 x 3 convolution with identity (2102.10882): (B, h, w, D), same shape."""
 
     def __init__(self, dim: int):
         super().__init__()
         self.proj = nn.Sequential(nn.Conv2d(dim, dim, kernel_size=3, padding=1, groups=dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + convolve(cast(nn.Conv2d, self.proj[0]), x)
+        return x + self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 class Twins(Encoder):
-    """Twins-SVT for images of any size: what does not divide is padded with zeros, right and below.
+    """Twins-SVT for images of any size. Zeros pad below and to the right.
 
-    Pixels are padded to whole patches, a grid to whole 2 x 2 patches of the next stage, to whole windows (of which the
-    padding is no key) and to whole summaries. The published code gives the same where nothing needs padding, and cuts
-    off or attends to padding elsewhere. A stage halves the grid of the one before; the encoder's tokens are the last's.
+    Images are padded to whole patches, and grids to even sides, to whole windows and to whole subsampling steps.
+    Tokens do not attend to padding of windows. The result equals the published code where no padding is needed;
+    elsewhere the published code crops, or attends to padding. Each stage halves the grid. `Features.tokens` are the
+    tokens of the last stage.
 
-    With `layout="meituan"`, that of the published models, blocks of local and global attention take turns in a stage,
-    the positions come after its first block, and a norm follows the last. `layout="vit_pytorch"` is the model of that
-    name in the vit-pytorch package (twins_svt.py), whose weights are its own: `depths` count pairs of a local and a
-    global block, after one more pair and the positions; the last stage has global blocks only; keys and values of the
-    global ones come from a strided convolution; patches are normalised twice; and no norm follows.
+    `layout="meituan"` is the published model: blocks with local and global attention alternate, positions follow the
+    first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of twins_svt.py
+    in vit-pytorch, which has other weights: `depths` count pairs of a local and a global block, after one additional
+    pair and the positions; the last stage has only global blocks; strided convolutions compute the keys and values of
+    global blocks; patches are normed twice; and there is no final norm.
 
-    A setting of several stages is one number for all of them or a list with one for each.
+    A setting per stage is one number for all stages, or a list with one number for each stage.
 
     Args:
-        dims: width of the tokens in each stage.
-        depths: blocks of each stage.
-        heads: attention heads of a block, in each stage.
-        head_dim: width of a head, the width of the stage over its heads when None.
-        window_size: tokens of a side of a window, in each stage.
-        reductions: tokens of a side of what one key of the global attention stands for, in each stage.
+        dims: width of each stage.
+        depths: number of blocks of each stage.
+        heads: number of attention heads of each stage.
+        head_dim: width of a head, width of the stage / heads if None.
+        window_size: side of a window in tokens, for each stage.
+        reductions: subsampling factor of the keys and values of global attention, for each stage.
         patch_size: side of a patch of the first stage in pixels.
-        mlp_ratios: hidden width of the MLP over the width of the stage.
-        qkv_bias: have a bias in the queries, keys and values.
-        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) when None.
-        channels: channels of an image.
-        image_size: pixels, one side or (rows, columns), that evaluation crops to; nothing in the encoder depends on it.
-        norm_eps: epsilon of the norms in blocks and of the last; those of patches and summaries have 1e-5.
-        drop_path: share of residual branches left out in training at the last block, rising linearly from 0.
-        mask_token: have a learned token to put in place of hidden patches.
-        checkpoint_activations: recompute each block in the backward pass, which saves memory.
-        layout: whose arrangement of the parts, that of the published models or that of vit-pytorch.
+        mlp_ratios: hidden width of the MLP divided by the width of the stage.
+        qkv_bias: add a bias to queries, keys and values.
+        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
+        channels: number of channels of an image.
+        image_size: image size for evaluation and exports to timm in pixels, one side or (rows, columns).
+        norm_eps: epsilon of the norms in blocks and of the final norm. Other norms have 1e-5.
+        drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
+        mask_token: add a learned token that replaces hidden patches.
+        checkpoint_activations: recompute each block in the backward pass to save memory.
+        layout: arrangement of the modules, that of the published models or that of vit-pytorch.
     """
 
-    undecayed = ("pos_block.",)
+    no_weight_decay = ("pos_block.",)
 
     def __init__(
         self,
@@ -261,10 +276,9 @@ class Twins(Encoder):
         self.window_size = _each("window_size", window_size, stages)
         self.reductions = _each("reductions", reductions, stages)
         self.mlp_ratios = _each("mlp_ratios", mlp_ratios, stages)
-        _check_counts(dims=self.dims, depths=self.depths, heads=self.heads, reductions=self.reductions)
-        _check_counts(window_size=self.window_size, patch_size=[patch_size], channels=[channels])
-        sides = image_size if isinstance(image_size, Sequence) else [image_size]
-        _check_counts(head_dim=[1 if head_dim is None else head_dim], image_size=sides)
+        check_counts(dims=self.dims, depths=self.depths, heads=self.heads, reductions=self.reductions)
+        check_counts(window_size=self.window_size, patch_size=patch_size, channels=channels, image_size=image_size)
+        check_counts(head_dim=1 if head_dim is None else head_dim)
         self.dim, self.stride = self.dims[-1], patch_size * 2 ** (stages - 1)
         self.channels, self.patch_size, self.image_size = channels, patch_size, image_size
         self.layout: Layout = layout
@@ -288,7 +302,7 @@ class Twins(Encoder):
         number, total = 0, sum(len(stage) for stage in kinds)
         for stage, (dim, heads) in enumerate(zip(self.dims, self.heads, strict=True)):
             if self.head_dim is None and dim % heads:
-                raise ValueError(f"a width (dims) of {dim} does not split into {heads} heads: say their head_dim")
+                raise EncoderError(f"A width (dims) of {dim} does not split into {heads} heads. Set head_dim.")
             head_dim = dim // heads if self.head_dim is None else self.head_dim
             scale = head_dim**-0.5 if self.qk_scale is None else self.qk_scale
             heads_of = {"heads": heads, "head_dim": head_dim, "scale": scale, "qkv_bias": self.qkv_bias}
@@ -307,76 +321,68 @@ class Twins(Encoder):
         return math.ceil(height / self.stride), math.ceil(width / self.stride)
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode `images` (B, C, H, W), normalised floats, of any size.
+        """Encode normalised images (B, C, H, W).
 
-        With `mask`, the patches of the first stage that lie in hidden tokens are replaced by the mask token.
+        With `mask`, the mask token replaces the patches of hidden tokens in the first stage.
 
         Raises:
-            ValueError: the images or the mask do not fit the encoder, or `drop`, which windows do not allow.
+            EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
         """
-        self.check(images, mask, drop=drop)
-        (features,) = self._last(1, images, mask)
+        (features,) = self._last(1, self.checked(images, mask, drop=drop), mask)
         return features
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Features after each of the last `blocks` blocks of the last stage, the positions and the final norm applied.
-
-        Raises:
-            ValueError: the last stage has fewer blocks.
-        """
-        most = len(cast(Stage, self.blocks[-1]))
-        if not 1 <= blocks <= most:
-            raise ValueError(f"{blocks} blocks asked of an encoder that has {most} in its last stage")
-        self.check(images)
-        return self._last(blocks, images)
+        """Return the features after each of the last `blocks` blocks, which must belong to the last stage."""
+        check_block_count(blocks, len(modules_of(self.blocks, Stage)[-1]))
+        return self._last(blocks, self.checked(images))
 
     def pyramid(self, images: Tensor) -> list[Tensor]:
-        """Output of each stage, the last after the final norm: (B, C, H, W) -> each (B, D, h, w)."""
-        self.check(images)
-        maps = dict(self._outputs(images))  # the last block of each stage
-        last = len(self.dims) - 1
-        return [(self.norm(x) if stage == last else x).permute(0, 3, 1, 2) for stage, x in maps.items()]
+        """Return the maps of all stages, finest first, the last one normed: (B, C, H, W) -> (B, D, h, w) each."""
+        maps = dict(self._outputs(self.checked(images)))  # the last output of each stage
+        maps[len(self.dims) - 1] = self.norm(maps[len(self.dims) - 1])
+        return [x.permute(0, 3, 1, 2) for x in maps.values()]
 
-    def _last(self, count: int, images: Images, mask: Mask | None = None) -> list[Features]:
-        """Features after each of the last `count` blocks."""
+    def _last(self, count: int, images: Tensor, mask: Mask | None = None) -> list[Features]:
+        """Return the features after each of the last `count` blocks."""
         outputs = deque(self._outputs(images, mask), maxlen=count)
         maps = [self.norm(x).flatten(1, 2) for _, x in outputs]  # (B, h * w, D) each
         return [Features(x.mean(1), x.flatten(0, 1), self.grids(images)) for x in maps]
 
-    def _outputs(self, images: Images, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Stage and output (B, h, w, D) of each block in turn."""
-        assert isinstance(images, Tensor)
+    def _outputs(self, images: Tensor, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield the stage and the output (B, h, w, D) of each block."""
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
-        stages = zip(self.patch_embeds, self.blocks, self.pos_block, _kinds(self.layout, self.depths), strict=True)
+        scales = self.draw_drop_path(len(x), x.device)
+        blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
+        stages = zip(self.patch_embeds, blocks_of_stages, self.pos_block, kinds_of_stages, strict=True)
         for stage, (embed, blocks, positions, kinds) in enumerate(stages):
             x = embed(x)  # (B, h, w, D)
             if stage == 0 and mask is not None:
                 x = self._hide(x, mask, self.grid(*images.shape[-2:]))
-            before = 1 if self.layout == "meituan" else 1 + any(kinds)  # blocks in front of the positions
-            for number, block in enumerate(cast(Stage, blocks), start=1):
+            before = 1 if self.layout == "meituan" else 1 + any(kinds)  # number of blocks before the positions
+            for number, block in enumerate(blocks, start=1):
                 recompute = self.checkpoint_activations and self.training
-                x = cast(Tensor, checkpoint(block, x, use_reentrant=False)) if recompute else block(x)
+                drawn = next(scales)
+                x = checkpoint(block, x, drawn, use_reentrant=False) if recompute else block(x, drawn)
                 x = positions(x) if number == before else x
                 yield stage, x
 
     def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
-        """The mask token in place of the patches (B, h, w, D) of the first stage that lie in hidden tokens."""
-        assert self.mask_token is not None
+        """Replace the patches (B, h, w, D) of hidden tokens in the first stage by the mask token."""
         side = self.stride // self.patch_size
         hidden = mask.hidden.view(len(x), *grid)
         hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)
-        return torch.where(hidden[:, : x.shape[1], : x.shape[2]], self.mask_token.to(x.dtype), x)
+        return self.replace_hidden(x, hidden[:, : x.shape[1], : x.shape[2]]).to(x.dtype)
 
 
 def _kinds(layout: Layout, depths: Sequence[int]) -> list[list[bool]]:
-    """Whether each block of each stage is a local one."""
+    """Return True for local and False for global blocks, for each block of each stage."""
     if layout == "meituan":
         return [[number % 2 == 0 for number in range(depth)] for depth in depths]
     return [[True, False] * (1 + depth) for depth in depths[:-1]] + [[False] * (1 + depths[-1])]
 
 
 def _init(layer: nn.Module):
-    """Initial values of Meituan-AutoML/Twins (gvt.py): convolutions normal, of variance 2 / fan-out."""
+    """Initialise a layer as Meituan-AutoML/Twins (gvt.py): convolutions are normal with variance 2 / fan-out."""
     init_linear(layer, "trunc_normal")
     if isinstance(layer, nn.Conv2d):
         fan_out = math.prod(layer.kernel_size) * layer.out_channels // layer.groups
@@ -386,15 +392,9 @@ def _init(layer: nn.Module):
 
 
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
-    """A value for each stage."""
+    """Return one value for each stage."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    values = values * stages if len(values) == 1 else values  # the command line reads a number as a list of one
+    values = values * stages if len(values) == 1 else values  # the command line turns a number into a list of one
     if len(values) != stages:
-        raise ValueError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}")
+        raise EncoderError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}.")
     return values
-
-
-def _check_counts(**counts: Sequence[int]):
-    for name, values in counts.items():
-        if not values or min(values) < 1:
-            raise ValueError(f"{name} must be at least 1, not {', '.join(map(str, values)) or 'empty'}")

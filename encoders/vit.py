@@ -1,13 +1,14 @@
-"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377) DeiT (2012.12877), registers (2309.16588).
+"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), registers (2309.16588).
 
 B images, C channels, H x W pixels; h x w grid, N = h * w patches (or the visible ones of an image); D width, d width of
-one head; S special tokens in front of the patches: class, distillation, registers. Parameters have published names.
+one head; S prefix tokens in front of the patches: class, distillation, registers. The first K of the prefix tokens
+(class, distillation) have positions. Parameters have published names.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -15,22 +16,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
-from encoders.images import Images, Layout, Mask, patchify
+from encoders.errors import EncoderError
+from encoders.images import Images, Mask, patchify
 from encoders.layers import (
     MLP,
     DropPath,
     Init,
     Interpolation,
     LayerScale,
+    Scales,
     attention,
+    branch_scales,
+    check_block_count,
     check_choices,
     check_counts,
+    check_heads,
     init_linear,
     learned,
+    modules_of,
     resize_table,
     sincos_table,
     table_grid,
 )
+from encoders.segments import Segments
 
 Pool = Literal["class", "mean", "all"]
 Positions = Literal["learned", "sincos"]
@@ -47,12 +55,12 @@ VARIANTS = {
 
 
 class PatchEmbed(nn.Module):
-    """A linear map of each patch, pixels beyond the last whole patch left out: (B, C, H, W) -> (B, N, D)."""
+    """Linear projection of each patch, cropped to whole patches: (B, C, H, W) -> (B, N, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, init: Init):
         super().__init__()
         self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        if init == "xavier":  # else a convolution's own initial values, as in DINO
+        if init == "xavier":  # DINO keeps the default initialisation of convolutions
             nn.init.xavier_uniform_(self.proj.weight.detach().flatten(1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -60,7 +68,7 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(nn.Module):
-    """As `PatchEmbed`, with a norm on both sides of the map, as in vit-pytorch: (B, C, H, W) -> (B, N, D)."""
+    """`PatchEmbed` with a norm before and after the projection, as in vit-pytorch: (B, C, H, W) -> (B, N, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, norm_eps: float):
         super().__init__()
@@ -76,7 +84,7 @@ class NormedPatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention: (B, N, D), or `packed` images (T, D), -> the same shape."""
+    """Self-attention of (B, N, D), or of packed images (T, D) with their `segments`. The shape stays."""
 
     def __init__(
         self,
@@ -99,26 +107,23 @@ class Attention(nn.Module):
         self.proj = nn.Linear(heads * head_dim, dim)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values: (..., N, D) -> three of (..., heads, N, d)."""
+        """Return queries, keys and values: (..., N, D) -> three of (..., heads, N, d)."""
         q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
         return self.q_norm(q), self.k_norm(k), v
 
-    def forward(self, x: Tensor, packed: Layout | None = None) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         q, k, v = self._split(x)
-        out = attention(q, k, v, scale=self.scale, packed=packed)
+        out = attention(q, k, v, scale=self.scale, segments=segments)
         return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
     def weights(self, x: Tensor) -> Tensor:
-        """What each token takes from each: (B, N, D) -> (B, heads, N, N), rows sum to 1."""
+        """Return the attention weights of queries to keys, with rows that sum to 1: (B, N, D) -> (B, heads, N, N)."""
         q, k, _ = self._split(x)
         return (self.scale * q @ k.mT).softmax(-1)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each a residual branch with its norm in front.
-
-    (B, N, D), or `packed` images (T, D), -> the same shape.
-    """
+    """Pre-norm transformer block for (B, N, D), or for packed images (T, D) with their `segments`. The shape stays."""
 
     def __init__(
         self,
@@ -144,51 +149,52 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, packed: Layout | None = None) -> Tensor:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), packed)), packed)
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), packed)
+    def forward(self, x: Tensor, segments: Segments | None = None, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), segments)), segments, first)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), segments, second)
 
 
 class ViT(Encoder):
-    """Vision transformer for images of any size: its table of positions is resized to their grid.
+    """Vision transformer for images of any size. The position table is resized to the grid of the images.
 
-    Sides that the patch does not divide lose their last pixels, right and below. With `pool="mean"` the one norm at the
-    end is `fc_norm`, as in MAE's fine-tuning, and there is no `norm`: `Features.pooled` is the norm of the mean of the
-    patches, and `Features.tokens` the norm of each patch. `pool="all"`, as in vit-pytorch, is the mean of all normed
-    tokens, class and other special tokens among them. `pos_embed` has rows for the class and the distillation token
-    in front of the patches, none for registers.
+    If the patch does not divide a side, the last pixels of that side are cropped. With `pool="mean"` the final norm is
+    `fc_norm`, as in MAE's fine-tuning, and there is no `norm`: `Features.pooled` is the norm of the mean of the patch
+    tokens, and `Features.tokens` is the norm of each patch token. With `pool="all"`, as in vit-pytorch, `pooled` is the
+    mean of all normed tokens, prefix tokens included. `pos_embed` has rows for the class token, the distillation token
+    and the patches, and no rows for registers.
 
-    A part that a training does not use is left without gradient: ask for `mask_token` only to hide tokens in place, and
-    for `classes` only to train through `logits`.
+    Set `mask_token` only to hide tokens in place, and `classes` only to train through `logits`. Otherwise these
+    parameters get no gradient.
 
     Args:
         dim: width of a token.
         depth: number of blocks.
-        heads: attention heads of a block.
-        head_dim: width of a head, `dim` / `heads` when None.
-        mlp_ratio: hidden width of the MLP over `dim`.
+        heads: number of attention heads of a block.
+        head_dim: width of a head, `dim` / `heads` if None.
+        mlp_ratio: hidden width of the MLP divided by `dim`.
         patch_size: side of a patch in pixels.
-        image_size: pixels, one side or (rows, columns), for which the table of positions is made.
-        patch_norm: normalise patches before and after their linear map, as in vit-pytorch.
-        channels: channels of an image.
-        class_token: have a class token.
+        image_size: image size of the position table in pixels, one side or (rows, columns).
+        patch_norm: normalise patches before and after their projection, as in vit-pytorch.
+        channels: number of channels of an image.
+        class_token: add a class token.
         registers: number of register tokens.
-        distillation_token: have a distillation token beside the class token (DeiT).
-        mask_token: have a learned token to put in place of hidden ones.
-        pool: what stands for the image, the class token, the mean of the patches or that of all normed tokens.
-        qkv_bias: have a bias in the queries, keys and values.
+        distillation_token: add a distillation token after the class token (DeiT).
+        mask_token: add a learned token that replaces hidden tokens.
+        pool: `Features.pooled` is the class token, the mean of the patch tokens, or the mean of all tokens.
+        qkv_bias: add a bias to queries, keys and values.
         norm_eps: epsilon of all layer norms.
         qk_norm: normalise queries and keys in each head.
-        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) when None.
-        layer_scale: initial value of the factors on the residual branches, None for no such factors.
-        drop_path: share of residual branches left out in training at the last block, rising linearly from 0.
-        positions: a learned table, or the fixed sine-cosine table of MAE.
-        interpolation: how the table is resized to another grid, by the rule of DINO or of MAE.
-        init: initial weights, truncated normal of 0.02 (DINO) or Xavier uniform (MAE).
-        position_init: start of a learned table, normal of 0.02 or the sine-cosine table.
+        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
+        layer_scale: initial value of the layer scale, None for no layer scale.
+        drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
+        positions: learned position table, or the fixed sine-cosine table of MAE.
+        interpolation: rule that resizes the position table to another grid, DINO's or MAE's.
+        init: initial weights, truncated normal with standard deviation 0.02 (DINO) or Xavier uniform (MAE).
+        position_init: initial values of a learned table, normal with standard deviation 0.02 or the sine-cosine table.
         representation_size: width of a tanh layer before the class head, None for no such layer.
-        classes: outputs of the class head (and of the distillation head), 0 for none.
-        checkpoint_activations: recompute each block in the backward pass, which saves memory.
+        classes: number of outputs of the class head and of the distillation head, 0 for no head.
+        checkpoint_activations: recompute each block in the backward pass to save memory.
     """
 
     can_drop = True
@@ -227,12 +233,10 @@ class ViT(Encoder):
         super().__init__()
         check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
-        check_counts(dim=dim, depth=depth, heads=heads, patch_size=patch_size, channels=channels)
-        check_counts(head_dim=1 if head_dim is None else head_dim)
-        if head_dim is None and dim % heads:
-            raise ValueError(f"a width (dim) of {dim} does not split into {heads} heads: give head_dim")
+        check_counts(depth=depth, patch_size=patch_size, channels=channels)
+        check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
-            raise ValueError('without a class token, pool must be "mean" or "all", and distillation_token off')
+            raise EncoderError('Without class_token, pool must be "mean" or "all" and distillation_token False.')
         self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
         self.interpolation: Interpolation = interpolation
         self.checkpoint_activations = checkpoint_activations
@@ -243,10 +247,10 @@ class ViT(Encoder):
         self.dist_token = learned(1, 1, dim) if distillation_token else None
         self.reg_token = learned(1, registers, dim) if registers else None
         self.mask_token = learned(1, dim) if mask_token else None
-        self.placed = class_token + distillation_token
-        self.special = self.placed + registers
+        self.num_positioned = class_token + distillation_token
+        self.num_prefix_tokens = self.num_positioned + registers
         self.table_grid = table_grid(image_size, patch_size)
-        self.pos_embed = _position_table(self.placed, self.table_grid, dim, positions, position_init)
+        self.pos_embed = _position_table(self.num_positioned, self.table_grid, dim, positions, position_init)
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
         block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale, head_dim=head_dim)
         self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
@@ -257,7 +261,7 @@ class ViT(Encoder):
 
     def _add_heads(self, representation_size: int | None, classes: int):
         if representation_size is not None and (not classes or self.dist_token is not None):
-            raise ValueError("representation_size needs classes, and no distillation token")
+            raise EncoderError("representation_size needs classes, and excludes a distillation token.")
         width = representation_size or self.dim
         self.pre_logits = nn.Sequential()
         if representation_size is not None:
@@ -266,42 +270,51 @@ class ViT(Encoder):
         self.head_dist = nn.Linear(width, classes) if classes and self.dist_token is not None else None
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode `images` (B, C, H, W), normalised floats.
+        """Encode normalised images (B, C, H, W).
 
-        With `mask`, hidden tokens are replaced by the mask token, which gets their positions. With `drop` they are left
-        out: `tokens` (V, D) belong to `mask.visible`, and every image must have the same number of visible tokens.
+        With `mask`, the mask token replaces hidden tokens and gets their positions. With `drop` the encoder skips
+        hidden tokens: `tokens` (V, D) belong to `mask.visible`, and all images must have the same number of visible
+        tokens.
 
         Raises:
-            ValueError: the images or the mask do not fit the encoder.
+            EncoderError: the images or the mask do not fit the encoder.
         """
-        return self._features(self._run(self.blocks, self._embed(images, mask, drop)), images)
+        x = self._embed(images, mask, drop)
+        return self._features(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)), images)
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        if not 1 <= blocks <= len(self.blocks):
-            raise ValueError(f"{blocks} blocks asked of an encoder that has {len(self.blocks)}")
-        x = self._run(self.blocks[:-blocks], self._embed(images))
+        check_block_count(blocks, len(self.blocks))
+        x = self._embed(images)
+        scales = self.draw_drop_path(len(x), x.device)
+        x = self._run(self.blocks[:-blocks], x, scales)
         features = []
         for block in self.blocks[-blocks:]:
-            x = self._run([block], x)
+            x = self._run([block], x, scales)
             features.append(self._features(x, images))
         return features
 
     def last_attention(self, images: Tensor) -> Tensor:
-        """Attention of the last block between all tokens: (B, C, H, W) -> (B, heads, S + N, S + N), rows sum to 1."""
-        last = cast(Block, self.blocks[-1])
-        return last.attn.weights(last.norm1(self._run(self.blocks[:-1], self._embed(images))))
+        """Return the attention weights of the last block between all tokens: (B, C, H, W) -> (B, heads, S + N, S + N).
+
+        Each row sums to 1.
+        """
+        last = modules_of(self.blocks, Block)[-1]
+        x = self._embed(images)
+        x = self._run(self.blocks[:-1], x, self.draw_drop_path(len(x), x.device))
+        return last.attn.weights(last.norm1(x))
 
     def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Class scores: (B, C, H, W) -> (B, classes).
+        """Return class scores: (B, C, H, W) -> (B, classes).
 
-        With a distillation token: in training the scores of both heads, class and distillation; otherwise their mean.
+        With a distillation token, return the scores of both heads in training, and their mean otherwise.
 
         Raises:
-            ValueError: the encoder was built without classes.
+            EncoderError: the encoder has no class head.
         """
         if self.head is None:
-            raise ValueError("this encoder has no class head: build it with classes=N")
-        x = self._run(self.blocks, self._embed(images))
+            raise EncoderError("The encoder has no class head. Build it with classes=N.")
+        x = self._embed(images)
+        x = self._run(self.blocks, x, self.draw_drop_path(len(x), x.device))
         scores = self.head(self.pre_logits(self._features(x, images).pooled))
         if self.head_dist is None:
             return scores
@@ -309,65 +322,74 @@ class ViT(Encoder):
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
-        """What the first block gets: (B, C, H, W) -> (B, S + N, D)."""
-        self.check(images, mask, drop=drop)
-        assert isinstance(images, Tensor)
-        positions = self._positions(images.shape[-2], images.shape[-1])  # (1, placed + N, D)
+        """Return the input of the first block: (B, C, H, W) -> (B, S + N, D)."""
+        images = self.checked(images, mask, drop=drop)
+        positions = self._positions(images.shape[-2], images.shape[-1])  # (1, K + N, D)
+        prefix_positions, patch_positions = positions.tensor_split([self.num_positioned], dim=1)
         x = self.patch_embed(images)  # (B, N, D)
         if mask is not None and not drop:
-            assert self.mask_token is not None
-            x = torch.where(mask.hidden.view(len(x), -1, 1), self.mask_token, x)
-        x = x + positions[:, self.placed :]
+            x = self.replace_hidden(x, mask.hidden.view(len(x), -1, 1))
+        x = x + patch_positions
         if mask is not None and drop:
-            visible = int(mask.lengths[0])
-            if not 0 < visible == int(mask.lengths.max()) == int(mask.lengths.min()):
-                raise ValueError(
-                    "with drop=True each image must keep the same number of tokens, at least one, not "
-                    f"{int(mask.lengths.min())} to {int(mask.lengths.max())}"
-                )
-            x = x.flatten(0, 1).index_select(0, mask.visible).unflatten(0, (len(x), visible))  # (B, V / B, D)
-        special: list[Tensor] = [
+            x = _visible(x, mask)  # (B, V / B, D)
+        tokens: list[Tensor] = [
             token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None
         ]
-        if not special:
+        if not tokens:
             return x
-        front = torch.cat(special, 1)  # (1, S, D)
-        front = torch.cat([front[:, : self.placed] + positions[:, : self.placed], front[:, self.placed :]], 1)
-        return torch.cat([front.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
+        positioned, registers = torch.cat(tokens, 1).tensor_split([self.num_positioned], dim=1)
+        prefix = torch.cat([positioned + prefix_positions, registers], 1)  # (1, S, D)
+        return torch.cat([prefix.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """Rows of the table for the special tokens and for the grid of an image: (1, placed + N, D)."""
+        """Return the positions of prefix tokens and patches of an image: (1, K + N, D)."""
         grid = self.grid(height, width)
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
             fits = fits and height == width  # the published code resizes for every image that is not square
         if fits:
             return self.pos_embed
-        placed, patches = self.pos_embed.split([self.placed, self.table_grid[0] * self.table_grid[1]], dim=1)
-        return torch.cat([placed, resize_table(patches, self.table_grid, grid, self.interpolation)], 1)
+        prefix, patches = self.pos_embed.tensor_split([self.num_positioned], dim=1)
+        return torch.cat([prefix, resize_table(patches, self.table_grid, grid, self.interpolation)], 1)
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
-        """(B, S + N, D) -> (B, S + N, D)."""
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
+        """Apply blocks: (B, S + N, D) -> (B, S + N, D)."""
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            arguments = (x, None, next(scales))
+            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x
 
     def _features(self, x: Tensor, images: Images) -> Features:
-        """From the last block's output (B, S + N, D)."""
+        """Return the features of the output (B, S + N, D) of a block."""
         x = self.norm(x)
-        patches = x[:, self.special :]
+        patches = x[:, self.num_prefix_tokens :]
         pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)
         tokens = patches.flatten(0, 1)  # (B * N, D)
         return Features(self.fc_norm(pooled), self.fc_norm(tokens), self.grids(images))
 
 
+def _visible(x: Tensor, mask: Mask) -> Tensor:
+    """Return the visible tokens of each image: (B, N, D) -> (B, V / B, D).
+
+    Raises:
+        EncoderError: images have different numbers of visible tokens, or none.
+    """
+    fewest, most = int(mask.lengths.min()), int(mask.lengths.max())
+    if not 0 < fewest == most:
+        raise EncoderError(
+            "With drop=True all images must keep the same number of tokens, at least one. "
+            f"These keep {fewest} to {most}."
+        )
+    return x.flatten(0, 1).index_select(0, mask.visible).unflatten(0, (len(x), most))
+
+
 def _position_table(
-    placed: int, grid: tuple[int, int], dim: int, positions: Positions, position_init: PositionInit
+    prefix: int, grid: tuple[int, int], dim: int, positions: Positions, position_init: PositionInit
 ) -> nn.Parameter:
-    """(1, placed + N, D). A sine-cosine table has zeros for the class token, as in MAE."""
+    """Return a table (1, K + N, D) with `prefix` rows K for prefix tokens, which are 0 if it is sine-cosine (MAE)."""
     if positions == "sincos" or position_init == "sincos":
-        table = torch.cat([torch.zeros(placed, dim), sincos_table(*grid, dim)])[None]
+        table = torch.cat([torch.zeros(prefix, dim), sincos_table(*grid, dim)])[None]
     else:
-        table = nn.init.trunc_normal_(torch.empty(1, placed + grid[0] * grid[1], dim), std=0.02)
+        table = nn.init.trunc_normal_(torch.empty(1, prefix + grid[0] * grid[1], dim), std=0.02)
     return nn.Parameter(table, requires_grad=positions == "learned")

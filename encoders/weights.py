@@ -1,39 +1,41 @@
-"""Weights from one form to another: a published checkpoint or ours to an encoder of ours, or to one of timm's.
+"""Convert weights: a published checkpoint or an encoder of this project to an encoder of this project or of timm.
 
     python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm] [--set image_size=96]
 
-What the encoder is follows from the checkpoint; `--encoder` and `--set` say it where the checkpoint does not, or change
-it: positions, relative tables and windows are resized for another image size.
+The settings of the encoder follow from the checkpoint. `--encoder` and `--set` add settings that the checkpoint does
+not show, or change settings: position tables, relative position tables and windows are resized.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
 import encoders
-from encoders.base import Encoder
+from encoders.base import IMAGENET, Encoder
+from encoders.errors import EncoderError, WeightsError
 from encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
 from encoders.formats.report import Report
 from encoders.summary import setting
+from runtime.files import atomic_write
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m encoders.weights",
-        description="Convert a checkpoint, official or ours, to an encoder of ours or of timm's.",
+        description="Convert a published checkpoint, or an encoder of this project, to an encoder of this project or "
+        "of timm.",
     )
-    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="file of weights or run folder")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors to write; ours has a .json beside it")
-    parser.add_argument("--to", choices=("ours", "timm"), default="ours", help="whose names to write (ours)")
-    parser.add_argument("--encoder", metavar="VARIANT", help="what to build; without it, found from the checkpoint")
+    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="weight file or run folder")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors file to write")
+    parser.add_argument("--to", choices=("ours", "timm"), default="ours", help="format of OUTPUT (default: ours)")
+    parser.add_argument("--encoder", metavar="VARIANT", help="encoder to build (default: found from the checkpoint)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the encoder")
     options = parser.parse_args(argv)
     try:
         if options.output.suffix != ".safetensors":
-            raise ValueError(f"{options.output} must end in .safetensors")
+            raise WeightsError(f"{options.output} must end in .safetensors.")
         encoder = fitting(options.source, options.encoder, dict(setting(text) for text in options.set))
         (to_timm if options.to == "timm" else to_ours)(encoder, options.output)
     except (ValueError, OSError) as error:
@@ -41,42 +43,69 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Encoder:
-    """An encoder with the weights of `source`; prints what became of them.
+    """Build an encoder for the weights of `source`, load them, and print the report.
 
     Raises:
-        ValueError: what it is cannot be found, or it does not fit.
+        EncoderError: a setting does not fit.
+        WeightsError: the format is not recognised, or the weights do not fit.
     """
-    source = source / "encoder.safetensors" if source.is_dir() else source  # a run, or a checkpoint in it
+    source = source / "encoder.safetensors" if source.is_dir() else source
     checkpoint = read(source)
-    beside = source.with_suffix(".json")
-    if variant is None and source.suffix == ".safetensors" and beside.is_file():
-        known = json.loads(beside.read_text())
+    description = source.with_suffix(".json")
+    known: dict[str, Any] = {"variant": variant}
+    preprocessing = IMAGENET
+    if source.suffix == ".safetensors" and description.is_file():
+        described, preprocessing = encoders.read_description(description)
+        known = described if variant is None else known
     elif variant is None:
         state = unwrap(checkpoint, "auto", Report())
         known = recognise(state).describe(state)
-    else:
-        known = {"variant": variant}
     encoder = encoders.build(**(known | settings))
+    encoder.preprocessing = preprocessing
     print(load_weights(encoder, checkpoint))
     return encoder
 
 
 def to_ours(encoder: Encoder, output: Path) -> None:
-    """`output` and its .json."""
+    """Write `output` and the .json file next to it."""
     encoders.save(encoder, output)
     print(f'wrote {output}, an encoder of the variant {encoder.settings["variant"]}: encoders.load("{output}")')
 
 
 def to_timm(encoder: Encoder, output: Path) -> None:
-    """`output`, which `timm.create_model` takes as `checkpoint_path`.
+    """Write `output` for `checkpoint_path` of `timm.create_model`, and print the call.
 
     Raises:
-        ValueError: timm has no such model.
+        WeightsError: timm has no equivalent model.
+        EncoderError: the preprocessing has another number of channels than the encoder.
     """
     name, options, state = format_of(encoder).to_timm(encoder)
-    save_file({key: tensor.detach().contiguous() for key, tensor in state.items()}, output)
-    given = "".join(f", {key}={value!r}" for key, value in options.items())
-    print(f'wrote {output}: timm.create_model("{name}", checkpoint_path="{output}"{given})')
+    options["pretrained_cfg_overlay"] = pretrained_cfg(encoder)
+    with atomic_write(output) as file:
+        save_file({key: tensor.detach().contiguous() for key, tensor in state.items()}, file)
+    arguments = "".join(f", {key}={value!r}" for key, value in options.items())
+    print(f'wrote {output}: timm.create_model("{name}", checkpoint_path="{output}"{arguments})')
+
+
+def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
+    """Return the values that `timm.data.resolve_data_config` reads from a model's `pretrained_cfg`.
+
+    Raises:
+        EncoderError: the preprocessing has another number of channels than the encoder.
+    """
+    preprocessing, size = encoder.preprocessing, encoder.settings["image_size"]
+    if preprocessing.channels != encoder.channels:
+        raise EncoderError(
+            f"The preprocessing has {preprocessing.channels} channels, but the encoder has {encoder.channels}. "
+            'Write the mean and std of each channel into "preprocessing" of the .json file of the encoder.'
+        )
+    height, width = (size, size) if isinstance(size, int) else size
+    return {
+        "input_size": (encoder.channels, height, width),
+        "interpolation": "bicubic",
+        "mean": preprocessing.mean,
+        "std": preprocessing.std,
+    }
 
 
 if __name__ == "__main__":

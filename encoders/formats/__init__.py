@@ -1,1 +1,1 @@
-"""Names and shapes of published weights: `checkpoint` opens a file, one module for each family of encoders fits it."""
+"""Weight files of published encoders, one module per family (see `encoders.formats.checkpoint.Format`)."""

@@ -1,6 +1,6 @@
-"""Weights of a NaViT by vit-pytorch (na_vit.py), and ours.
+"""Weight formats of the NaViT: vit-pytorch (na_vit.py) and this project.
 
-D width; P values of a patch; p1 rows and p2 columns of its pixels, c channels; R entries of a position table.
+D width; P values of a patch: p1 rows and p2 columns of pixels, c channels; R entries of a position table.
 """
 
 import math
@@ -13,13 +13,23 @@ from torch import Tensor
 
 from encoders import navit
 from encoders.base import Encoder
-from encoders.formats.report import Report, Source, State, adapt_channels, check_names, listed
+from encoders.errors import WeightsError
+from encoders.formats.report import (
+    Report,
+    Source,
+    State,
+    adapt_channels,
+    check_names,
+    check_present,
+    depth_of,
+    split_off,
+)
+from encoders.formats.vit import check_plain_size
 from encoders.navit import NaViT
 
-NAME = "a NaViT"
-ACCEPTS = (NAME,)
+NAME: str = "a NaViT"
+ACCEPTS: tuple[str, ...] = (NAME,)
 
-# part of a tensor's name -> the constructor arguments that it depends on
 DECIDES = {
     "q_norm": "heads, head_dim",
     "k_norm": "heads, head_dim",
@@ -28,7 +38,6 @@ DECIDES = {
     "attn_pool": "pool",
 }
 
-# the start of a name in vit-pytorch -> the name here; what follows stays
 THEIRS = {
     r"to_patch_embedding\.0\.gamma": "patch_embed.norm1.weight",
     r"to_patch_embedding\.1\.": "patch_embed.proj.",
@@ -45,24 +54,24 @@ THEIRS = {
     r"attn_pool\.norm\.gamma": "attn_pool.norm.weight",
     r"attn_pool\.": "attn_pool.attn.",
 }
+"""Start of a name in vit-pytorch -> start of the name in this project."""
 LINEARS = {"attn.to_q.": "attn.q.", "attn.to_kv.": "attn.kv.", "attn.to_out.0.": "attn.proj."}
 
 
 def recognises(state: State) -> bool:
-    """Whether these are weights of a NaViT."""
+    """Return True for weights of a NaViT, which has one position table for rows and one for columns."""
     return _is_theirs(state) or {"pos_embed_rows", "pos_embed_columns", "patch_embed.proj.weight"} <= set(state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Under our names, position tables and patches as the encoder has them."""
-    assert isinstance(encoder, NaViT)
+    """Return the weights under the encoder's names, with its position tables and channels."""
+    if not isinstance(encoder, NaViT):
+        raise WeightsError(f"These weights fit a NaViT, not {type(encoder).__name__}.")
     state = _named_as_ours(state, report, encoder)
     _check_size(encoder, state)
     own = encoder.state_dict()
-    optional = {"attn_pool"} if encoder.attn_pool is None else set()  # a pooling by the mean has no place for it
-    optional |= {"mask_token"} if encoder.mask_token is None else set()
-    report.left_out += [name for name in state if name.split(".")[0] in optional]
-    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in optional}
+    absent = {name for name in ("attn_pool", "mask_token") if getattr(encoder, name) is None}
+    state = split_off(state, absent, report)
     report.fresh += [name for name in own if name == "mask_token" and name not in state]
     check_names(state, [name for name in own if name not in report.fresh], DECIDES)
     state = _fit_channels(encoder, state, report)
@@ -72,16 +81,17 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Settings of `encoders.build` for an encoder that takes these weights as they are.
+    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
 
-    A patch of P values is taken for one of three channels if P / 3 is a square, else for the largest square that P has.
+    A patch of P values has three channels if P / 3 is a square, else the fewest channels that leave a square.
+
+    Raises:
+        WeightsError: tensors are missing.
     """
     state = _named_as_ours(state, Report())
-    missing = {"blocks.0.attn.q_norm.gamma", "blocks.0.mlp.fc1.weight"} - set(state)
-    if missing:
-        raise ValueError(f"missing from the checkpoint: {listed(sorted(missing))}")
+    check_present(state, ("blocks.0.attn.q_norm.gamma", "blocks.0.mlp.fc1.weight"))
     dim, values = state["patch_embed.proj.weight"].shape
-    depth, (patch_size, channels) = _depth(state), _patch(values)
+    depth, (patch_size, channels) = depth_of(state), _patch(values)
     heads, _, head_dim = state["blocks.0.attn.q_norm.gamma"].shape
     variants = {(settings["dim"], settings["depth"]): name for name, settings in navit.VARIANTS.items()}
     return {
@@ -100,12 +110,8 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """timm's name, options and weights of the encoder.
-
-    Raises:
-        ValueError: there is no such model in timm.
-    """
-    raise ValueError("timm has no NaViT: its models of packed images have another architecture; save it as ours")
+    """Raise `WeightsError`, because timm has no NaViT."""
+    raise WeightsError("timm has no NaViT. Its models for packed images have other architectures. Save it as ours.")
 
 
 def _is_theirs(state: State) -> bool:
@@ -113,19 +119,19 @@ def _is_theirs(state: State) -> bool:
 
 
 def _named_as_ours(state: State, report: Report, encoder: NaViT | None = None) -> State:
-    """vit-pytorch's weights under our names, pixels of a patch in our order, without its head; ours as they are."""
+    """Return vit-pytorch's weights under the names of this project, with its order of pixels and without the head."""
     if not _is_theirs(state):
         return state
     if any(".to_queries." in name for name in state):
-        raise ValueError(
-            "these are weights of vit-pytorch's NaViT on nested tensors (na_vit_nested_tensor.py), another "
-            "architecture (layer norms on queries and keys, logits / sqrt(head_dim), a pooling without residual): "
-            "only those of na_vit.py fit"
+        raise WeightsError(
+            "The file has weights of vit-pytorch's NaViT on nested tensors (na_vit_nested_tensor.py). That is another "
+            "architecture: layer norms on queries and keys, logits / sqrt(head_dim), pooling without residual. Only "
+            "weights of na_vit.py fit."
         )
     shifts = [name for name in state if name.endswith(".beta") and not name.startswith("mlp_head.")]
     moved = [name for name in shifts if bool(state[name].any())]
     if moved:
-        raise ValueError(f"{moved[0]} is not zero, and the layer norms of a NaViT have no bias to take it")
+        raise WeightsError(f"{moved[0]} is not zero, but the layer norms of a NaViT have no bias.")
     elsewhere = {*shifts, *(name for name in state if name.startswith("mlp_head."))}
     report.left_out += [name for name in state if name in elsewhere]
     ours = {_our_name(name): tensor for name, tensor in state.items() if name not in elsewhere}
@@ -149,34 +155,22 @@ def _our_name(name: str) -> str:
 
 
 def _patch(values: int) -> tuple[int, int]:
-    """Side and channels of a patch of so many values."""
+    """Return the side and the channels of a patch of `values` values."""
     side = math.isqrt(values // 3)
     if values != 3 * side**2:
         side = max(side for side in range(1, math.isqrt(values) + 1) if values % side**2 == 0)
     return side, values // side**2
 
 
-def _depth(state: State) -> int:
-    return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-
-
 def _check_size(encoder: NaViT, state: State):
-    """Whether these are weights of a NaViT of the encoder's width, depth and patch."""
     dim, values = state["patch_embed.proj.weight"].shape
-    depth, own = _depth(state), encoder.patch_embed.proj.in_features
-    patch_size = encoder.stride if values == own else _patch(values)[0]
-    if (dim, depth, patch_size) != (encoder.dim, len(encoder.blocks), encoder.stride):
-        names = {(settings["dim"], settings["depth"]): name for name, settings in navit.VARIANTS.items()}
-        fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
-        raise ValueError(
-            f"the checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
-            f"{encoder.dim} wide with {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels: "
-            f"build {fitting} with patch_size={patch_size}"
-        )
+    same = values == encoder.patch_embed.proj.in_features
+    patch_size = encoder.stride if same else _patch(values)[0]
+    check_plain_size(encoder, (dim, depth_of(state), patch_size), navit.VARIANTS)
 
 
 def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
-    """Patches of another number of channels: the norm's gains and the linear map's columns, theirs in turn."""
+    """Repeat the columns of the patch embedding and the gains of its norm for another number of channels."""
     name, norm = "patch_embed.proj.weight", "patch_embed.norm1.weight"
     before = state[name].shape[1] // encoder.stride**2
     if before == encoder.channels:
@@ -190,7 +184,7 @@ def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
 
 
 def _fit_table(table: Tensor, entries: int, name: str, report: Report) -> Tensor:
-    """A position table (R, D) of another length."""
+    """Resize a position table (R, D) to `entries` rows, linearly."""
     if len(table) == entries:
         return table
     report.resized.append(f"{name} resized from {len(table)} to {entries} by linear interpolation")

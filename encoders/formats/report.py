@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint, and the checks that every family of encoders makes of one."""
+"""The report of loaded weights, and the checks that all weight formats share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,22 +6,24 @@ from typing import Literal
 
 from torch import Tensor
 
+from encoders.errors import WeightsError
+
 Source = Literal["auto", "ours", "dino", "mae", "deit", "swin", "twins", "sam", "vit_pytorch", "timm"]
 State = dict[str, Tensor]
 
 
 @dataclass
 class Report:
-    """What became of a checkpoint; prints as text."""
+    """Loaded, excluded, missing and resized tensors of a checkpoint. `str(report)` is a text for the user."""
 
     used: list[str] = field(default_factory=list)
-    """tensors that the encoder took"""
+    """Names of the tensors that were loaded."""
     left_out: list[str] = field(default_factory=list)
-    """parts of the checkpoint that the encoder has no place for, and that belong elsewhere"""
+    """Names of the parts of the checkpoint that do not belong to the encoder."""
     fresh: list[str] = field(default_factory=list)
-    """tensors of the encoder that the checkpoint does not have; they keep their initial values"""
+    """Names of the tensors of the encoder that are not in the checkpoint and keep their initial values."""
     resized: list[str] = field(default_factory=list)
-    """a sentence for each tensor that was changed to fit"""
+    """A sentence for each tensor that was changed to fit the encoder."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.used)} tensors loaded"]
@@ -31,27 +33,34 @@ class Report:
 
 
 def check_names(state: Iterable[str], expected: Iterable[str], decides: Mapping[str, str]) -> None:
-    """Whether the checkpoint has the tensors that the encoder needs, and no others.
+    """Check that the checkpoint has exactly the `expected` tensors.
 
     Args:
-        decides: part of a tensor's name -> the setting of the encoder that it depends on.
+        decides: part of a tensor's name -> setting of the encoder that the tensor depends on.
 
     Raises:
-        ValueError: lists what is missing and what is unknown, and the settings to look at.
+        WeightsError: lists missing tensors, unknown tensors, and the settings that they depend on.
     """
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unexpected:
-        raise ValueError(
-            f"the checkpoint does not fit the encoder; missing from the checkpoint: {listed(missing)}; "
-            f"unknown to the encoder: {listed(unexpected)}; {advice(missing + unexpected, decides)}"
+        raise WeightsError(
+            f"The checkpoint does not fit the encoder. Missing from the checkpoint: {listed(missing)}. "
+            f"Unknown to the encoder: {listed(unexpected)}. {advice(missing + unexpected, decides)}"
         )
 
 
+def check_present(state: State, needed: Iterable[str]) -> None:
+    """Raise `WeightsError` if one of the `needed` tensors is missing."""
+    missing = sorted(set(needed) - set(state))
+    if missing:
+        raise WeightsError(f"The checkpoint is incomplete. Missing from the checkpoint: {listed(missing)}.")
+
+
 def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
-    """Whether all tensors of `state` have the shapes that they have in the encoder, `own`.
+    """Check that the tensors of `state` have the shapes of the encoder's tensors, `own`.
 
     Raises:
-        ValueError: lists the others.
+        WeightsError: lists the tensors with other shapes.
     """
     wrong = [
         f"{name} {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
@@ -59,13 +68,43 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
         if tensor.shape != own[name].shape
     ]
     if wrong:
-        raise ValueError(f"shapes that do not fit the encoder's: {listed(wrong)}; {advice(wrong, decides)}")
+        raise WeightsError(f"The checkpoint has tensors of other shapes: {listed(wrong)}. {advice(wrong, decides)}")
+
+
+def check_values(state: State) -> None:
+    """Check that all tensors are floating point and finite.
+
+    Raises:
+        WeightsError: lists integer and bool tensors, or tensors with NaN or infinite values and the number of these.
+    """
+    integers = [f"{name} ({tensor.dtype})" for name, tensor in state.items() if not tensor.is_floating_point()]
+    if integers:
+        raise WeightsError(f"Weights must be floating point. These tensors are not: {listed(integers)}.")
+    bad = {name: tensor.numel() - int(tensor.isfinite().sum()) for name, tensor in state.items()}
+    names = [f"{name} ({count:,} of {state[name].numel():,})" for name, count in bad.items() if count]
+    if names:
+        raise WeightsError(
+            f"The checkpoint has NaN or infinite values: {listed(names)}. The training that wrote it diverged, or the "
+            "file is damaged. Use an earlier checkpoint."
+        )
+
+
+def split_off(state: State, parts: Iterable[str], report: Report) -> State:
+    """Return `state` without the tensors whose first name part is in `parts`. The report lists these as left out."""
+    parts = set(parts)
+    report.left_out += [name for name in state if name.split(".")[0] in parts]
+    return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in parts}
+
+
+def depth_of(state: State) -> int:
+    """Return the number of blocks of weights with names `blocks.NUMBER.*`."""
+    return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
 
 
 def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> Tensor:
-    """Filters of the first layer (D, C, h, w) for `channels` channels: theirs in turn, times C / channels.
+    """Repeat the filters (D, C, h, w) of the first layer for `channels` channels, and scale them by C / channels.
 
-    So an image that repeats its channels gives what it gave before.
+    An image that repeats its channels then gives the same output as before.
     """
     before = weight.shape[1]
     if before == channels:
@@ -75,20 +114,27 @@ def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> 
 
 
 def advice(names: Iterable[str], decides: Mapping[str, str]) -> str:
-    """Which settings decide about these tensors."""
+    """Return a sentence with the settings that these tensors depend on."""
     settings = sorted({setting for part, setting in decides.items() if any(part in name for name in names)})
-    return f"settings to look at: {', '.join(settings)}" if settings else "no setting of the encoder changes this"
+    if not settings:
+        return "No setting of the encoder changes these tensors."
+    return f"Settings to look at: {', '.join(settings)}."
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
+    """Join at most `most` names, and say how many more there are."""
     names = list(names)
-    return (", ".join(names[:most]) or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _short(names: Iterable[str]) -> str:
-    """Names by their first part, with a count: `head.* (2)`."""
+    """Group names by their first part, with a count, as in `head.* (2)`."""
     groups: dict[str, int] = {}
     for name in names:
         first, dot, _ = name.partition(".")
-        groups[first + ".*" * bool(dot)] = groups.get(first + ".*" * bool(dot), 0) + 1
+        group = f"{first}.*" if dot else first
+        groups[group] = groups.get(group, 0) + 1
     return ", ".join(name if count == 1 and "*" not in name else f"{name} ({count})" for name, count in groups.items())

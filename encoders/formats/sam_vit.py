@@ -1,19 +1,29 @@
-"""Weights of a SAM-ViT by Segment Anything or timm: their names and shapes, and ours; and its growth from a ViT.
+"""Weight formats of the SAM-ViT: Segment Anything, timm, this project, and ViTs; and the export to timm.
 
 D width of the blocks, d width of one head; n rows or columns of a table.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from encoders import sam_vit
 from encoders.base import Encoder
+from encoders.errors import WeightsError
 from encoders.formats import vit
-from encoders.formats.report import Report, Source, State, adapt_channels, check_names
-from encoders.layers import resize_table
+from encoders.formats.report import (
+    Report,
+    Source,
+    State,
+    adapt_channels,
+    check_names,
+    check_present,
+    depth_of,
+    split_off,
+)
+from encoders.layers import modules_of, resize_table
 from encoders.sam_vit import Block, SAMViT, resize_relative
 
-NAME = "a SAM-ViT"
-ACCEPTS = (NAME, vit.NAME)
+NAME: str = "a SAM-ViT"
+ACCEPTS: tuple[str, ...] = (NAME, vit.NAME)
 PREFIX = "image_encoder."
 TIMM = {
     "sam_vit_b": "samvit_base_patch16",
@@ -31,7 +41,6 @@ TIMM_DEFAULTS = {
     "use_abs_pos": True,
 }
 
-# part of a tensor's name -> the constructor argument that it depends on
 DECIDES = {
     "pos_embed": "absolute_positions",
     "rel_pos": "relative_positions",
@@ -40,14 +49,14 @@ DECIDES = {
     "mlp.lin": "mlp_ratio",
     "neck.": "out_dim",
 }
-# parts of the whole model, and of a classifier of timm, that are not the encoder's
 ELSEWHERE = {"prompt_encoder", "mask_decoder", "pixel_mean", "pixel_std", "head"}
-# what a ViT has besides its patch embedding, positions and blocks
+"""Parts of the full SAM model and of timm's classifiers that do not belong to the encoder."""
 LEFT_OF_VIT = {"cls_token", "dist_token", "reg_token", "norm", "fc_norm", "head", "head_dist", "pre_logits"}
+"""Parts of a ViT that a SAM-ViT does not have."""
 
 
 def recognises(state: State) -> bool:
-    """Whether these are weights of a SAM-ViT, alone or in the whole model."""
+    """Return True for weights of a SAM-ViT, alone or in the full SAM model."""
     state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     first = state.get("patch_embed.proj.weight")
     if first is None or first.ndim != 4:
@@ -56,12 +65,12 @@ def recognises(state: State) -> bool:
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Weights of a SAM-ViT under our names, or what a ViT has of them, tables on the encoder's grid and windows.
+    """Return the weights of a SAM-ViT or of a ViT under the encoder's names, with tables for its grid and windows.
 
-    From a ViT come patch embedding, blocks and the positions of patches; relative positions and the neck, which it does
-    not have, keep their initial values, zero and random.
+    A ViT has a patch embedding, blocks and positions of patches. Relative positions and neck keep their initial values.
     """
-    assert isinstance(encoder, SAMViT)
+    if not isinstance(encoder, SAMViT):
+        raise WeightsError(f"These weights fit a SAM-ViT, not {type(encoder).__name__}.")
     grown = not recognises(state)
     if grown:
         state = _of_vit(encoder, state, source, report)
@@ -71,8 +80,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     state[first] = adapt_channels(state[first], encoder.channels, first, report)
     own = encoder.state_dict()
     elsewhere = ELSEWHERE if encoder.mask_token is not None else ELSEWHERE | {"mask_token"}
-    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
-    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    state = split_off(state, elsewhere, report)
     new = [name for name in own if name == "mask_token" or (grown and (name.startswith("neck.") or "rel_pos" in name))]
     report.fresh += [name for name in new if name not in state]
     check_names(state, [name for name in own if name not in report.fresh], DECIDES)
@@ -80,53 +88,53 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def _named(state: State) -> State:
-    """Under our names: without the prefix of the whole model, and with the layers of MLPs as published."""
+    """Return the weights without the prefix of the full SAM model, and with SAM's names of MLP layers."""
     return {name.removeprefix(PREFIX).replace(".mlp.fc", ".mlp.lin"): tensor for name, tensor in state.items()}
 
 
 def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> State:
-    """What a SAM-ViT has a place for of a ViT, its positions as the table of a grid (1, n, n, D).
+    """Return the weights of a ViT that a SAM-ViT has, with the positions of patches as (1, n, n, D).
 
     Raises:
-        ValueError: its blocks compute something that ours do not.
+        WeightsError: the blocks of the ViT have parts that a SAM-ViT does not have.
     """
     state = vit.named(state, report)
     lacking = {".gamma": "layer scale", ".q_norm": "norms of queries", "patch_embed.norm": "norms of patches"}
     for part, what in lacking.items():
         strange = [name for name in state if part in name]
         if strange:
-            raise ValueError(f"a SAM-ViT cannot grow from this ViT: it has no place for {what} ({strange[0]}, ...)")
+            raise WeightsError(f"A SAM-ViT cannot grow from this ViT, because it has no {what} ({strange[0]}, ...).")
     decoder = {name.split(".")[0] for name in state if name.startswith("decoder_")}
     elsewhere = LEFT_OF_VIT | decoder | ({"mask_token"} if decoder else set())  # MAE's mask token is the decoder's
     if "pos_embed" in state:
-        placed = sum(token in state for token in ("cls_token", "dist_token"))
-        _, patches, grid = vit.split_positions(state, placed, encoder.table_grid, source)
+        prefix = sum(token in state for token in ("cls_token", "dist_token"))
+        _, patches, grid = vit.split_positions(state, prefix, encoder.table_grid, source)
         state["pos_embed"] = patches.unflatten(1, grid)
-    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
-    return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    return split_off(state, elsewhere, report)
 
 
 def _check_size(encoder: SAMViT, state: State):
-    """Whether these are weights of the encoder's width, depth, patch and heads."""
+    """Raise `WeightsError` unless the weights have the encoder's width, depth, patch size and heads."""
     dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
-    depth = _depth(state)
+    depth = depth_of(state)
     own_dim, _, own_patch, _ = encoder.patch_embed.proj.weight.shape
     if (dim, depth, patch_size) != (own_dim, len(encoder.blocks), own_patch):
-        raise ValueError(
-            f"the checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
-            f"{own_dim} wide with {len(encoder.blocks)} blocks and patches of {own_patch} pixels: "
-            f"build {_variant(dim, depth) or f'an encoder with dim={dim}, depth={depth}'} with patch_size={patch_size}"
+        raise WeightsError(
+            f"The checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
+            f"{own_dim} wide with {len(encoder.blocks)} blocks and patches of {own_patch} pixels. To "
+            f"load it, build {_variant(dim, depth) or f'an encoder with dim={dim}, depth={depth}'} with "
+            f"patch_size={patch_size}."
         )
-    heads, table = cast(Block, encoder.blocks[0]).attn.heads, state.get("blocks.0.attn.rel_pos_h")
+    heads, table = modules_of(encoder.blocks, Block)[0].attn.heads, state.get("blocks.0.attn.rel_pos_h")
     if table is not None and table.shape[1] * heads != dim:
-        raise ValueError(
-            f"the checkpoint has heads {table.shape[1]} wide, this encoder {dim // heads}: "
-            f"build it with heads={dim // table.shape[1]}"
+        raise WeightsError(
+            f"The checkpoint has heads {table.shape[1]} wide, this encoder {dim // heads}. "
+            f"Build the encoder with heads={dim // table.shape[1]}."
         )
 
 
 def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
-    """Absolute and relative positions for the encoder's grid and windows; each that changes is reported."""
+    """Resize the absolute and relative position tables to the encoder's grid and windows."""
     state, own = dict(state), encoder.state_dict()
     if "pos_embed" in state:
         table, new = state["pos_embed"], encoder.table_grid
@@ -141,30 +149,29 @@ def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
         before, length = len(state[name]), len(own[name])
         if before != length:
             state[name] = resize_relative(state[name], (length + 1) // 2)
-            report.resized.append(f"{name} resized from {before} to {length} places, linearly as published")
+            report.resized.append(f"{name} resized from {before} to {length} rows, linearly as published")
     return state
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Settings of `encoders.build`, `variant` among them, for an encoder that takes these weights as they are.
+    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
 
-    Epsilon of the norms and rate of drop path cannot be seen, and are left as they are by default.
+    The epsilon of the norms and the drop path rate do not show in the weights and keep their defaults.
 
     Raises:
-        ValueError: tensors are missing, or the weights do not tell which blocks have windows, as those without relative
-            positions.
+        WeightsError: tensors are missing, or the blocks with windows are unknown, as without relative positions.
     """
     state = _named(state)
-    vit.check_present(state, ("neck.0.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.lin1.weight"))
+    check_present(state, ("neck.0.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.lin1.weight"))
     if "blocks.0.attn.rel_pos_h" in state:
-        vit.check_present(state, [f"blocks.{i}.attn.rel_pos_{side}" for i in range(_depth(state)) for side in "hw"])
+        check_present(state, [f"blocks.{i}.attn.rel_pos_{side}" for i in range(depth_of(state)) for side in "hw"])
     dim, channels, patch_size, _ = state["patch_embed.proj.weight"].shape
-    variant, windows = _variant(dim, _depth(state)), _windows(state)
+    variant, windows = _variant(dim, depth_of(state)), _windows(state)
     height, width = (n * patch_size for n in windows.pop("grid"))
     return {
         "variant": variant or "sam_vit_b",
         "dim": dim,
-        "depth": _depth(state),
+        "depth": depth_of(state),
         "out_dim": len(state["neck.0.weight"]),
         "mlp_ratio": len(state["blocks.0.mlp.lin1.weight"]) / dim,
         "patch_size": patch_size,
@@ -179,44 +186,53 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _windows(state: State) -> dict[str, Any]:
-    """Grid, heads, side of windows and global blocks, as the variant of this size has them or the tables tell."""
-    dim, depth = state["patch_embed.proj.weight"].shape[0], _depth(state)
+    """Return grid, heads, window size and global blocks, from the variant of this size or from the tables."""
+    dim, depth = state["patch_embed.proj.weight"].shape[0], depth_of(state)
     grid = tuple(state["pos_embed"].shape[1:3]) if "pos_embed" in state else None
     tables = [[state.get(f"blocks.{i}.attn.rel_pos_{side}") for side in "hw"] for i in range(depth)]
     sizes = [tuple((len(table) + 1) // 2 for table in pair if table is not None) for pair in tables]
     first, variant = tables[0][0], _variant(dim, depth)
     if variant is not None:
         published: dict[str, Any] = {"window_size": 14, **sam_vit.VARIANTS[variant]}
-        window, places = published["window_size"], published["global_blocks"]
-        grid = grid or (sizes[places[0]] if first is not None else None)
+        window, global_blocks = published["window_size"], published["global_blocks"]
+        grid = grid or (sizes[global_blocks[0]] if first is not None else None)
         windows = {name: published[name] for name in ("heads", "window_size", "global_blocks")}
         if first is None and grid is not None:
             return {"grid": grid, **windows}
-        if sizes == [grid if i in places else (window, window) for i in range(depth)]:
+        if sizes == [grid if i in global_blocks else (window, window) for i in range(depth)]:
             return {"grid": grid, **windows, "heads": dim // state["blocks.0.attn.rel_pos_h"].shape[1]}
     if first is None:
-        raise ValueError("without relative positions these weights do not tell heads, windows and global blocks")
+        raise WeightsError(
+            "Heads, windows and global blocks are unknown, because the weights have no relative positions. "
+            "Build the encoder with these settings."
+        )
     grid = grid or max(sizes)
     windows = {size[0] for size in sizes if size != grid} or {0}
-    places = tuple(i for i, size in enumerate(sizes) if size == grid)
-    return {"grid": grid, "heads": dim // first.shape[1], "window_size": max(windows), "global_blocks": places}
+    return {
+        "grid": grid,
+        "heads": dim // first.shape[1],
+        "window_size": max(windows),
+        "global_blocks": tuple(i for i, size in enumerate(sizes) if size == grid),
+    }
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Its name in timm, the options of `timm.create_model` and the weights: same features at the encoder's image size.
+    """Return the name and options for `timm.create_model`, and the weights under timm's names.
 
-    On other grids timm resizes absolute positions by a rule of its own. The mask token is left out, timm has none.
+    The model has the same features at the encoder's image size. At other sizes timm resizes absolute positions by its
+    own rule. The mask token is left out.
 
     Raises:
-        ValueError: timm has no equal.
+        WeightsError: timm has no equivalent model.
     """
-    assert isinstance(encoder, SAMViT)
-    blocks = cast(list[Block], list(encoder.blocks))
+    if not isinstance(encoder, SAMViT):
+        raise WeightsError(f"{type(encoder).__name__} is not a SAM-ViT.")
+    blocks = modules_of(encoder.blocks, Block)
     state = {name.replace(".mlp.lin", ".mlp.fc"): tensor for name, tensor in encoder.state_dict().items()}
     state.pop("mask_token", None)
     eps, dim = blocks[0].norm1.eps, len(blocks[0].norm1.weight)
     if eps not in (1e-6, 1e-5):
-        raise ValueError(f"timm's SAM-ViT has norms with an epsilon of 1e-6 or 1e-5, not {eps:g}: build with norm_eps")
+        raise WeightsError(f"timm has no equivalent of this SAM-ViT: norm_eps is {eps:g}, not 1e-6 or 1e-5.")
     ours = {
         "embed_dim": dim,
         "depth": len(blocks),
@@ -241,14 +257,10 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     height, width = (n * encoder.stride for n in encoder.table_grid)
     options |= {"num_classes": 0, "img_size": height if height == width else (height, width)}
     if eps == 1e-6:
-        options["norm_layer"] = ""  # no layer named: 1e-6 as published, where timm's own default is one with 1e-5
+        options["norm_layer"] = ""  # timm then uses 1e-6, as published; its default is 1e-5
     return TIMM[variant], options, state
 
 
-def _depth(state: State) -> int:
-    return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-
-
 def _variant(dim: int, depth: int) -> str | None:
-    """The variant of this width and depth."""
+    """Return the name of the variant of this width and depth, None if there is none."""
     return next((n for n, s in sam_vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)), None)

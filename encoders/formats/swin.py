@@ -1,11 +1,11 @@
-"""Weights of a Swin Transformer by Microsoft or timm: their names and shapes, and ours.
+"""Weight formats of the Swin Transformer: Microsoft, timm and this project; and the export to timm.
 
 R rows of a table of biases or positions, D width.
 """
 
 import math
 import re
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from encoders import swin
 from encoders.base import Encoder
+from encoders.errors import WeightsError
 from encoders.formats.report import Report, Source, State, adapt_channels, check_names
-from encoders.layers import resize_table
+from encoders.formats.vit import grid_of
+from encoders.layers import modules_of, resize_table
 from encoders.swin import Block, Swin, window_sizes
 
-NAME = "a Swin Transformer"
-ACCEPTS = (NAME,)
+NAME: str = "a Swin Transformer"
+ACCEPTS: tuple[str, ...] = (NAME,)
 
-# part of a tensor's name -> the constructor argument that it depends on
 DECIDES = {
     "absolute_pos_embed": "absolute_positions",
     "patch_embed.norm": "patch_norm",
@@ -32,23 +33,27 @@ DECIDES = {
 
 FIRST = "patch_embed.proj.weight"
 TABLE = ".attn.relative_position_bias_table"
-REBUILT = ("attn_mask", "relative_position_index")  # from the size of an image
+REBUILT = ("attn_mask", "relative_position_index")
+"""Endings of buffers that depend only on the image size."""
 
 USUAL = {"window_size": 7, "patch_size": 4, "channels": 3, "mlp_ratio": 4.0, "qkv_bias": True, "patch_norm": True}
 USUAL |= {"absolute_positions": False, "mask_token": False}
-OPTIONS = {"dim": "embed_dim", "heads": "num_heads", "channels": "in_chans"}  # where timm has another name
-TIMM = {7: 224, 12: 384}  # window_size -> image_size of timm's models, the latter of the two larger variants only
+OPTIONS = {"dim": "embed_dim", "heads": "num_heads", "channels": "in_chans"}
+"""Settings with another name in timm."""
+TIMM = {7: 224, 12: 384}
+"""Window size -> image size of timm's models. Only base and large have window 12."""
 
 
 def recognises(state: State) -> bool:
-    """Whether these are weights of a Swin Transformer (not of its version 2, which has no table of biases)."""
+    """Return True for weights of a Swin Transformer, version 1. Version 2 has no bias table."""
     first = state.get(FIRST)
     return first is not None and first.ndim == 4 and f"layers.0.blocks.0{TABLE}" in state
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Weights of a Swin Transformer by Microsoft or timm under our names, tables for the encoder's windows and grid."""
-    assert isinstance(encoder, Swin)
+    """Return the weights under the encoder's names, with tables for its windows and its grid."""
+    if not isinstance(encoder, Swin):
+        raise WeightsError(f"These weights fit a Swin Transformer, not {type(encoder).__name__}.")
     own = encoder.state_dict()
     elsewhere = [name for name in state if name.startswith("head.") or name.endswith(REBUILT)]
     if "mask_token" in state and "mask_token" not in own:
@@ -66,10 +71,10 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Settings of `encoders.build` for an encoder that takes these weights as they are.
+    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
 
     Raises:
-        ValueError: the weights are not whole, or belong to windows that are not square.
+        WeightsError: weights are missing, or the windows are not square.
     """
     settings = _settings(_official_names(state))
     variant = _nearest(settings, list(swin.VARIANTS))
@@ -78,14 +83,15 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Name and options for `timm.create_model`, and the weights under timm's names: the same features there.
+    """Return the name and options for `timm.create_model`, and the weights under timm's names.
 
-    They make a model for images of the encoder's `image_size`, which has no mask token.
+    The model has the same features for images of the encoder's `image_size`. The mask token is left out.
 
     Raises:
-        ValueError: timm has no such model.
+        WeightsError: timm has no equivalent model.
     """
-    assert isinstance(encoder, Swin)
+    if not isinstance(encoder, Swin):
+        raise WeightsError(f"{type(encoder).__name__} is not a Swin Transformer.")
     _check_timm(encoder)
     state = {name: tensor for name, tensor in encoder.state_dict().items() if name != "mask_token"}
     settings = _settings(state)
@@ -97,15 +103,15 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     options: dict[str, Any] = {OPTIONS.get(name, name): settings[name] for name in unlike}
     height, width = encoder.image_size
     options |= {"num_classes": 0, "img_size": height if height == width else (height, width)}
-    options["drop_path_rate"] = cast(Block, encoder.blocks[-1]).drop_path.rate
+    options["drop_path_rate"] = modules_of(encoder.blocks, Block)[-1].drop_path.rate
     for name in _tables(state):
-        places = _middle(encoder.window_size, _windows(encoder)[_stage(name)])
-        state[name] = state[name].index_select(0, places.to(state[name].device))
+        rows = _middle(encoder.window_size, _windows(encoder)[_stage(name)])
+        state[name] = state[name].index_select(0, rows.to(state[name].device))
     return f"{variant}_patch4_window{window}_{TIMM[window]}", options, {_timm_name(n): t for n, t in state.items()}
 
 
 def _official_names(state: State) -> State:
-    """Without what is rebuilt; timm has the merging at the start of the next stage."""
+    """Return the weights under Microsoft's names, without buffers. timm merges at the start of the next stage."""
     state = {name: tensor for name, tensor in state.items() if not name.endswith(REBUILT)}
     if "layers.0.downsample.reduction.weight" in state:
         return state
@@ -126,12 +132,12 @@ def _stage(name: str) -> int:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """The settings that shapes and names tell."""
+    """Return the settings that show in shapes and names."""
     dim, channels, patch_size, _ = state[FIRST].shape
     depths, heads = _depths_and_heads(state)
-    last = state.get(f"layers.{len(depths) - 1}.blocks.0.mlp.fc1.weight")  # the widest: here the ratio is least rounded
+    last = state.get(f"layers.{len(depths) - 1}.blocks.0.mlp.fc1.weight")  # the widest MLP rounds its ratio least
     if last is None:
-        raise ValueError("the weights are not whole: a stage has no blocks, or the last one no mlp.fc1")
+        raise WeightsError("The checkpoint is incomplete. A stage has no blocks, or the last stage has no mlp.fc1.")
     settings = {
         "dim": dim,
         "depths": depths,
@@ -158,15 +164,15 @@ def _depths_and_heads(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _window(rows: int, name: str) -> int:
-    """Tokens of a side of the square windows that a table with so many rows is for."""
+    """Return the side in tokens of the square windows that a table with `rows` rows belongs to."""
     side = math.isqrt(rows)
     if side * side != rows or side % 2 == 0:
-        raise ValueError(f"{name} has {rows} rows, which do not belong to square windows")
+        raise WeightsError(f"{name} has {rows} rows, which do not belong to square windows.")
     return (side + 1) // 2
 
 
 def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
-    """The variant that has most of width, depths and heads; a small one for tests only if it has all."""
+    """Return the variant with most of these settings. A micro variant must have width, depths and heads."""
 
     def alike(variant: str) -> int:
         return sum(settings[name] == swin.VARIANTS[variant][name] for name in ("dim", "depths", "heads"))
@@ -175,99 +181,101 @@ def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
 
 
 def _check_size(encoder: Swin, state: State):
-    """Whether these are weights of an encoder of the same width, depths, heads and patch."""
+    """Raise `WeightsError` unless the weights have the encoder's width, depths, heads and patch size."""
     (dim, _, patch_size, _), (depths, heads) = state[FIRST].shape, _depths_and_heads(state)
     own = encoder.patch_embed.proj.out_channels
     if (dim, depths, heads, patch_size) != (own, encoder.depths, encoder.heads, encoder.patch_size):
         names = {(v["dim"], v["depths"], v["heads"]): name for name, v in swin.VARIANTS.items()}
         fitting = names.get((dim, depths, heads), f"an encoder with dim={dim}, depths={depths}, heads={heads}")
-        raise ValueError(
-            f"the checkpoint is {dim} wide with depths {depths}, heads {heads} and patches of {patch_size} pixels, "
+        raise WeightsError(
+            f"The checkpoint is {dim} wide with depths {depths}, heads {heads} and patches of {patch_size} pixels, "
             f"this encoder {own} wide with depths {encoder.depths}, heads {encoder.heads} and patches of "
-            f"{encoder.patch_size} pixels: build {fitting} with patch_size={patch_size}"
+            f"{encoder.patch_size} pixels. To load it, build {fitting} with patch_size={patch_size}."
         )
 
 
 def _windows(encoder: Swin) -> list[tuple[int, int]]:
-    """Rows and columns of the windows of each stage, for images of `image_size`."""
+    """Return the rows and columns of the windows of each stage for images of the encoder's `image_size`."""
     grids = [encoder.stage_grid(stage, *encoder.image_size) for stage in range(len(encoder.depths))]
     return [window_sizes(grid, encoder.window_size) for grid in grids]
 
 
 def _middle(window: int, size: tuple[int, int]) -> Tensor:
-    """Rows of a table for square windows that a window of `size` takes: those of its relative positions."""
+    """Return the rows of a table for square windows that have the relative positions of a window of `size`."""
     rows = torch.arange((2 * window - 1) ** 2).unflatten(0, (2 * window - 1, -1))
     return rows[window - size[0] : window + size[0] - 1, window - size[1] : window + size[1] - 1].flatten()
 
 
 def _fit_biases(encoder: Swin, state: State, report: Report) -> State:
-    """Give each table (R, heads) a row for each relative position in the encoder's windows.
+    """Resize each bias table (R, heads) to the encoder's windows.
 
-    Official code and timm make the table of a stage smaller where its grid is smaller than a window. Such a table holds
-    the middle of ours; beyond it the outermost biases are repeated, which images of that size do not use. Tables of
-    another window are stretched.
+    Official code and timm make the table of a stage smaller if the grid of the stage is smaller than a window. Such a
+    table belongs in the middle of the encoder's table, where it has the same relative positions. The rows around it
+    repeat the outermost biases, which images of that size do not use. Tables for another `window_size` are resized
+    bicubically, as in the official code.
     """
-    state, window, expected = dict(state), encoder.window_size, _windows(encoder)
+    state, window, windows = dict(state), encoder.window_size, _windows(encoder)
     counts = {name: len(state[name]) for name in _tables(state)}
-    cut_short = {name: (2 * expected[_stage(name)][0] - 1) * (2 * expected[_stage(name)][1] - 1) for name in counts}
-    same_window = max(counts.values()) == (2 * window - 1) ** 2 or counts == cut_short
+    shortened = {name: (2 * r - 1) * (2 * c - 1) for name in counts for r, c in [windows[_stage(name)]]}
+    full = max(counts.values())
+    same_window = full == (2 * window - 1) ** 2 or counts == shortened
     for name, count in counts.items():
         if count == (2 * window - 1) ** 2:
             continue
-        if same_window and count == cut_short[name]:
-            r, c = expected[_stage(name)]
-        else:
-            r = c = _window(count, name)
-        if same_window:
+        expected = windows[_stage(name)]
+        known = count == shortened[name] and (same_window or count < full)
+        side = window if known else _window(count, name)
+        size = expected if known else (side, side)
+        target = size if same_window else expected if count < full else (window, window)
+        if target != size:
+            old, new = ((2 * r - 1, 2 * c - 1) for r, c in (size, target))
+            state[name] = resize_table(state[name][None], old, new, "mae")[0]
+            report.resized.append(f"{name} resized from windows of {_by(size)} to {_by(target)}")
+        if target != (window, window):
+            r, c = target
             table = rearrange(state[name], "(r c) heads -> 1 heads r c", r=2 * r - 1)
             table = F.pad(table, (window - c, window - c, window - r, window - r), mode="replicate")
             state[name] = rearrange(table, "1 heads r c -> (r c) heads")
-            report.resized.append(f"{name} of windows of {r} x {c} put in the middle of one of {window} x {window}")
-        else:
-            old, new = (2 * r - 1, 2 * c - 1), (2 * window - 1, 2 * window - 1)
-            state[name] = resize_table(state[name][None], old, new, "mae")[0]
-            report.resized.append(f"{name} resized from windows of {r} x {c} to {window} x {window}")
+            report.resized.append(f"{name} of windows of {_by(target)} put in the middle of one of {window} x {window}")
     return state
 
 
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
 def _fit_positions(encoder: Swin, state: State, source: Source, report: Report) -> State:
-    """Give the table of positions (1, R, D) the encoder's grid; it is square, as all published ones are, or ours."""
+    """Resize the position table (1, R, D) to the encoder's grid. The table's grid is square, or the encoder's."""
     table, own = state["absolute_pos_embed"], encoder.table_grid
-    count = table.shape[1]
-    side = math.isqrt(count)
-    if count == own[0] * own[1]:
-        if own[0] != own[1] and side * side == count and source != "ours":
-            raise ValueError(
-                f"a position table of {count} patches may be {side} x {side} or the encoder's {own[0]} x {own[1]}: "
-                'say source="ours" if it is the latter, or build the encoder for a square image_size'
-            )
+    grid = grid_of(table.shape[1], own, source)
+    if grid is None:
+        raise WeightsError(f"The grid of a position table of {table.shape[1]} rows is unknown. It is not square.")
+    if grid == own:
         return state
-    if side * side != count:
-        raise ValueError(f"the rows and columns of a position table of {count} rows are not known")
-    report.resized.append(f"absolute_pos_embed resized from {side} x {side} to {own[0]} x {own[1]}")
-    return state | {"absolute_pos_embed": resize_table(table, (side, side), own, "mae")}
+    report.resized.append(f"absolute_pos_embed resized from {_by(grid)} to {_by(own)}")
+    return state | {"absolute_pos_embed": resize_table(table, grid, own, "mae")}
 
 
 def _check_timm(encoder: Swin):
-    """Whether timm has such a model."""
-    attention, (height, width) = cast(Block, encoder.blocks[0]).attn, encoder.image_size
+    """Raise `WeightsError` if timm has no equivalent model."""
+    attention, (height, width) = modules_of(encoder.blocks, Block)[0].attn, encoder.image_size
     grids = [encoder.stage_grid(stage, height, width) for stage in range(len(encoder.depths))]
     sides = [side for grid in grids for side in grid if side > encoder.window_size]
-    reason = None
+    pixels, reason = f"{height} x {width} pixels", None
     if encoder.absolute_pos_embed is not None:
-        reason = "no absolute positions"
+        reason = "absolute_positions is set"
     elif not isinstance(encoder.patch_embed.norm, torch.nn.LayerNorm):
-        reason = "no patch embedding without a norm"
+        reason = "patch_norm is not set"
     elif encoder.norm.eps != 1e-5:
-        reason = f"no norms with an epsilon of {encoder.norm.eps}"
+        reason = f"norm_eps is {encoder.norm.eps:g}, not 1e-5"
     elif attention.scale != (encoder.patch_embed.proj.out_channels // encoder.heads[0]) ** -0.5:
-        reason = "no qk_scale"
+        reason = "qk_scale is set"
     elif height % encoder.patch_size or width % encoder.patch_size:
-        reason = f"no images of {height} x {width} pixels for patches of {encoder.patch_size}: build another image_size"
+        reason = f"images of {pixels} do not divide into patches of {encoder.patch_size}. Build another image_size"
     elif any(side % encoder.window_size for side in sides):
         reason = (
-            f"no mask for padding, which images of {height} x {width} pixels need in windows of {encoder.window_size}: "
-            "build the encoder with an image_size whose grids the windows divide"
+            f"images of {pixels} need padding in windows of {encoder.window_size}, which timm does not mask. Build an "
+            "image_size whose grids divide into windows"
         )
     if reason:
-        raise ValueError(f"timm's Swin Transformer has {reason}")
+        raise WeightsError(f"timm has no equivalent of this Swin Transformer: {reason}.")

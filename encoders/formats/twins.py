@@ -1,4 +1,4 @@
-"""Weights of a Twins-SVT by Meituan, timm or vit-pytorch (twins_svt.py), and ours.
+"""Weight formats of the Twins-SVT: Meituan, timm, vit-pytorch (twins_svt.py), this project; and the export to timm.
 
 D width of a stage; C channels, p x p pixels of a patch of the first stage.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from encoders import twins
 from encoders.base import Encoder
-from encoders.formats.report import Report, Source, State, adapt_channels, check_names, listed
+from encoders.errors import WeightsError
+from encoders.formats.report import Report, Source, State, adapt_channels, check_names, check_present, split_off
 from encoders.twins import Layout, Twins
 
-NAME = "a Twins-SVT"
-ACCEPTS = (NAME,)
+NAME: str = "a Twins-SVT"
+ACCEPTS: tuple[str, ...] = (NAME,)
 
-# part of a tensor's name -> the constructor argument that it depends on
 DECIDES = {
     "patch_embeds.0": "patch_size",
     "attn.qkv.bias": "qkv_bias",
@@ -39,7 +39,7 @@ DECIDES = {
 FIRST = "patch_embeds.0.proj.weight"
 PIXEL_NORM = "patch_embeds.0.pixel_norm.weight"
 
-# vit-pytorch's names: stage, part and ending of a patch embedding; stage, transformer, layer, half and rest of a layer
+# names of vit-pytorch
 THEIR_EMBED = re.compile(r"layers\.(\d+)\.0\.proj\.([012])\.(g|b|weight|bias)")
 THEIR_LAYER = re.compile(r"layers\.(\d+)\.([13])\.layers\.(\d+)\.([0-3])\.fn\.(.+)\.(g|b|weight|bias)")
 THEIR_POSITIONS = re.compile(r"layers\.(\d+)\.2\.proj\.fn\.(weight|bias)")
@@ -56,11 +56,11 @@ LAYER_PARTS = {
 }
 ENDINGS = {"g": "weight", "b": "bias", "weight": "weight", "bias": "bias"}
 
-THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # fixed in vit-pytorch's code; its weights do not show them
-PUBLISHED_HEAD_DIM = 32  # in all models of the paper
+THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # constants in vit-pytorch's code
+PUBLISHED_HEAD_DIM = 32
+"""Width of a head in all models of the paper."""
 
 PUBLISHED = ("twins_svt_small", "twins_svt_base", "twins_svt_large")
-# our setting -> timm's
 TIMM_OPTIONS = {
     "dims": "embed_dims",
     "depths": "depths",
@@ -71,17 +71,19 @@ TIMM_OPTIONS = {
     "patch_size": "patch_size",
     "channels": "in_chans",
 }
+"""Setting -> name of the setting in timm."""
 
 
 def recognises(state: State) -> bool:
-    """Whether these are weights of a Twins-SVT. Those of a Twins-PCPVT, without local attention, are not."""
+    """Return True for weights of a Twins-SVT, and False for those of a Twins-PCPVT, which has no local attention."""
     local = any(re.fullmatch(r"blocks\.0\.\d+\.attn\.qkv\.weight", name) for name in state)
     return _is_theirs(state) or (local and any(name.startswith("patch_embeds.0.") for name in state))
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Under our names, without a class head, the first layer for the encoder's channels."""
-    assert isinstance(encoder, Twins)
+    """Return the weights under the encoder's names, without class head, with its number of channels."""
+    if not isinstance(encoder, Twins):
+        raise WeightsError(f"These weights fit a Twins-SVT, not {type(encoder).__name__}.")
     theirs = _is_theirs(state)
     state = _named_as_ours(state, report)
     _check_size(encoder, state)
@@ -89,21 +91,20 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
         _check_fixed(encoder)
     own = encoder.state_dict()
     elsewhere = {"head"} | ({"mask_token"} - set(own))
-    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
-    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    state = split_off(state, elsewhere, report)
     report.fresh += [name for name in own if name == "mask_token" and name not in state]
     check_names(state, [name for name in own if name not in report.fresh], DECIDES)
     return _fit_channels(encoder, state, report)
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Settings of `encoders.build` for an encoder that takes these weights as they are.
+    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
 
-    Weights do not show heads and windows: the heads of a stage are the variant's where its widths are, else 32 wide as
-    in all models of the paper, and the windows are the variant's. vit-pytorch has 8 heads of width 64.
+    Heads and windows do not show in the weights. Windows are the variant's. Heads are the variant's if the widths are,
+    else 32 wide, as in all models of the paper. vit-pytorch has 8 heads of width 64.
 
     Raises:
-        ValueError: tensors are missing, or there is no such rule for the heads.
+        WeightsError: tensors are missing, or the heads are unknown.
     """
     state = _named_as_ours(state, Report())
     layout = _layout(state)
@@ -112,9 +113,7 @@ def describe(state: State) -> dict[str, Any]:
     variant = _nearest(layout, dims, depths)
     stages = range(len(dims))
     first = [f"blocks.{stage}.0." for stage in stages]
-    needed = [FIRST, *(name + part for name in first for part in ("attn.proj.weight", "mlp.fc1.weight"))]
-    if set(needed) - set(state):
-        raise ValueError(f"missing from the checkpoint: {listed(sorted(set(needed) - set(state)))}")
+    check_present(state, [FIRST, *(name + part for name in first for part in ("attn.proj.weight", "mlp.fc1.weight"))])
     channels, patch_size = _pixels(state[FIRST])
     widths = [state[name + "attn.proj.weight"].shape[1] for name in first]
     known = _settings(variant)
@@ -137,26 +136,27 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """timm's name, options of `timm.create_model` and weights of the encoder; its mask token stays here.
+    """Return the name and options for `timm.create_model`, and the weights under timm's names.
 
-    timm's model gives the same where no grid needs padding, as those of `image_size`. Elsewhere its windows attend to
-    padding as well, and what the patches and summaries do not divide is cut off.
+    The model has the same features for images that need no padding, such as those of `image_size`. For other images,
+    timm's windows attend to padding, and its patches and subsampling crop. The mask token is left out.
 
     Raises:
-        ValueError: there is no such model in timm, with the reason, or `image_size` needs padding.
+        WeightsError: timm has no equivalent model, or images of `image_size` need padding.
     """
-    assert isinstance(encoder, Twins)
+    if not isinstance(encoder, Twins):
+        raise WeightsError(f"{type(encoder).__name__} is not a Twins-SVT.")
     reasons = [
-        (encoder.layout != "meituan", f'the parts of layout="{encoder.layout}"'),
-        (not encoder.qkv_bias, "queries, keys and values without bias"),
-        (encoder.qk_scale is not None, "a qk_scale"),
-        (encoder.head_dim is not None, "a head_dim apart from width / heads"),
-        (encoder.norm_eps != 1e-6, f"a norm_eps of {encoder.norm_eps}, only 1e-6"),
-        (1 in encoder.window_size, "windows of one token"),
+        (encoder.layout != "meituan", f'layout is "{encoder.layout}"'),
+        (not encoder.qkv_bias, "qkv_bias is not set"),
+        (encoder.qk_scale is not None, "qk_scale is set"),
+        (encoder.head_dim is not None, "head_dim is set"),
+        (encoder.norm_eps != 1e-6, f"norm_eps is {encoder.norm_eps}, not 1e-6"),
+        (1 in encoder.window_size, "window_size is 1"),
     ]
     lacking = [reason for lacks, reason in reasons if lacks]
     if lacking:
-        raise ValueError(f"timm's Twins-SVT does not have {', nor '.join(lacking)}: save it as ours")
+        raise WeightsError(f"timm has no equivalent of this Twins-SVT: {', '.join(lacking)}. Save it as ours.")
     size = encoder.image_size
     height, width = tuple(size) if isinstance(size, Sequence) else (size, size)
     _check_timm_size(encoder, height, width)
@@ -171,25 +171,25 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 
 
 def _check_timm_size(encoder: Twins, height: int, width: int):
-    """Whether images of `height` x `width` pixels need padding nowhere."""
+    """Raise `WeightsError` if images of `height` x `width` pixels need padding."""
     for stage, (window, reduction) in enumerate(zip(encoder.window_size, encoder.reductions, strict=True)):
-        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)  # the first block is a local one
+        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)  # the first block is local
         pixels = encoder.patch_size * 2**stage * tokens
         if height % pixels or width % pixels:
-            raise ValueError(
-                f"timm's Twins-SVT has no mask for padding, which images of {height} x {width} pixels need: stage "
-                f"{stage + 1} takes multiples of {pixels} pixels; build the encoder with such an image_size, on which "
-                "no weight depends"
+            raise WeightsError(
+                f"timm's Twins-SVT does not mask padding, which images of {height} x {width} pixels need. Stage "
+                f"{stage + 1} takes multiples of {pixels} pixels. Build the encoder with such an image_size; no weight "
+                "depends on it."
             )
 
 
 def _is_theirs(state: State) -> bool:
-    """Whether the names are vit-pytorch's."""
+    """Return True for vit-pytorch's names."""
     return {"layers.0.0.proj.1.weight", "layers.0.1.layers.0.0.fn.to_q.weight"} <= set(state)
 
 
 def _named_as_ours(state: State, report: Report) -> State:
-    """vit-pytorch's weights under our names and in our shapes, without its class head; others as they are."""
+    """Return vit-pytorch's weights under the names and shapes of this project, without class head."""
     if not _is_theirs(state):
         return state
     ours: State = {}
@@ -220,8 +220,10 @@ def _named_as_ours(state: State, report: Report) -> State:
 
 
 def _flat(tensor: Tensor, ending: str) -> Tensor:
-    """A norm of maps (1, D, 1, 1) as one of tokens, a 1 x 1 convolution as a linear layer."""
-    return tensor.flatten() if ending in ("g", "b") else tensor.flatten(1) if tensor.ndim == 4 else tensor
+    """Flatten a norm of maps (1, D, 1, 1), or a 1 x 1 convolution to a linear layer."""
+    if ending in ("g", "b"):
+        return tensor.flatten()
+    return tensor.flatten(1) if tensor.ndim == 4 else tensor
 
 
 def _layout(state: State) -> Layout:
@@ -229,7 +231,7 @@ def _layout(state: State) -> Layout:
 
 
 def _sizes(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Width and number of blocks of each stage."""
+    """Return the width and the number of blocks of each stage."""
     widths: dict[int, int] = {}
     blocks: dict[int, set[int]] = {}
     for name, tensor in state.items():
@@ -242,42 +244,42 @@ def _sizes(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _depths(layout: Layout, blocks: Sequence[int]) -> tuple[int, ...]:
-    """The setting that makes so many blocks in each stage."""
+    """Return the setting `depths` for these numbers of blocks in the stages."""
     if layout == "meituan":
         return tuple(blocks)
     return (*(count // 2 - 1 for count in blocks[:-1]), blocks[-1] - 1)
 
 
 def _check_size(encoder: Twins, state: State):
-    """Whether these are weights of an encoder of the same layout, with stages of the same widths and depths."""
+    """Raise `WeightsError` unless the weights have the encoder's layout, widths and depths."""
     layout, (dims, blocks) = _layout(state), _sizes(state)
     depths = _depths(layout, blocks)
     if layout == encoder.layout and (dims, depths) == (encoder.dims, encoder.depths):
         return
     variant, *changes = describe(state).items()
     fitting = ", ".join([str(variant[1]), *(f"{name}={value!r}" for name, value in changes)])
-    raise ValueError(
-        f'the checkpoint has layout="{layout}", stages {dims} wide with depths {depths}, this encoder '
-        f'layout="{encoder.layout}", stages {encoder.dims} wide with depths {encoder.depths}: build {fitting}'
+    raise WeightsError(
+        f'The checkpoint has layout="{layout}", stages {dims} wide with depths {depths}, this encoder '
+        f'layout="{encoder.layout}", stages {encoder.dims} wide with depths {encoder.depths}. Build {fitting}.'
     )
 
 
 def _check_fixed(encoder: Twins):
-    """Whether the encoder has what is fixed in vit-pytorch's code and does not show in its weights."""
+    """Raise `WeightsError` unless the encoder has the constants of vit-pytorch's code, which weights do not show."""
     theirs = (THEIR_HEADS,) * len(encoder.dims), THEIR_HEAD_DIM, THEIR_EPS, None
     if (encoder.heads, encoder.head_dim, encoder.norm_eps, encoder.qk_scale) != theirs:
-        raise ValueError(
-            f"weights of vit-pytorch belong to {THEIR_HEADS} heads of width {THEIR_HEAD_DIM} in each stage: build the "
+        raise WeightsError(
+            f"Weights of vit-pytorch have {THEIR_HEADS} heads of width {THEIR_HEAD_DIM} in each stage. Build the "
             f"encoder with heads={THEIR_HEADS}, head_dim={THEIR_HEAD_DIM}, norm_eps={THEIR_EPS} and no qk_scale, as "
-            "twins_svt_vit_pytorch has them"
+            "twins_svt_vit_pytorch."
         )
 
 
 def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
-    """The first layer for the encoder's channels.
+    """Adapt the first layer to the encoder's number of channels.
 
     Raises:
-        ValueError: its patches are of another size.
+        WeightsError: the patches have another size.
     """
     state, first = dict(state), state[FIRST]
     if encoder.layout == "meituan":
@@ -287,9 +289,9 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
         return state
     channels, patch_size = _pixels(first)
     if patch_size != encoder.patch_size:
-        raise ValueError(
-            f"the checkpoint has patches of {patch_size} pixels a side, this encoder of {encoder.patch_size}: build it "
-            f"with patch_size={patch_size}"
+        raise WeightsError(
+            f"The checkpoint has patches of {patch_size} pixels a side, this encoder of {encoder.patch_size}. Build "
+            f"the encoder with patch_size={patch_size}."
         )
     filters = first.unflatten(1, (channels, patch_size, patch_size))
     state[FIRST] = adapt_channels(filters, encoder.channels, FIRST, report).flatten(1)
@@ -301,9 +303,9 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
 
 
 def _pixels(first: Tensor) -> tuple[int, int]:
-    """Channels and side of a patch, from the filters of the first layer, (D, C, p, p) or (D, C * p * p).
+    """Return channels and side of a patch from the filters of the first layer, (D, C, p, p) or (D, C * p * p).
 
-    The flat ones are taken for three channels where that gives a square, else for patches of 4 pixels a side.
+    Flat filters have three channels if that gives a square, else patches of 4 x 4 pixels.
     """
     if first.ndim == 4:
         return first.shape[1], first.shape[2]
@@ -312,12 +314,12 @@ def _pixels(first: Tensor) -> tuple[int, int]:
     if values == 3 * side**2:
         return 3, side
     if values % 16:
-        raise ValueError(f"the channels of patches of {values} values are not known")
+        raise WeightsError(f"The number of channels of patches of {values} values is unknown.")
     return values // 16, 4
 
 
 def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
-    """Tokens of a side of one key of the global attention; in a stage without any, `otherwise`."""
+    """Return the subsampling factor of the global attention, or `otherwise` in a stage without global attention."""
     part = "kv" if layout == "vit_pytorch" else "sr"
     found = [t for name, t in state.items() if re.fullmatch(rf"blocks\.{stage}\.\d+\.attn\.{part}\.weight", name)]
     if found:
@@ -329,7 +331,17 @@ def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
 def _heads(
     layout: Layout, dims: tuple[int, ...], widths: Sequence[int], known: dict[str, Any]
 ) -> tuple[tuple[int, ...], int | None]:
-    """Heads of each stage and their width; `widths` is all heads' together, `known` the variant's settings."""
+    """Return the heads of each stage and their width.
+
+    Args:
+        layout: layout of the weights.
+        dims: width of each stage.
+        widths: total width of the heads of each stage.
+        known: settings of the variant.
+
+    Raises:
+        WeightsError: no published model has these widths.
+    """
     if layout == "vit_pytorch" and set(widths) == {THEIR_HEADS * THEIR_HEAD_DIM}:
         return (THEIR_HEADS,) * len(dims), THEIR_HEAD_DIM
     if layout == "meituan" and dims == tuple(widths):
@@ -337,14 +349,14 @@ def _heads(
             return _each(known["heads"], len(dims)), None
         if not any(dim % PUBLISHED_HEAD_DIM for dim in dims):
             return tuple(dim // PUBLISHED_HEAD_DIM for dim in dims), None
-    raise ValueError(
-        f"weights do not show their heads, and stages {dims} wide with heads of {tuple(widths)} in all are of no "
-        "published model: say heads and head_dim to encoders.build, and fill what it builds with load_weights"
+    raise WeightsError(
+        f"The heads are unknown. No published model has stages {dims} wide with heads of {tuple(widths)} in total. "
+        "Build the encoder with heads and head_dim, and fill it with load_weights."
     )
 
 
 def _nearest(layout: Layout, dims: Sequence[int], depths: Sequence[int], among: Iterable[str] = twins.VARIANTS) -> str:
-    """The variant with the most of these stages."""
+    """Return the variant with the nearest widths and depths."""
 
     def distance(name: str) -> tuple[bool, bool, float, int]:
         known = _settings(name)
@@ -356,13 +368,13 @@ def _nearest(layout: Layout, dims: Sequence[int], depths: Sequence[int], among: 
 
 
 def _settings(variant: str) -> dict[str, Any]:
-    """All settings of a variant."""
+    """Return all settings of a variant."""
     parameters = inspect.signature(Twins).parameters.items()
     return {name: parameter.default for name, parameter in parameters} | twins.VARIANTS[variant]
 
 
 def _differing(settings: dict[str, Any], known: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Those of `settings` that are not as in `known`, of which one number stands for all stages."""
+    """Return the `settings` that differ from `known`. One number stands for all stages."""
     return {name: value for name, value in settings.items() if _each(value, stages) != _each(known[name], stages)}
 
 

@@ -1,26 +1,35 @@
-"""Weights of a ViT by DINO, MAE, DeiT, DINOv2, timm or vit-pytorch: their names and shapes, and ours; and into timm.
+"""Weight formats of the ViT: DINO, MAE, DeiT, DINOv2, timm, vit-pytorch and this project; and the export to timm.
 
-R rows of a position table, D width, E width of all heads together, P numbers of a patch.
+R rows of a position table, D width, P values of a patch.
 """
 
 import math
 import re
-from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from encoders import vit
 from encoders.base import Encoder
-from encoders.formats.report import Report, Source, State, adapt_channels, check_names, listed
-from encoders.layers import resize_table
+from encoders.errors import WeightsError
+from encoders.formats.report import (
+    Report,
+    Source,
+    State,
+    adapt_channels,
+    check_names,
+    check_present,
+    depth_of,
+    split_off,
+)
+from encoders.layers import modules_of, resize_table, sincos_table
 from encoders.vit import Block, NormedPatchEmbed, ViT
 
-NAME = "a ViT"
-ACCEPTS = (NAME,)
+NAME: str = "a ViT"
+ACCEPTS: tuple[str, ...] = (NAME,)
 
-# part of a tensor's name -> the constructor argument that it depends on
+FIRST = "patch_embed.proj.weight"
 DECIDES = {
     "cls_token": "class_token",
     "patch_embed.norm": "patch_norm",
@@ -37,7 +46,8 @@ DECIDES = {
     "head": "classes",
     "pre_logits": "representation_size",
 }
-# vit-pytorch's names, as patterns, and ours
+CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
+"""Block names of DINOv2's training code: number of a chunk, then number of the block in the whole model."""
 VIT_PYTORCH = {
     r"to_patch_embedding\.1\.": "patch_embed.norm1.",
     r"to_patch_embedding\.2\.": "patch_embed.proj.",
@@ -51,7 +61,7 @@ VIT_PYTORCH = {
     r"transformer\.layers\.(\d+)\.1\.net\.1\.": r"blocks.\1.mlp.fc1.",
     r"transformer\.layers\.(\d+)\.1\.net\.4\.": r"blocks.\1.mlp.fc2.",
 }
-# width, depth and heads -> name in timm, and in timm with a distillation token
+"""Patterns of vit-pytorch's names -> names of this project."""
 TIMM = {
     (192, 12, 3): ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"),
     (384, 12, 6): ("vit_small_patch16_224", "deit_small_distilled_patch16_224"),
@@ -59,27 +69,28 @@ TIMM = {
     (1024, 24, 16): ("vit_large_patch16_224", ""),
     (1280, 32, 16): ("vit_huge_patch14_224", ""),
 }
+"""Width, depth and heads -> name of the model in timm without and with a distillation token."""
 
 
 def recognises(state: State) -> bool:
-    """Whether these are weights of a ViT."""
+    """Return True for weights of a ViT, and False for those of a SAM-ViT or a NaViT."""
     if _of_vit_pytorch(state):
         return True
-    first = state.get("patch_embed.proj.weight")
+    first = state.get(FIRST)
     if first is None or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
         return False
-    flat = first.ndim == 2 and "pos_embed" in state  # patches with norms; a NaViT's positions have other names
-    return (flat or first.ndim == 4) and any(name.startswith("blocks.0.mlp.fc1") for name in state)
+    flat = first.ndim == 2 and "pos_embed" in state  # normed patches; a NaViT has two tables with other names
+    return (flat or first.ndim == 4) and any(re.match(r"blocks\.0\.(0\.)?mlp\.(fc1|w12)\.", name) for name in state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Weights of a ViT under our names, position table on the encoder's grid."""
-    assert isinstance(encoder, ViT)
+    """Return the weights under the encoder's names, with the position table on the encoder's grid."""
+    if not isinstance(encoder, ViT):
+        raise WeightsError(f"These weights fit a ViT, not {type(encoder).__name__}.")
     state = named(state, report)
     _check_size(encoder, state)
-    first = "patch_embed.proj.weight"
-    if state[first].ndim == 4:
-        state[first] = adapt_channels(state[first], encoder.channels, first, report)
+    if state[FIRST].ndim == 4:
+        state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     own = encoder.state_dict()
     parts = {name.split(".")[0] for name in state}
     decoder = {part for part in parts if part.startswith("decoder_")}
@@ -87,12 +98,11 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     elsewhere = decoder | (renewed - {name.split(".")[0] for name in own})
     if decoder:  # MAE's mask token is the decoder's
         elsewhere.add("mask_token")
-    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning starts a norm for the mean
+    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning initialises the norm of the mean
         elsewhere.add("norm")
         renewed.add("fc_norm")
     renewed -= parts - elsewhere
-    report.left_out += [name for name in state if name.split(".")[0] in elsewhere]
-    state = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in elsewhere}
+    state = split_off(state, elsewhere, report)
     report.fresh += [name for name in own if name.split(".")[0] in renewed]
     check_names(state, [name for name in own if name not in report.fresh], DECIDES)
     return _fit_positions(encoder, state, source, report)
@@ -103,12 +113,19 @@ def _of_vit_pytorch(state: State) -> bool:
 
 
 def named(state: State, report: Report) -> State:
-    """Under our names, if they are another's. Of vit-pytorch, its class head is left out.
+    """Return the weights under the names of this project, without the class head of vit-pytorch.
 
-    Where vit-pytorch has no map after attention, for one head as wide as the tokens, ours is the identity.
+    If vit-pytorch has no projection after attention (one head as wide as the tokens), the projection is the identity.
+
+    Raises:
+        WeightsError: the MLPs have gates.
     """
     if not _of_vit_pytorch(state):
-        return {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
+        gated = next((name for name in state if ".mlp.w12." in name), None)
+        if gated is not None:
+            raise WeightsError(f"The weights have SwiGLU MLPs ({gated}), as DINOv2's ViT-g. No encoder here has them.")
+        state = {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
+        return {CHUNKED.sub(r"blocks.\1.", name): tensor for name, tensor in state.items()}
     report.left_out += [name for name in state if name.startswith("mlp_head.")]
     theirs, state = {name: tensor for name, tensor in state.items() if not name.startswith("mlp_head.")}, {}
     for name, tensor in theirs.items():
@@ -118,7 +135,7 @@ def named(state: State, report: Report) -> State:
     for name in ("cls_token", "pos_embed"):  # (rows, D), before version 1.16.1 (1, rows, D)
         if name in state:
             state[name] = state[name].reshape(1, -1, state[name].shape[-1])
-    if not state.get("cls_token", torch.empty(1)).numel():  # with the mean of all tokens, since version 1.16.0
+    if not state.get("cls_token", torch.empty(1)).numel():  # pool="mean" since version 1.16.0
         del state["cls_token"]
     for name in [name for name in state if name.endswith("attn.qkv.weight")]:
         proj, dim = name.replace("qkv", "proj"), state[name].shape[1]
@@ -130,78 +147,92 @@ def named(state: State, report: Report) -> State:
 
 
 def _first_shape(state: State, channels: int) -> tuple[int, int]:
-    """Width and side of a patch in pixels, from the filters (D, C, p, p), or (D, P) for images of so many channels."""
-    weight = state["patch_embed.proj.weight"]
+    """Return the width and the side of a patch in pixels, from filters (D, C, p, p) or, with `channels`, (D, P)."""
+    weight = state[FIRST]
     return weight.shape[0], weight.shape[2] if weight.ndim == 4 else math.isqrt(weight.shape[1] // channels)
 
 
-def _check_size(encoder: ViT, state: State):
-    """Whether these are weights of a ViT of the encoder's width, depth and patch."""
-    dim, patch_size = _first_shape(state, encoder.channels)
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    if (dim, depth, patch_size) != (encoder.dim, len(encoder.blocks), encoder.stride):
-        names = {(settings["dim"], settings["depth"]): name for name, settings in vit.VARIANTS.items()}
+def check_plain_size(encoder: Encoder, found: tuple[int, int, int], variants: dict[str, dict[str, Any]]) -> None:
+    """Raise `WeightsError` unless the weights have the encoder's width, depth and patch size, in this order in `found`.
+
+    The message names the variant that would fit.
+    """
+    dim, depth, patch_size = found
+    if found != (encoder.dim, len(encoder.blocks), encoder.stride):
+        names = {(settings["dim"], settings["depth"]): name for name, settings in variants.items()}
         fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
-        raise ValueError(
-            f"the checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
-            f"{encoder.dim} wide with {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels: "
-            f"build {fitting} with patch_size={patch_size}"
+        raise WeightsError(
+            f"The checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
+            f"{encoder.dim} wide with {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels. "
+            f"To load it, build {fitting} with patch_size={patch_size}."
         )
 
 
-def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
-    """Give the table (1, R, D) a row for the class and the distillation token each, none for registers, and our grid.
+def _check_size(encoder: ViT, state: State):
+    dim, patch_size = _first_shape(state, encoder.channels)
+    check_plain_size(encoder, (dim, depth_of(state), patch_size), vit.VARIANTS)
 
-    What a table lacks is a position of zero; what it has too much is added to the register itself.
+
+def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
+    """Convert the position table (1, R, D) to the encoder's prefix tokens and grid.
+
+    Missing rows of prefix tokens are zero. Rows of registers are added to the registers.
     """
-    special, patches, grid = split_positions(state, encoder.placed, encoder.table_grid, source)
+    prefix, patches, grid = split_positions(state, encoder.num_positioned, encoder.table_grid, source)
     state = dict(state)
-    if special.shape[1] > encoder.placed:
-        state["reg_token"] = state["reg_token"] + special[:, encoder.placed :]
-        special = special[:, : encoder.placed]
-    elif special.shape[1] < encoder.placed:
-        special = torch.zeros_like(patches[:, :1]).expand(-1, encoder.placed, -1)
+    if prefix.shape[1] > encoder.num_positioned:
+        state["reg_token"] = state["reg_token"] + prefix[:, encoder.num_positioned :]
+        prefix = prefix[:, : encoder.num_positioned]
+    elif prefix.shape[1] < encoder.num_positioned:
+        prefix = torch.zeros_like(patches[:, :1]).expand(-1, encoder.num_positioned, -1)
     if grid != encoder.table_grid:
         patches = resize_table(patches, grid, encoder.table_grid, encoder.interpolation)
         report.resized.append(
             f"pos_embed resized from {grid[0]} x {grid[1]} to {encoder.table_grid[0]} x {encoder.table_grid[1]} "
             f"by the rule of {encoder.interpolation}"
         )
-    return state | {"pos_embed": torch.cat([special, patches], 1)}
+    return state | {"pos_embed": torch.cat([prefix, patches], 1)}
 
 
 def split_positions(
-    state: State, placed: int, own: tuple[int, int], source: Source
+    state: State, prefix: int, own: tuple[int, int], source: Source
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """The rows of `pos_embed` (1, R, D) for special tokens, those for patches, and the grid of the latter.
+    """Return the rows of `pos_embed` (1, R, D) for prefix tokens, the rows for patches, and the grid of the patches.
 
-    Published tables have rows for the special tokens that have a position, timm's may have none or one for registers as
-    well. The grid is square, as all published ones are, or the encoder's `own`.
+    Published tables have rows for the class and distillation tokens. timm's tables may have no such rows, or additional
+    rows for registers. The grid is square, as in all published tables, or the encoder's own.
 
     Args:
-        placed: class and distillation tokens.
+        state: weights with `pos_embed`.
+        prefix: number of class and distillation tokens.
+        own: grid of the encoder.
+        source: "ours" prefers the encoder's grid to a square one.
 
     Raises:
-        ValueError: the grid is not known.
+        WeightsError: the grid is unknown.
     """
     table = state["pos_embed"]
     registers = state["reg_token"].shape[1] if "reg_token" in state else 0
-    for front in (placed, 0, placed + registers):
-        grid = _grid_of(table.shape[1] - front, own, source)
+    for front in (prefix, 0, prefix + registers):
+        grid = grid_of(table.shape[1] - front, own, source)
         if grid:
             return table[:, :front], table[:, front:], grid
-    raise ValueError(f"the rows and columns of a position table of {table.shape[1]} rows are not known")
+    raise WeightsError(f"The grid of a position table of {table.shape[1]} rows is unknown. It is not square.")
 
 
-def _grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int] | None:
-    """Rows and columns of a table for `count` patches."""
+def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int] | None:
+    """Return the rows and columns of a table for `count` patches, which is square or has the grid `own`, else None.
+
+    Raises:
+        WeightsError: both are possible, and `source` is not "ours".
+    """
     rows, columns = own
     side = math.isqrt(max(count, 0))
     square = count > 0 and side * side == count
     if count == rows * columns and square and rows != columns and source != "ours":
-        raise ValueError(
-            f"a position table of {count} patches may be {side} x {side} or the encoder's {rows} x {columns}: "
-            'say source="ours" if it is the latter, or build the encoder for a square image_size'
+        raise WeightsError(
+            f"A position table of {count} patches may be {side} x {side} or the encoder's {rows} x {columns}. "
+            'Pass source="ours" for the latter, or build the encoder with a square image_size.'
         )
     if count == rows * columns:
         return own
@@ -209,31 +240,33 @@ def _grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Settings of `encoders.build`, `variant` among them, for an encoder that takes these weights as they are.
+    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
 
-    What cannot be seen is as published: heads of the variant of this size, or 64 wide (vit-pytorch's default too); the
-    class token for the image where there is one and no `fc_norm`; epsilon 1e-5 for vit-pytorch, else 1e-6; patches with
-    norms have three channels.
+    Settings that do not show in the weights are the published ones: the heads of the variant of this size, or heads of
+    width 64; the class token as pooled feature if there is one and no `fc_norm`; epsilon 1e-5 for vit-pytorch, else
+    1e-6; three channels for patches with norms. MAE's weights get MAE's interpolation of positions.
 
     Raises:
-        ValueError: tensors are missing, or heads or the grid of the positions are not known.
+        WeightsError: tensors are missing, or the heads or the grid of the positions are unknown.
     """
     eps = 1e-5 if _of_vit_pytorch(state) else 1e-6
     state = named(state, Report())
     check_present(state, ("pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight"))
-    weight, fc1 = state["patch_embed.proj.weight"], state["blocks.0.mlp.fc1.weight"]
+    weight, fc1 = state[FIRST], state["blocks.0.mlp.fc1.weight"]
     channels = weight.shape[1] if weight.ndim == 4 else 3
     dim, patch_size = _first_shape(state, channels)
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    depth = depth_of(state)
     inner = len(state["blocks.0.attn.qkv.weight"]) // 3
     variants = [n for n, s in vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth) and inner == dim]
     head_dim = dim // vit.VARIANTS[variants[0]]["heads"] if variants else 64
     if "blocks.0.attn.q_norm.weight" in state:
         head_dim = len(state["blocks.0.attn.q_norm.weight"])
     if inner % head_dim:
-        raise ValueError(f"these weights do not tell how many heads share {inner} channels")
-    placed = sum(name in state for name in ("cls_token", "dist_token"))
-    _, _, grid = split_positions(state, placed, (0, 0), "auto")
+        raise WeightsError(
+            f"The number of heads that share {inner} channels is unknown. Build the encoder with heads=N."
+        )
+    prefix = sum(name in state for name in ("cls_token", "dist_token"))
+    _, patches, grid = split_positions(state, prefix, (0, 0), "auto")
     decoder = any(name.startswith("decoder_") for name in state)
     return {
         "variant": variants[0] if variants else "vit_small",
@@ -255,31 +288,31 @@ def describe(state: State) -> dict[str, Any]:
         "norm_eps": eps,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
         "layer_scale": 1.0 if "blocks.0.ls1.gamma" in state else None,
+        "interpolation": "mae" if decoder or _has_fixed_positions(patches, grid) else "dino",
     }
 
 
-def check_present(state: State, needed: Iterable[str]):
-    """Whether the tensors that tell what an encoder is are there.
-
-    Raises:
-        ValueError: lists those that are not.
-    """
-    missing = sorted(set(needed) - set(state))
-    if missing:
-        raise ValueError(f"missing from the checkpoint: {listed(missing)}")
+def _has_fixed_positions(patches: Tensor, grid: tuple[int, int]) -> bool:
+    """Return True if `patches` (1, N, D) are the fixed sine-cosine positions of MAE."""
+    dim = patches.shape[-1]
+    if patches.is_meta or dim % 4:
+        return False
+    return bool(torch.allclose(patches[0].float().cpu(), sincos_table(*grid, dim), atol=1e-2))
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Its name in timm, the options of `timm.create_model` and the weights: same features at the encoder's image size.
+    """Return the name and options for `timm.create_model`, and the weights under timm's names.
 
-    timm's model takes images of that size only. The mask token is left out, timm has none. With a distillation token,
-    timm's pooled features without classes are the mean of both tokens, not the class token.
+    The model has the same features at the encoder's image size, and takes only images of that size. The mask token is
+    left out. With a distillation token, the pooled features of timm's model without classes are the mean of both
+    tokens.
 
     Raises:
-        ValueError: timm has no equal.
+        WeightsError: timm has no equivalent model.
     """
-    assert isinstance(encoder, ViT)
-    blocks = cast(list[Block], list(encoder.blocks))
+    if not isinstance(encoder, ViT):
+        raise WeightsError(f"{type(encoder).__name__} is not a ViT.")
+    blocks = modules_of(encoder.blocks, Block)
     state = encoder.state_dict()
     state.pop("mask_token", None)
     _check_timm(encoder, state)
@@ -295,13 +328,13 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     options |= {"in_chans": encoder.channels, "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim}
     options |= {"qkv_bias": "blocks.0.attn.qkv.bias" in state, "qk_norm": "blocks.0.attn.q_norm.weight" in state}
     if "blocks.0.ls1.gamma" in state:
-        options["init_values"] = 1.0  # all of them come from the weights
+        options["init_values"] = 1.0  # the weights overwrite these initial values
     if encoder.cls_token is None:
         options["class_token"] = False
-    if encoder.reg_token is not None:  # in timm's table registers have positions as well: ours are zero
+    if encoder.reg_token is not None:  # registers have positions in timm's table: zeros here
         options["reg_tokens"] = encoder.reg_token.shape[1]
-        placed, patches = state["pos_embed"].tensor_split([encoder.placed], dim=1)
-        state["pos_embed"] = torch.cat([placed, torch.zeros_like(encoder.reg_token), patches], 1)
+        prefix, patches = state["pos_embed"].tensor_split([encoder.num_positioned], dim=1)
+        state["pos_embed"] = torch.cat([prefix, torch.zeros_like(encoder.reg_token), patches], 1)
     if encoder.pool == "mean":
         options["global_pool"] = "avg"
     if encoder.pool == "all":
@@ -310,18 +343,19 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 
 
 def _check_timm(encoder: ViT, state: State):
-    block = cast(Block, encoder.blocks[0])
+    """Raise `WeightsError` if timm has no equivalent model."""
+    block = modules_of(encoder.blocks, Block)[0]
     eps, head_dim = block.norm1.eps, len(state["blocks.0.attn.qkv.weight"]) // 3 // block.attn.heads
     reasons = {
-        f"norms with an epsilon of 1e-6, not {eps:g} (norm_eps)": eps != 1e-6,
-        "no norms of patches (patch_norm)": isinstance(encoder.patch_embed, NormedPatchEmbed),
-        "heads that are the width over their number (head_dim)": head_dim * block.attn.heads != encoder.dim,
-        "one factor on the logits, 1 / sqrt(width of a head) (qk_scale)": block.attn.scale != head_dim**-0.5,
-        "no layer before the class head (representation_size)": len(encoder.pre_logits) > 0,
-        "a distillation token only with the class token for the image and without registers": (
+        f"norm_eps is {eps:g}, not 1e-6": eps != 1e-6,
+        "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
+        "head_dim is not dim / heads": head_dim * block.attn.heads != encoder.dim,
+        "qk_scale is not 1 / sqrt(width of a head)": block.attn.scale != head_dim**-0.5,
+        "representation_size is set": len(encoder.pre_logits) > 0,
+        "distillation_token excludes registers and pools other than the class token": (
             encoder.dist_token is not None and (encoder.pool != "class" or encoder.reg_token is not None)
         ),
     }
-    for what, differs in reasons.items():
+    for reason, differs in reasons.items():
         if differs:
-            raise ValueError(f"timm has no equal of this encoder: its ViT has {what}")
+            raise WeightsError(f"timm has no equivalent of this ViT: {reason}. Save the encoder as ours.")

@@ -15,9 +15,10 @@ from data.batch import Batch
 from data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from data.masking import MaskedCrop, MaskKind
 from encoders.base import Encoder, Features
-from encoders.images import Images, Layout, Mask, PackedImages, onto, patchify, places
+from encoders.images import Images, Mask, PackedImages, patchify
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
+from encoders.segments import Segments, copy_to_device, token_positions
 from encoders.vit import Block, ViT
 from pretrain.methods.base import Method, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
@@ -123,22 +124,22 @@ class Decoder(nn.Module):
             x = self.mask_token.to(x.dtype).repeat(len(mask.hidden), 1).index_copy(0, mask.visible, x)  # (T, E)
         if not self.blocks:
             return self.pred(x)
-        layout = Layout(features.grids.prod(1), x.device, sequences=sequences)
-        x = x + self._positions(features.grids, layout)
-        if layout.uniform:
-            x = x.unflatten(0, (len(layout.lengths), -1))  # (B, N, E)
+        segments = Segments(features.grids.prod(1), x.device, sequences=sequences)
+        x = x + self._positions(features.grids, segments)
+        if segments.uniform:
+            x = x.unflatten(0, (len(segments.lengths), -1))  # (B, N, E)
         if self.class_token:
             x = torch.cat([self.embed(features.pooled)[:, None], x], 1)  # (B, 1 + N, E)
         for block in self.blocks:
-            x = block(x, None if layout.uniform else layout)
+            x = block(x, None if segments.uniform else segments)
         x = self.pred(self.norm(x))
-        return x[:, int(self.class_token) :].flatten(0, 1) if layout.uniform else x
+        return x[:, int(self.class_token) :].flatten(0, 1) if segments.uniform else x
 
-    def _positions(self, grids: Tensor, layout: Layout) -> Tensor:
+    def _positions(self, grids: Tensor, segments: Segments) -> Tensor:
         """Fixed sine-cosine positions of all tokens: (B, 2) -> (T, E), the column's half first."""
         if int(grids.max()) > LONGEST_SIDE:
             raise ValueError(f"a grid of {int(grids.max())} tokens a side is more than the decoder's {LONGEST_SIDE}")
-        (row, column), _ = places(grids, layout)  # (T,) each
+        (row, column), _ = token_positions(grids, segments)  # (T,) each
         return torch.cat([self.waves[column], self.waves[row]], 1)
 
 
@@ -158,7 +159,7 @@ def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Te
     per_token = (predicted - target).square().mean(1)  # (T,)
     counts = grids.prod(1)
     each = 1 / ((counts - mask.lengths) * len(counts))  # (B,): the weight of a hidden token
-    weights = onto(torch.repeat_interleave(each.to(per_token.dtype), counts), per_token.device)  # (T,)
+    weights = copy_to_device(torch.repeat_interleave(each.to(per_token.dtype), counts), per_token.device)  # (T,)
     return (per_token * weights * mask.hidden).sum()
 
 

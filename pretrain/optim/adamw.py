@@ -127,8 +127,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups: trainable parameters split by weight decay, freezing and learning-rate factor.
 
-    Biases, vectors and `Encoder.undecayed` parameters have no weight decay. A frozen group has learning rate 0, which
-    works under every engine; ZeRO would ignore deleted gradients, DINO's way.
+    Biases, vectors and `Encoder.no_weight_decay` parameters have no weight decay. A frozen group has learning rate 0,
+    which works under every engine; ZeRO would ignore deleted gradients, DINO's way.
 
     Args:
         frozen: Steps of learning rate 0 by prefix of parameter names, `Method.frozen()`.
@@ -139,7 +139,7 @@ def parameter_groups(
         parameter
         for encoder in encoders
         for name, parameter in encoder.named_parameters()
-        if any(part in name for part in encoder.undecayed)
+        if any(part in name for part in encoder.no_weight_decay)
     }
     groups: dict[tuple[bool, int, float], list[nn.Parameter]] = {}
     for name, parameter in method.named_parameters():

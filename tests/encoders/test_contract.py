@@ -1,5 +1,9 @@
 """What every encoder promises, asked of the smallest variant of each family, found by its name."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +11,7 @@ import torch.nn.functional as F
 import encoders
 from encoders.base import Features
 from encoders.images import Mask, pack
+from encoders.summary import summarize
 
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 DROPPING = [name for name in MICRO if encoders.family(name).can_drop]
@@ -59,8 +64,75 @@ def check_shapes(features: Features, encoder: encoders.Encoder, images: torch.Te
     assert features.pooled.isfinite().all()
 
 
-def test_there_is_a_smallest_variant_of_each_of_the_five_families():
-    assert {encoders.family(name).__name__ for name in MICRO} == {"ViT", "Swin", "Twins", "NaViT", "SAMViT"}
+def test_each_family_has_a_smallest_variant():
+    assert {encoders.family(name) for name in MICRO} == {encoders.family(name) for name in encoders.VARIANTS}
+
+
+class Mean(encoders.Encoder):
+    """An encoder of another package: one linear layer."""
+
+    def __init__(self, *, dim: int = 8, channels: int = 3, patch_size: int = 4, image_size: int = 16):
+        super().__init__()
+        self.dim, self.stride, self.channels = dim, patch_size, channels
+        self.blocks = torch.nn.ModuleList([torch.nn.Conv2d(channels, dim, patch_size, patch_size)])
+
+    def forward(self, images, mask=None, *, drop=False):
+        x = self.blocks[0](self.checked(images, mask, drop=drop)).flatten(2).mT  # (B, N, D)
+        return Features(x.mean(1), x.flatten(0, 1), self.grids(images))
+
+
+def test_an_encoder_is_registered_by_one_entry(monkeypatch, tmp_path):
+    monkeypatch.setitem(encoders.VARIANTS, "mean_micro", {"family": Mean, "dim": 12})
+    assert "mean_micro" in (name for name in encoders.VARIANTS if name.endswith("_micro"))
+    encoder = make("mean_micro", patch_size=8)
+    check_shapes(encoder(images_of(2)), encoder, images_of(2))
+    assert encoder.settings == {"variant": "mean_micro", "dim": 12, "channels": 3, "patch_size": 8, "image_size": 16}
+    encoders.save(encoder, tmp_path / "encoder.safetensors")
+    again = encoders.load(tmp_path / "encoder.safetensors")
+    assert torch.equal(again(images_of(2)).pooled, encoder(images_of(2)).pooled)
+    other = encoders.build("mean_micro", patch_size=8)
+    encoders.load_weights(other, tmp_path / "encoder.safetensors")
+    assert torch.equal(other(images_of(2)).pooled, encoder(images_of(2)).pooled)
+    with pytest.raises(encoders.EncoderError, match="needs a mask token"):
+        encoder(images_of(2), mask_of(encoder, images_of(2)))
+    assert summarize(encoder.to("meta"), 16, 16).parameters == sum(p.numel() for p in encoder.parameters())
+
+
+def test_a_mask_may_hide_nothing_in_some_images():
+    for variant in MICRO:
+        encoder = make(variant, mask_token=True)
+        images, tokens = images_of(2), int(encoder.grids(images_of(1)).prod())
+        hidden = torch.cat([torch.zeros(tokens, dtype=torch.bool), torch.arange(tokens) < 1])
+        features = encoder(images, Mask.from_hidden(hidden, encoder.grids(images)))
+        torch.testing.assert_close(features.pooled[:1], encoder(images[:1]).pooled, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(features.pooled[1:], encoder(images[1:]).pooled)
+
+
+def test_preprocessing_is_saved_with_the_encoder(tmp_path):
+    encoder, path = make("vit_micro", channels=1), tmp_path / "encoder.safetensors"
+    encoder.preprocessing = encoders.Preprocessing(mean=(0.13,), std=(0.3,))
+    encoders.save(encoder, path)
+    described = json.loads(path.with_suffix(".json").read_text())
+    assert described["preprocessing"] == {"mean": [0.13], "std": [0.3]}
+    again = encoders.load(path)
+    assert again.preprocessing == encoder.preprocessing
+    assert again.settings == encoder.settings
+    del described["preprocessing"]
+    path.with_suffix(".json").write_text(json.dumps(described))
+    assert encoders.load(path).preprocessing == encoders.IMAGENET
+    for wrong in ({"mean": [0.5]}, [0.5], {"mean": ["a"], "std": [1]}, {"mean": [0.5], "std": [0]}):
+        path.with_suffix(".json").write_text(json.dumps(described | {"preprocessing": wrong}))
+        with pytest.raises(encoders.EncoderError, match=r"must be|one per channel"):
+            encoders.load(path)
+
+
+def test_importing_encoders_imports_no_compiler():
+    heavy = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.nn.attention.varlen"]
+    code = (
+        "import sys, torch, encoders; encoders.build('vit_micro').train()(torch.zeros(2, 3, 16, 16)); "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -273,7 +345,7 @@ def test_what_does_not_fit_is_refused(variant):
 def test_weights_of_another_family_are_refused(variant, other):
     if variant == other or (variant, other) == ("sam_vit_micro", "vit_micro"):  # which grows from it
         return
-    with pytest.raises(ValueError, match=r"these are weights of .* which do not fit"):
+    with pytest.raises(ValueError, match=r"file has weights of .* which do not fit"):
         encoders.load_weights(encoders.build(variant), encoders.build(other).state_dict())
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders.images import Layout, Mask, best_fit, first_fit, pack, patchify, places
+from encoders.images import Mask, best_fit, first_fit, pack, patchify
+from encoders.segments import Segments, token_positions
 
 
 def test_mask_lists_the_visible_places_and_counts_them_for_each_image():
@@ -13,11 +14,25 @@ def test_mask_lists_the_visible_places_and_counts_them_for_each_image():
     hidden = torch.tensor([True, False, False, True, True, True, True, False])
     mask = Mask.from_hidden(hidden, grids)
     assert mask.visible.tolist() == [1, 2, 7]
+    assert mask.hidden_indices.tolist() == [0, 3, 4, 5, 6]
+    assert mask.hidden_indices.dtype == torch.int64
     assert mask.lengths.tolist() == [2, 0, 1]
     moved = mask.to("meta")
     assert moved.hidden.is_meta
     assert moved.visible.is_meta
+    assert moved.hidden_indices.is_meta
     assert moved.lengths.tolist() == [2, 0, 1]  # they decide shapes: reading them must not wait for a device
+
+
+def test_a_mask_may_hide_nothing_in_an_image():
+    grids = torch.tensor([[2, 2], [1, 3]])
+    mask = Mask.from_hidden(torch.tensor([False, False, False, False, True, False, False]), grids)
+    mask.check(grids)
+    assert mask.hidden_indices.tolist() == [4]
+    assert mask.lengths.tolist() == [4, 2]
+    nothing = Mask.from_hidden(torch.zeros(7, dtype=torch.bool), grids)
+    assert nothing.hidden_indices.shape == (0,)
+    assert nothing.visible.tolist() == list(range(7))
 
 
 @pytest.mark.parametrize(
@@ -66,38 +81,38 @@ def test_packing_a_single_view_copies_its_pixels_once(monkeypatch):
     assert again.sequences.tolist() == [2]
 
 
-def test_layout_says_whose_each_token_is():
+def test_segments_says_whose_each_token_is():
     lengths, queries = torch.tensor([3, 2, 1, 4]), torch.tensor([1, 2, 1, 1])
-    layout = Layout(lengths, torch.device("cpu"), queries=queries, sequences=torch.tensor([2, 2]))
-    assert layout.owner.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
-    assert [starts.tolist() for starts in layout.starts] == [[0, 1, 3, 4, 5], [0, 3, 5, 6, 10]]
-    assert layout.longest == (2, 4)
-    asking, tokens = layout.padded
-    assert asking.places.tolist() == [0, 1, 2, 3, 4]
-    assert asking.images.tolist() == [[0, 1, 1], [2, 3, -1]]
-    assert tokens.places.tolist() == list(range(10))
-    assert tokens.images.tolist() == [[0, 0, 0, 1, 1], [2, 3, 3, 3, 3]]
-    assert layout.pairs[:, 0].int().tolist() == [
+    segments = Segments(lengths, torch.device("cpu"), queries=queries, sequences=torch.tensor([2, 2]))
+    assert segments.image_ids.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
+    assert [starts.tolist() for starts in segments.cumulative_lengths] == [[0, 1, 3, 4, 5], [0, 3, 5, 6, 10]]
+    assert segments.longest == (2, 4)
+    asking, tokens = segments.padded
+    assert asking.positions.tolist() == [0, 1, 2, 3, 4]
+    assert asking.image_ids.tolist() == [[0, 1, 1], [2, 3, -1]]
+    assert tokens.positions.tolist() == list(range(10))
+    assert tokens.image_ids.tolist() == [[0, 0, 0, 1, 1], [2, 3, 3, 3, 3]]
+    assert segments.attention_mask[:, 0].int().tolist() == [
         [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]],
         [[1, 0, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],  # the last pads, and takes all
     ]
-    for name in ("owner", "starts", "padded", "pairs"):
-        assert getattr(layout, name) is getattr(layout, name)  # made once
-    assert not layout.uniform
-    assert Layout(torch.tensor([3, 3]), torch.device("cpu")).uniform
-    assert not Layout(torch.tensor([3, 3]), torch.device("cpu"), queries=torch.tensor([1, 2])).uniform
-    with pytest.raises(ValueError, match="sequences of 3 images do not hold 4"):
-        Layout(lengths, torch.device("cpu"), sequences=torch.tensor([2, 1]))
+    for name in ("image_ids", "cumulative_lengths", "padded", "attention_mask"):
+        assert getattr(segments, name) is getattr(segments, name)  # made once
+    assert not segments.uniform
+    assert Segments(torch.tensor([3, 3]), torch.device("cpu")).uniform
+    assert not Segments(torch.tensor([3, 3]), torch.device("cpu"), queries=torch.tensor([1, 2])).uniform
+    with pytest.raises(ValueError, match="sequences hold 3 images, but the batch has 4"):
+        Segments(lengths, torch.device("cpu"), sequences=torch.tensor([2, 1]))
 
 
 def test_places_are_the_rows_and_columns_of_all_tokens_or_of_visible_ones():
     grids = torch.tensor([[2, 3], [1, 4], [2, 1]])
     expected = [(row, column, h, w) for h, w in grids.tolist() for row in range(h) for column in range(w)]
-    own, sides = places(grids, Layout(grids.prod(1), torch.device("cpu")))
-    assert list(zip(*own.tolist(), *sides.tolist(), strict=True)) == expected
+    indices, sides = token_positions(grids, Segments(grids.prod(1), torch.device("cpu")))
+    assert list(zip(*indices.tolist(), *sides.tolist(), strict=True)) == expected
     visible = torch.tensor([1, 3, 5, 8, 11])
-    own, sides = places(grids, Layout(torch.tensor([3, 1, 1]), torch.device("cpu")), visible)
-    assert list(zip(*own.tolist(), *sides.tolist(), strict=True)) == [expected[place] for place in visible]
+    indices, sides = token_positions(grids, Segments(torch.tensor([3, 1, 1]), torch.device("cpu")), visible)
+    assert list(zip(*indices.tolist(), *sides.tolist(), strict=True)) == [expected[place] for place in visible]
 
 
 @pytest.mark.parametrize("fit", [best_fit, first_fit])

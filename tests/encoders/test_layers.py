@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from encoders import layers, vit
-from encoders.images import Layout
+from encoders import packed_attention, vit
 from encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
+from encoders.segments import Segments
 
 
 def naive_bicubic(table, old, new, scale):
@@ -111,10 +111,10 @@ LENGTHS, QUERIES, SEQUENCES = torch.tensor([3, 7, 1, 4]), torch.tensor([2, 1, 5,
 CPU = torch.device("cpu")
 
 
-def naive_packed(q, k, v, scale, layout):
+def naive_packed(q, k, v, scale, segments):
     """Image by image, each query on its own, in float64: (heads, T, d)."""
     out, first, before = [], 0, 0
-    for queries, tokens in zip(layout.query_lengths.tolist(), layout.lengths.tolist(), strict=True):
+    for queries, tokens in zip(segments.query_lengths.tolist(), segments.lengths.tolist(), strict=True):
         keys, values = (x[:, before : before + tokens].double() for x in (k, v))
         for query in range(first, first + queries):
             weights = (scale * torch.einsum("hd,hkd->hk", q[:, query].double(), keys)).exp()
@@ -123,27 +123,27 @@ def naive_packed(q, k, v, scale, layout):
     return torch.stack(out, 1)
 
 
-def packed_inputs(layout, width=8):
+def packed_inputs(segments, width=8):
     generator = torch.Generator().manual_seed(0)
-    counts = (int(n.sum()) for n in (layout.query_lengths, layout.lengths, layout.lengths))
+    counts = (int(n.sum()) for n in (segments.query_lengths, segments.lengths, segments.lengths))
     return [torch.randn(2, n, width, generator=generator, dtype=torch.float64) for n in counts]
 
 
 @pytest.mark.parametrize("queries", [QUERIES, None])
 def test_packed_attention_is_the_formula_by_every_way(queries):
-    layout = Layout(LENGTHS, CPU, queries=queries, sequences=SEQUENCES)
-    q, k, v = packed_inputs(layout)
+    segments = Segments(LENGTHS, CPU, queries=queries, sequences=SEQUENCES)
+    q, k, v = packed_inputs(segments)
     for scale in (0.3, None):
-        expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, layout)
+        expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, segments)
         ways = {
-            "chosen": attention(q, k, v, scale=scale, packed=layout),
-            "by image": layers._attention_by_image(q, k, v, scale, layout),
-            "in sequences": layers._attention_in_sequences(q, k, v, scale, layout),
+            "chosen": attention(q, k, v, scale=scale, segments=segments),
+            "by image": packed_attention.attention_by_image(q, k, v, scale, segments),
+            "in sequences": packed_attention.attention_in_sequences(q, k, v, scale, segments),
         }
         for way, out in ways.items():
             torch.testing.assert_close(out, expected, msg=lambda text, way=way: f"{way}: {text}")
     with pytest.raises(ValueError, match="no bias"):
-        attention(q, k, v, bias=torch.zeros(1), packed=layout)
+        attention(q, k, v, bias=torch.zeros(1), segments=segments)
 
 
 @pytest.mark.parametrize("queries", [torch.tensor([2, 2, 2]), torch.tensor([1, 4, 1]), None])
@@ -155,9 +155,9 @@ def test_images_of_one_size_are_a_batch_for_attention(queries, monkeypatch):
         return original(q, k, v, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    layout = Layout(torch.tensor([5, 5, 5]), CPU, queries=queries)
-    q, k, v = packed_inputs(layout)
-    torch.testing.assert_close(attention(q, k, v, scale=0.3, packed=layout), naive_packed(q, k, v, 0.3, layout))
+    segments = Segments(torch.tensor([5, 5, 5]), CPU, queries=queries)
+    q, k, v = packed_inputs(segments)
+    torch.testing.assert_close(attention(q, k, v, scale=0.3, segments=segments), naive_packed(q, k, v, 0.3, segments))
     each = 5 if queries is None else 2
     together = [((3, 2, each, 8), (3, 2, 5, 8), (3, 2, 5, 8))]
     assert (shapes == together) == (queries is None or queries.tolist() == [2, 2, 2])
@@ -165,17 +165,17 @@ def test_images_of_one_size_are_a_batch_for_attention(queries, monkeypatch):
 
 def test_no_way_of_packed_attention_reads_from_the_device():
     """Tensors on the meta device have no values, so what waits for a device fails there."""
-    layout = Layout(LENGTHS, torch.device("meta"), queries=QUERIES, sequences=SEQUENCES)
-    inputs = [x.to("meta") for x in packed_inputs(layout)]
-    for way in (layers._attention_in_sequences, layers._attention_by_image):
-        assert way(*inputs, 0.3, layout).shape == (2, 11, 8)
-    assert all(n.is_meta for n in (*layout.starts, layout.owner, layout.pairs))
+    segments = Segments(LENGTHS, torch.device("meta"), queries=QUERIES, sequences=SEQUENCES)
+    inputs = [x.to("meta") for x in packed_inputs(segments)]
+    for way in (packed_attention.attention_in_sequences, packed_attention.attention_by_image):
+        assert way(*inputs, 0.3, segments).shape == (2, 11, 8)
+    assert all(n.is_meta for n in (*segments.cumulative_lengths, segments.image_ids, segments.attention_mask))
 
 
 @pytest.mark.parametrize("takes_scale", [True, False])
 def test_the_varlen_kernel_is_given_what_it_takes(takes_scale, monkeypatch):
     """A stand-in with its signature, with and without a scale of its own: it runs on GPUs only."""
-    layout = Layout(LENGTHS, CPU, queries=QUERIES)
+    segments = Segments(LENGTHS, CPU, queries=QUERIES)
 
     def kernel(q, k, v, q_starts, k_starts, most_queries, most_tokens, scale=None):
         assert takes_scale or scale is None
@@ -184,14 +184,14 @@ def test_the_varlen_kernel_is_given_what_it_takes(takes_scale, monkeypatch):
         assert (most_queries, most_tokens) == (5, 7)
         assert all(x.is_contiguous() for x in (q, k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return naive_packed(*(x.transpose(0, 1) for x in (q, k, v)), scale, layout).transpose(0, 1)
+        return naive_packed(*(x.transpose(0, 1) for x in (q, k, v)), scale, segments).transpose(0, 1)
 
-    monkeypatch.setattr(layers, "varlen_attn", kernel)
-    monkeypatch.setattr(layers, "VARLEN_TAKES_SCALE", takes_scale)
-    q, k, v = packed_inputs(layout)
+    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    monkeypatch.setattr(packed_attention, "VARLEN_TAKES_SCALE", takes_scale)
+    q, k, v = packed_inputs(segments)
     for scale in (0.3, None):
-        expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, layout)
-        torch.testing.assert_close(layers._attention_varlen(q, k, v, scale, layout), expected)
+        expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, segments)
+        torch.testing.assert_close(packed_attention.attention_varlen(q, k, v, scale, segments), expected)
 
 
 def test_packed_blocks_compile_and_those_of_one_size_whole():
@@ -202,30 +202,30 @@ def test_packed_blocks_compile_and_those_of_one_size_whole():
     counter, graphs = CompileCounter(), []
     compiled = torch.compile(block, backend=counter)
     for lengths in ([3, 7, 1, 4], [2, 9, 4], [5, 4, 3, 2, 1], [14, 1]):
-        layout, x = Layout(torch.tensor(lengths), CPU), torch.randn(15, 16)
-        torch.testing.assert_close(compiled(x, layout), block(x, layout))
+        segments, x = Segments(torch.tensor(lengths), CPU), torch.randn(15, 16)
+        torch.testing.assert_close(compiled(x, segments), block(x, segments))
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1  # the lengths of a batch compile nothing anew
     torch.compiler.reset()
-    layout, whole = Layout(torch.tensor([5, 5, 5]), CPU), torch.compile(block, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole(x, layout), block(x, layout))
+    segments, whole = Segments(torch.tensor([5, 5, 5]), CPU), torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(x, segments), block(x, segments))
     torch.compiler.reset()
 
 
 def test_drop_path_leaves_out_packed_images_as_a_whole():
     torch.manual_seed(0)
-    layer, layout = DropPath(0.5), Layout(torch.tensor([2, 1, 3]), CPU)
-    found = {tuple(layer(torch.ones(6, 2), layout)[:, 0].tolist()) for _ in range(100)}
+    layer, segments = DropPath(0.5), Segments(torch.tensor([2, 1, 3]), CPU)
+    found = {tuple(layer(torch.ones(6, 2), segments)[:, 0].tolist()) for _ in range(100)}
     assert found == {(a, a, b, c, c, c) for a in (0.0, 2.0) for b in (0.0, 2.0) for c in (0.0, 2.0)}
-    assert torch.equal(layer.eval()(torch.ones(6, 2), layout), torch.ones(6, 2))
+    assert torch.equal(layer.eval()(torch.ones(6, 2), segments), torch.ones(6, 2))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or layers.varlen_attn is None, reason="varlen_attn runs on CUDA only")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on CUDA only")
 @pytest.mark.parametrize("scale", [0.3, 1.0, None])
 def test_packed_attention_by_the_varlen_kernel(scale):
     lengths, queries = torch.tensor([30, 7, 100, 4]), torch.tensor([2, 1, 50, 3])
-    layout = Layout(lengths, torch.device("cuda"), queries=queries)
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in packed_inputs(layout, width=32))
-    out = layers._attention_varlen(q, k, v, scale, layout)
-    expected = layers._attention_by_image(*(x.float() for x in (q, k, v)), scale, layout)
+    segments = Segments(lengths, torch.device("cuda"), queries=queries)
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in packed_inputs(segments, width=32))
+    out = packed_attention.attention_varlen(q, k, v, scale, segments)
+    expected = packed_attention.attention_by_image(*(x.float() for x in (q, k, v)), scale, segments)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

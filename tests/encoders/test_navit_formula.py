@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders import layers, navit
+from encoders import navit, packed_attention
 from encoders.images import Mask, best_fit, pack
 from encoders.navit import NaViT
 from tests.encoders.test_navit import CLOSE, SMALL, images_of, mask_of, small
@@ -124,9 +124,9 @@ def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
 
     made = []
 
-    def in_sequences(q, k, v, *, scale, packed):
-        made.append(packed)
-        return layers._attention_in_sequences(q, k, v, scale, packed)
+    def in_sequences(q, k, v, *, scale, segments):
+        made.append(segments)
+        return packed_attention.attention_in_sequences(q, k, v, scale, segments)
 
     monkeypatch.setattr(navit, "attention", in_sequences)
     features = encoder(packed)

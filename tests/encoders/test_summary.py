@@ -106,8 +106,8 @@ def test_the_command(capsys, monkeypatch):
     assert "96 x 96" in printed
     assert "6 x 6" in printed
     for argv, message in [
-        (["vit_smal"], "did you mean 'vit_small'"),
-        (["vit_small", "--set", "depht=3"], "did you mean 'depth'"),
+        (["vit_smal"], "Did you mean 'vit_small'"),
+        (["vit_small", "--set", "depht=3"], "Did you mean 'depth'"),
         (["vit_small", "--set", "depth"], "NAME=VALUE, not 'depth'"),
         (["vit_small", "--image_size", "9"], "smaller than one patch"),
     ]:

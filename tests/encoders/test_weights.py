@@ -9,6 +9,7 @@ import torch
 
 import encoders
 from encoders import weights
+from encoders.base import IMAGENET
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 
@@ -49,6 +50,27 @@ def test_ours_becomes_a_checkpoint_that_timm_creates_its_model_from(tmp_path, ca
     call = printed[printed.index("timm.create_model") :].strip()
     model = eval(call, {"timm": timm}).eval()  # the very line that a user would paste
     torch.testing.assert_close(model(images(64)), encoder(images(64)).pooled, **CLOSE)
+    config = timm.data.resolve_data_config(model=model)
+    assert config["input_size"] == (3, 64, 64)
+    assert config["interpolation"] == "bicubic"
+    assert (config["mean"], config["std"]) == (IMAGENET.mean, IMAGENET.std)
+
+
+def test_timm_gets_the_preprocessing_of_the_encoder(tmp_path, capsys):
+    encoder = encoders.build("vit_tiny", image_size=(48, 64), depth=1, channels=2)
+    encoder.preprocessing = encoders.Preprocessing(mean=(0.1, 0.2), std=(0.3, 0.4))
+    encoders.save(encoder, tmp_path / "ours.safetensors")
+    weights.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "again.safetensors")])
+    assert encoders.load(tmp_path / "again.safetensors").preprocessing == encoder.preprocessing
+    weights.main([str(tmp_path / "again.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
+    printed = capsys.readouterr().out
+    model = eval(printed[printed.index("timm.create_model") :].strip(), {"timm": timm})
+    config = timm.data.resolve_data_config(model=model)
+    assert (config["input_size"], config["mean"], config["std"]) == ((2, 48, 64), (0.1, 0.2), (0.3, 0.4))
+    encoders.save(encoders.build("vit_tiny", depth=1, channels=2), tmp_path / "rgb.safetensors")
+    with pytest.raises(SystemExit, match="2"):
+        weights.main([str(tmp_path / "rgb.safetensors"), str(tmp_path / "x.safetensors"), "--to", "timm"])
+    assert "preprocessing has 3 channels, but the encoder has 2" in capsys.readouterr().err
 
 
 def test_settings_change_what_is_built_and_tables_are_resized(tmp_path, capsys):
@@ -64,7 +86,7 @@ def test_what_cannot_be_is_refused(tmp_path, capsys):
     for source, output, options, message in [
         ("navit.safetensors", "x.safetensors", ["--to", "timm"], "timm"),
         ("navit.safetensors", "x.pth", [], "must end in .safetensors"),
-        ("else.pth", "x.safetensors", [], "these are not weights of"),
+        ("else.pth", "x.safetensors", [], "format of the weights is not recognised"),
         ("missing.pth", "x.safetensors", [], "missing.pth"),
         ("navit.safetensors", "x.safetensors", ["--encoder", "vit_micro"], "which do not fit a ViT"),
     ]:

@@ -88,7 +88,7 @@ def test_described_settings_build_an_encoder_for_the_weights(settings):
     report = load_weights(build(**described), ours.state_dict())
     assert report.left_out == report.fresh == report.resized == []
     assert formats.describe(build("navit_micro").state_dict())["variant"] == "navit_micro"
-    with pytest.raises(ValueError, match=r"missing from the checkpoint: blocks.0.attn.q_norm.gamma"):
+    with pytest.raises(ValueError, match=r"Missing from the checkpoint: blocks.0.attn.q_norm.gamma"):
         formats.describe({name: tensor for name, tensor in ours.state_dict().items() if "q_norm" not in name})
 
 
@@ -131,7 +131,7 @@ def test_optional_parts():
     assert load_weights(encoder, model.state_dict()).fresh == ["mask_token"]
     assert torch.equal(encoder.mask_token, token)
     assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
-    with pytest.raises(ValueError, match=r"missing from the checkpoint: attn_pool.* settings to look at: .*pool"):
+    with pytest.raises(ValueError, match=r"Missing from the checkpoint: attn_pool.* Settings to look at: .*pool"):
         load_weights(small(), small(pool="mean").state_dict())
 
 
@@ -139,7 +139,7 @@ def test_betas_must_be_zero():
     encoder, state = small(), oracle().state_dict()
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     state["transformer.layers.1.1.0.beta"][3] = 1e-3
-    with pytest.raises(ValueError, match=r"transformer.layers.1.1.0.beta is not zero, and the layer norms .* no bias"):
+    with pytest.raises(ValueError, match=r"transformer.layers.1.1.0.beta is not zero, but the layer norms .* no bias"):
         load_weights(encoder, state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
 
@@ -148,7 +148,7 @@ def test_betas_must_be_zero():
 def test_weights_of_nested_tensors_are_refused(frames):
     options = THEIRS | {"mlp_dim": 120, "num_classes": 5, "dim_head": 20}
     model = NestedOracle3d(**options, max_frames=4, frame_patch_size=2) if frames else NestedOracle(**options)
-    with pytest.raises(ValueError, match=r"on nested tensors .*another architecture.*only those of na_vit.py fit"):
+    with pytest.raises(ValueError, match=r"on nested tensors .*another architecture.*Only weights of na_vit.py fit"):
         load_weights(small(), model.state_dict())
 
 
@@ -172,11 +172,11 @@ def test_messages_say_what_would_fit(settings, message, theirs):
 def test_what_is_unknown_or_belongs_to_others_is_refused():
     state = oracle().state_dict() | {"extra": torch.zeros(1)}
     del state["transformer.layers.1.1.4.weight"]
-    with pytest.raises(ValueError, match=r"missing .*blocks.1.mlp.fc2.weight; unknown to the encoder: extra"):
+    with pytest.raises(ValueError, match=r"Missing .*blocks.1.mlp.fc2.weight. Unknown to the encoder: extra"):
         load_weights(small(), state)
-    with pytest.raises(ValueError, match="these are weights of a ViT, which do not fit a NaViT"):
+    with pytest.raises(ValueError, match="file has weights of a ViT, which do not fit a NaViT"):
         load_weights(small(), build("vit_micro").state_dict())
-    with pytest.raises(ValueError, match="these are weights of a NaViT, which do not fit a ViT"):
+    with pytest.raises(ValueError, match="file has weights of a NaViT, which do not fit a ViT"):
         load_weights(build("vit_micro"), oracle().state_dict())
     with pytest.raises(ValueError, match="timm has no NaViT"):
         formats.to_timm(small())

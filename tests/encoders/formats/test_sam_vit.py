@@ -81,8 +81,8 @@ def test_tables_are_resized_for_another_image_size():
     report = load_weights(after, before.state_dict())
     assert report.resized == [
         "pos_embed resized from 6 x 6 to 8 x 5 by the rule of MAE, as no rule is published for it",
-        "blocks.1.attn.rel_pos_h resized from 11 to 15 places, linearly as published",
-        "blocks.1.attn.rel_pos_w resized from 11 to 9 places, linearly as published",
+        "blocks.1.attn.rel_pos_h resized from 11 to 15 rows, linearly as published",
+        "blocks.1.attn.rel_pos_w resized from 11 to 9 rows, linearly as published",
     ]
     images = images_of(2, 3, 32, 20)  # what the larger encoder has in its tables, the other makes for each image
     torch.testing.assert_close(after.feature_map(images), before.feature_map(images), rtol=1e-5, atol=1e-5)
@@ -90,7 +90,7 @@ def test_tables_are_resized_for_another_image_size():
     wider = small(window_size=5)
     report = load_weights(wider, before.state_dict())
     assert len(report.resized) == 4
-    assert report.resized[0] == "blocks.0.attn.rel_pos_h resized from 7 to 9 places, linearly as published"
+    assert report.resized[0] == "blocks.0.attn.rel_pos_h resized from 7 to 9 rows, linearly as published"
     table = before.blocks[0].attn.rel_pos_w
     expected = torch.nn.functional.interpolate(table.T[None], size=9, mode="linear")[0].T
     assert torch.equal(wider.blocks[0].attn.rel_pos_w, expected)
@@ -162,12 +162,12 @@ def test_positions_of_a_plain_vit_are_resized_without_the_class_row():
 @pytest.mark.parametrize(
     ("plain", "settings", "message"),
     [
-        ({"layer_scale": 0.1}, {}, "no place for layer scale .blocks.0.ls1.gamma"),
-        ({"qk_norm": True}, {}, "no place for norms of queries"),
-        ({"qkv_bias": False}, {}, "missing from the checkpoint: .*qkv.bias.*settings to look at: qkv_bias"),
+        ({"layer_scale": 0.1}, {}, "no layer scale .blocks.0.ls1.gamma"),
+        ({"qk_norm": True}, {}, "no norms of queries"),
+        ({"qkv_bias": False}, {}, "Missing from the checkpoint: .*qkv.bias.*Settings to look at: qkv_bias"),
         ({"mlp_ratio": 2.0}, {}, r"mlp.lin1.weight \(96, 48\), not \(192, 48\).*look at: mlp_ratio"),
         ({"depth": 2}, {}, "48 wide with 2 blocks .* this encoder 48 wide with 3 blocks"),
-        ({}, {"absolute_positions": False}, "unknown to the encoder: pos_embed; .*look at: absolute_positions"),
+        ({}, {"absolute_positions": False}, "Unknown to the encoder: pos_embed. .*look at: absolute_positions"),
     ],
 )
 def test_a_vit_with_other_parts_is_refused(plain, settings, message):
@@ -179,11 +179,14 @@ def test_a_vit_with_other_parts_is_refused(plain, settings, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("image_encoder.neck.2.weight"), "missing from the checkpoint: neck.2.weight"),
-        (lambda state: state.update({"memory.weight": torch.ones(2)}), "unknown to the encoder: memory.weight"),
-        (lambda state: state.pop("image_encoder.pos_embed"), "missing from the checkpoint: pos_embed; .*absolute_pos"),
-        (lambda state: state.pop("image_encoder.patch_embed.proj.weight"), "these are not weights of a ViT"),
-        (lambda state: state.update({"image_encoder.norm.bias": torch.ones(2)}), "unknown to the encoder: norm.bias"),
+        (lambda state: state.pop("image_encoder.neck.2.weight"), "Missing from the checkpoint: neck.2.weight"),
+        (lambda state: state.update({"memory.weight": torch.ones(2)}), "Unknown to the encoder: memory.weight"),
+        (lambda state: state.pop("image_encoder.pos_embed"), "Missing from the checkpoint: pos_embed. .*absolute_pos"),
+        (
+            lambda state: state.pop("image_encoder.patch_embed.proj.weight"),
+            "format of the weights is not recognised. Known: a ViT",
+        ),
+        (lambda state: state.update({"image_encoder.norm.bias": torch.ones(2)}), "Unknown to the encoder: norm.bias"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
@@ -198,13 +201,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
 def test_messages_say_what_would_fit():
     with torch.device("meta"):
         large = build("sam_vit_l", depth=24).state_dict()
-    with pytest.raises(ValueError, match=r"1024 wide with 24 blocks .*: build sam_vit_l with patch_size=16"):
+    with pytest.raises(ValueError, match=r"1024 wide with 24 blocks .* build sam_vit_l with patch_size=16"):
         load_weights(small(), large)
-    with pytest.raises(ValueError, match="heads 16 wide, this encoder 8: build it with heads=3"):
+    with pytest.raises(ValueError, match=r"heads 16 wide, this encoder 8. Build the encoder with heads=3"):
         load_weights(small(heads=6), small().state_dict())
     with pytest.raises(ValueError, match=r"neck.0.weight \(20, 48, 1, 1\), not \(30, .*look at: out_dim"):
         load_weights(small(out_dim=30), small().state_dict())
-    with pytest.raises(ValueError, match=r"unknown to the encoder: .*rel_pos_h.*look at: relative_positions"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*rel_pos_h.*look at: relative_positions"):
         load_weights(small(relative_positions=False), small().state_dict())
     with pytest.raises(ValueError, match="weights of a SAM-ViT, which do not fit a ViT"):
         load_weights(build("vit_small", **PLAIN), small().state_dict())
@@ -251,9 +254,9 @@ def test_published_variants_are_described_by_their_names():
     for missing in ("neck.0.weight", "blocks.2.attn.rel_pos_w"):
         state = small().state_dict()
         state.pop(missing)
-        with pytest.raises(ValueError, match=f"missing from the checkpoint: {missing}"):
+        with pytest.raises(ValueError, match=f"Missing from the checkpoint: {missing}"):
             sam_vit.describe(state)
-    with pytest.raises(ValueError, match="do not tell heads, windows"):
+    with pytest.raises(ValueError, match="Heads, windows and global blocks are unknown"):
         sam_vit.describe(small(relative_positions=False).state_dict())
 
 
@@ -294,7 +297,7 @@ def test_names_in_timm():
                 {"num_classes": 0, "img_size": 1024, "norm_layer": ""},
             )
             timm.create_model(found, **options).load_state_dict(state, strict=True)
-    with pytest.raises(ValueError, match=r"epsilon of 1e-6 or 1e-5, not 0.001"):
+    with pytest.raises(ValueError, match=r"norm_eps is 0.001, not 1e-6 or 1e-5"):
         sam_vit.to_timm(small(norm_eps=1e-3))
 
 

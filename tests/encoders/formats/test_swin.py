@@ -161,6 +161,31 @@ def test_biases_of_windows_cut_short_keep_their_relative_positions(window, size,
     assert torch.equal(table[0, 0], table[window - rows, window - columns])
 
 
+@pytest.mark.parametrize(
+    ("window", "size", "placed"),
+    [
+        (6, 64, 4),  # the grid of the last stage is shorter than both windows
+        (12, 64, 4),
+        (6, 128, 6),  # the grid is longer than the new window: as in the official code, the biases are stretched
+        (3, 64, 3),
+    ],
+)
+def test_biases_of_a_last_stage_cut_short_go_into_another_window(window, size, placed):
+    """Of a model with windows of 7 for 64 pixels, whose last stage has a grid and windows of 4."""
+    model, encoder = timm_swin(window_size=7, img_size=64), small(window_size=window, image_size=size)
+    load_weights(encoder, model.state_dict())
+    name = f"layers.2.blocks.0.{TABLE}"
+    maps = model.state_dict()[name].T.reshape(1, -1, 7, 7)
+    if placed != 4:
+        maps = F.interpolate(maps, size=(2 * placed - 1,) * 2, mode="bicubic")
+    table = encoder.state_dict()[name].T.reshape(1, -1, 2 * window - 1, 2 * window - 1)
+    inner = slice(window - placed, window + placed - 1)
+    torch.testing.assert_close(table[..., inner, inner], maps, **CLOSE)
+    first = model.state_dict()[f"layers.0.blocks.0.{TABLE}"].T.reshape(1, -1, 13, 13)
+    expected = F.interpolate(first, size=(2 * window - 1,) * 2, mode="bicubic").flatten(2)[0].T
+    torch.testing.assert_close(encoder.state_dict()[f"layers.0.blocks.0.{TABLE}"], expected, **CLOSE)
+
+
 def test_positions_are_resized():
     encoder = small(absolute_positions=True)
     table = encoder.absolute_pos_embed.detach()
@@ -170,12 +195,12 @@ def test_positions_are_resized():
     maps = F.interpolate(table.view(1, 16, 16, 24).permute(0, 3, 1, 2), size=(16, 24), mode="bicubic")
     torch.testing.assert_close(other.absolute_pos_embed.view(16, 24, 24), maps[0].permute(1, 2, 0), **CLOSE)
     assert load_weights(small(absolute_positions=True), encoder.state_dict()).resized == []
-    with pytest.raises(ValueError, match=r"unknown to the encoder: absolute_pos_embed; .*look at: absolute_positions"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: absolute_pos_embed. .*look at: absolute_positions"):
         load_weights(small(), encoder.state_dict())
-    with pytest.raises(ValueError, match="position table of 384 rows are not known"):
+    with pytest.raises(ValueError, match="position table of 384 rows is unknown"):
         load_weights(encoder, other.state_dict())
     oblong = small(absolute_positions=True, image_size=(32, 128))
-    with pytest.raises(ValueError, match="may be 16 x 16 or the encoder's 8 x 32: say source"):
+    with pytest.raises(ValueError, match=r"may be 16 x 16 or the encoder's 8 x 32. Pass source"):
         load_weights(oblong, encoder.state_dict())
     assert load_weights(oblong, oblong.state_dict(), "ours").resized == []
 
@@ -188,9 +213,9 @@ def test_positions_are_resized():
         ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
         ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
         ({"patch_size": 2}, "with patch_size=4"),
-        ({"mlp_ratio": 2.0}, "settings to look at: mlp_ratio"),
-        ({"qkv_bias": False}, "settings to look at: qkv_bias"),
-        ({"patch_norm": False}, "settings to look at: patch_norm"),
+        ({"mlp_ratio": 2.0}, "Settings to look at: mlp_ratio"),
+        ({"qkv_bias": False}, "Settings to look at: qkv_bias"),
+        ({"patch_norm": False}, "Settings to look at: patch_norm"),
     ],
 )
 def test_encoders_that_do_not_fit_are_left_as_they_were(settings, message):
@@ -211,12 +236,12 @@ def test_the_variant_that_would_fit_is_named():
 def test_other_families_are_refused():
     state = timm_swin().state_dict()
     assert recognise(state) is swin
-    with pytest.raises(ValueError, match="these are weights of a Swin Transformer, which do not fit a ViT"):
+    with pytest.raises(ValueError, match="file has weights of a Swin Transformer, which do not fit a ViT"):
         load_weights(build("vit_micro"), state)
-    with pytest.raises(ValueError, match="these are weights of a ViT, which do not fit a Swin Transformer"):
+    with pytest.raises(ValueError, match="file has weights of a ViT, which do not fit a Swin Transformer"):
         load_weights(small(), build("vit_micro").state_dict())
     second = timm.create_model("swinv2_tiny_window8_256", embed_dim=24, depths=(1, 1), num_heads=(1, 2), img_size=64)
-    with pytest.raises(ValueError, match="these are not weights of"):
+    with pytest.raises(ValueError, match="format of the weights is not recognised"):
         load_weights(small(), second.state_dict())
 
 
@@ -253,7 +278,7 @@ def test_checkpoints_of_timm_and_microsoft_are_described():
     with pytest.raises(ValueError, match="do not belong to square windows"):
         swin.describe(oblong)
     broken = {name: tensor for name, tensor in model.state_dict().items() if "layers.2.blocks.0." not in name}
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="is incomplete"):
         swin.describe(broken)
 
 
@@ -299,12 +324,12 @@ def test_official_models_need_few_options():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"absolute_positions": True}, "no absolute positions"),
-        ({"patch_norm": False}, "without a norm"),
-        ({"norm_eps": 1e-6}, "epsilon of 1e-06"),
-        ({"qk_scale": 0.5}, "no qk_scale"),
-        ({"image_size": 66}, "no images of 66 x 66 pixels for patches of 4"),
-        ({"image_size": 72}, "no mask for padding, which images of 72 x 72 pixels need in windows of 4"),
+        ({"absolute_positions": True}, "absolute_positions is set"),
+        ({"patch_norm": False}, "patch_norm is not set"),
+        ({"norm_eps": 1e-6}, "norm_eps is 1e-06"),
+        ({"qk_scale": 0.5}, "qk_scale is set"),
+        ({"image_size": 66}, "images of 66 x 66 pixels do not divide into patches of 4"),
+        ({"image_size": 72}, "images of 72 x 72 pixels need padding in windows of 4"),
     ],
 )
 def test_what_timm_does_not_have_is_refused(settings, message):

@@ -100,20 +100,20 @@ def test_weights_of_vit_pytorch_before_its_tables_lost_a_dimension(pool):
 def test_what_does_not_fit_of_vit_pytorch_is_refused():
     state = lucidrains().state_dict()
     for settings, message in [
-        ({"patch_norm": False}, r"unknown to the encoder: patch_embed.norm1.bias.*look at: patch_norm"),
+        ({"patch_norm": False}, r"Unknown to the encoder: patch_embed.norm1.bias.*look at: patch_norm"),
         ({"head_dim": 24}, r"qkv.weight \(180, 48\), not \(216, 48\).*look at: head_dim"),
-        ({"qkv_bias": True}, r"missing from the checkpoint: blocks.0.attn.qkv.bias.*qkv_bias"),
-        ({"pool": "all", "class_token": False}, r"unknown to the encoder: cls_token.*look at: class_token"),
+        ({"qkv_bias": True}, r"Missing from the checkpoint: blocks.0.attn.qkv.bias.*qkv_bias"),
+        ({"pool": "all", "class_token": False}, r"Unknown to the encoder: cls_token.*look at: class_token"),
         ({"patch_size": 4}, r"patches of 8 pixels, this encoder .* patches of 4 pixels"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_weights(like_lucidrains(**settings), state)
-    with pytest.raises(ValueError, match=r"unknown to the encoder: transformer.layers.0.0.temperature"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: transformer.layers.0.0.temperature"):
         load_weights(like_lucidrains(), state | {"transformer.layers.0.0.temperature": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"missing from the checkpoint: patch_embed.norm1.bias.*look at: .*patch_norm"):
+    with pytest.raises(ValueError, match=r"Missing from the checkpoint: patch_embed.norm1.bias.*look at: .*patch_norm"):
         load_weights(small(patch_norm=True), small().state_dict())
     sam = build("sam_vit_b", **SMALL, window_size=0, mlp_ratio=100 / 48, qkv_bias=False)
-    with pytest.raises(ValueError, match=r"no place for norms of patches \(patch_embed.norm1"):
+    with pytest.raises(ValueError, match=r"it has no norms of patches \(patch_embed.norm1"):
         load_weights(sam, state)
 
 
@@ -188,17 +188,17 @@ def test_names_in_timm():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"norm_eps": 1e-5}, r"epsilon of 1e-6, not 1e-05 \(norm_eps\)"),
-        ({"patch_norm": True}, "no norms of patches"),
-        ({"head_dim": 20}, r"width over their number \(head_dim\)"),
-        ({"qk_scale": 0.5}, "one factor on the logits"),
-        ({"classes": 3, "representation_size": 10}, "no layer before the class head"),
-        ({"distillation_token": True, "registers": 1}, "distillation token only with"),
-        ({"distillation_token": True, "pool": "mean"}, "distillation token only with"),
+        ({"norm_eps": 1e-5}, r"norm_eps is 1e-05, not 1e-6"),
+        ({"patch_norm": True}, "patch_norm is set"),
+        ({"head_dim": 20}, r"head_dim is not dim / heads"),
+        ({"qk_scale": 0.5}, "qk_scale is not"),
+        ({"classes": 3, "representation_size": 10}, "representation_size is set"),
+        ({"distillation_token": True, "registers": 1}, "distillation_token excludes"),
+        ({"distillation_token": True, "pool": "mean"}, "distillation_token excludes"),
     ],
 )
 def test_what_timm_has_not_is_refused(settings, message):
-    with pytest.raises(ValueError, match=f"timm has no equal .*{message}"):
+    with pytest.raises(ValueError, match=f"timm has no equivalent .*{message}"):
         vit.to_timm(small(**settings))
     vit.to_timm(small(qk_scale=0.25))  # heads are 16 wide: this is the usual factor
 
@@ -235,14 +235,14 @@ def test_published_sizes_are_described_by_their_names():
             again = build(**vit.describe(encoder.state_dict()))
         assert again.settings == encoder.settings
     mae = small().state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
-    with pytest.raises(ValueError, match="do not tell how many heads share 48 channels"):
+    with pytest.raises(ValueError, match="heads that share 48 channels is unknown"):
         vit.describe(mae)
     tiny = small(dim=192).state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
     assert vit.describe(tiny)["mask_token"] is False
     tiny.pop("pos_embed")
-    with pytest.raises(ValueError, match="missing from the checkpoint: pos_embed"):
+    with pytest.raises(ValueError, match="Missing from the checkpoint: pos_embed"):
         vit.describe(tiny)
-    with pytest.raises(ValueError, match="rows and columns of a position table of 22 rows are not known"):
+    with pytest.raises(ValueError, match="grid of a position table of 22 rows is unknown"):
         vit.describe(small(dim=192, image_size=(24, 56)).state_dict())
 
 

@@ -1,0 +1,74 @@
+"""Attention of packed images with different numbers of tokens, by one of three equivalent kernels.
+
+`encoders.layers.attention` imports this module at first use, because `torch.nn.attention.varlen` imports the compiler,
+which takes seconds. d width of one head; T tokens of all images; S packed sequences of L slots.
+"""
+
+import inspect
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from encoders.segments import PaddedSequences, Segments
+
+VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
+
+
+@torch.compiler.disable()  # a graph would be compiled again for the lengths of each batch
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Return softmax(q kT * scale) v within each image: (heads, T, d) -> (heads, T, d).
+
+    The fastest kernel for the device, the data type and the packing is chosen.
+    """
+    if _has_varlen(q):
+        return attention_varlen(q, k, v, scale, segments)
+    if q.is_cuda and segments.sequences is not None:
+        return attention_in_sequences(q, k, v, scale, segments)
+    return attention_by_image(q, k, v, scale, segments)
+
+
+def _has_varlen(q: Tensor) -> bool:
+    """Return True if `varlen_attn` takes queries such as `q` (heads, T, d)."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Attend by flash attention over all images at once: (heads, T, d) on CUDA in half precision."""
+    attend = partial(varlen_attn, scale=scale) if VARLEN_TAKES_SCALE else varlen_attn
+    if scale is not None and not VARLEN_TAKES_SCALE:
+        q = q * (scale * q.shape[-1] ** 0.5)  # the kernel multiplies by d ** -0.5
+    q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # (T, heads, d)
+    out = attend(q, k, v, *segments.cumulative_lengths, *segments.longest)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"varlen_attn returned {type(out).__name__}, not a tensor.")
+    return out.transpose(0, 1)
+
+
+def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Attend in padded sequences under a mask that separates images, as NaViT does: (heads, T, d)."""
+    queries, tokens = segments.padded
+
+    def spread(x: Tensor, padded: PaddedSequences) -> Tensor:
+        zeros = x.new_zeros(len(x), padded.image_ids.numel(), x.shape[-1])
+        return zeros.index_copy(1, padded.positions, x).unflatten(1, padded.image_ids.shape).transpose(0, 1)
+
+    q, k, v = spread(q, queries), spread(k, tokens), spread(v, tokens)  # (S, heads, L, d)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=segments.attention_mask, scale=scale)
+    return out.transpose(0, 1).flatten(1, 2).index_select(1, queries.positions)
+
+
+def attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Attend image by image: (heads, T, d)."""
+    counts = segments.lengths.tolist()
+    images = zip(q.split(segments.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
+    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels take four dimensions
+    return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)

@@ -1,0 +1,133 @@
+"""Segments: the images in a flat sequence of tokens.
+
+B images, T tokens (keys and values), Q queries; S packed sequences, each padded to the length L of the longest (L' for
+keys where queries have another length).
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from encoders.errors import EncoderError
+
+
+def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to `device` without waiting for the device."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Image boundaries in a flat sequence of tokens (T, D), where each image attends only to itself.
+
+    One object is made per forward pass and shared by all blocks. Derived tensors are made at first use and kept. No
+    property reads from the device.
+    """
+
+    lengths: Tensor
+    """Number of tokens of each image: (B,) int64 on the CPU, at least 1."""
+    device: torch.device
+    """Device of the tokens."""
+    queries: Tensor | None = None
+    """Number of queries of each image: (B,) int64 on the CPU. None if every token is a query."""
+    sequences: Tensor | None = None
+    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if images are not grouped."""
+    uniform: bool = field(init=False)
+    """True if all images have the same number of tokens and the same number of queries."""
+
+    def __post_init__(self):
+        if self.sequences is not None and int(self.sequences.sum()) != len(self.lengths):
+            raise EncoderError(
+                f"The packed sequences hold {int(self.sequences.sum())} images, but the batch has {len(self.lengths)}."
+            )
+        counts = (self.lengths, self.query_lengths)
+        object.__setattr__(self, "uniform", all(bool((n == n[0]).all()) for n in counts))
+
+    @property
+    def query_lengths(self) -> Tensor:
+        """Number of queries of each image: (B,) int64 on the CPU."""
+        return self.lengths if self.queries is None else self.queries
+
+    @cached_property
+    def image_ids(self) -> Tensor:
+        """Index of the image that each token belongs to: (T,) int64 on the device."""
+        counts, images = copy_to_device(self.lengths, self.device), torch.arange(len(self.lengths), device=self.device)
+        return torch.repeat_interleave(images, counts, output_size=int(self.lengths.sum()))
+
+    @cached_property
+    def cumulative_lengths(self) -> tuple[Tensor, Tensor]:
+        """Cumulative numbers of queries and of tokens, from 0: two of (B + 1,) int32 on the device."""
+        ends = torch.stack([self.query_lengths, self.lengths]).cumsum(1)
+        queries, tokens = copy_to_device(F.pad(ends, (1, 0)).int(), self.device)
+        return queries, tokens
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Largest number of queries and largest number of tokens of an image."""
+        return int(self.query_lengths.max()), int(self.lengths.max())
+
+    @cached_property
+    def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
+        """Queries and tokens in padded sequences.
+
+        Raises:
+            EncoderError: `sequences` is None.
+        """
+        if self.sequences is None:
+            raise EncoderError("These segments have no packed sequences. Pass `sequences` to Segments.")
+        rows = torch.repeat_interleave(self.sequences)  # (B,): sequence of each image
+        counts = (self.query_lengths, self.lengths)
+        queries, tokens = (_pad(n, rows, len(self.sequences), self.device) for n in counts)
+        return queries, tokens
+
+    @cached_property
+    def attention_mask(self) -> Tensor:
+        """True where a query and a key of the padded sequences belong to the same image: (S, 1, L, L') bool.
+
+        Padded queries see all keys, because a softmax over no key is NaN.
+        """
+        queries, keys = (padded.image_ids for padded in self.padded)
+        return ((queries[:, :, None] == keys[:, None, :]) | (queries[:, :, None] < 0))[:, None]
+
+
+@dataclass(frozen=True)
+class PaddedSequences:
+    """T tokens in S sequences, each padded to the length L of the longest. Both tensors are on the device."""
+
+    positions: Tensor
+    """Index of each token in the S * L padded slots: (T,) int64."""
+    image_ids: Tensor
+    """Index of the image of each slot, -1 for padding: (S, L) int64."""
+
+
+def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) -> PaddedSequences:
+    """Lay out images of `lengths` (B,) tokens in the sequences `rows` (B,)."""
+    images = torch.repeat_interleave(lengths)  # (T,): image of each token
+    token_rows = rows[images]  # (T,): sequence of each token
+    counts = torch.bincount(token_rows, minlength=sequences)
+    longest = int(counts.max())
+    positions = token_rows * longest + torch.arange(len(token_rows)) - (counts.cumsum(0) - counts)[token_rows]
+    image_ids = torch.full((sequences * longest,), -1).index_copy(0, positions, images)
+    return PaddedSequences(
+        copy_to_device(positions, device), copy_to_device(image_ids.unflatten(0, (sequences, longest)), device)
+    )
+
+
+def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the (row, column) of each token in its image, and the (rows, columns) of its image: two of (2, T) int64.
+
+    Args:
+        grids: rows and columns of tokens of each image, (B, 2) int64 on the CPU.
+        segments: boundaries of the tokens that are present.
+        visible: flat indices (T,) of the tokens that are present, ascending int64; None if all tokens are present.
+    """
+    counts = grids.prod(1)
+    numbers = torch.cat([(counts.cumsum(0) - counts)[:, None], grids], 1)  # (B, 3)
+    numbers = copy_to_device(numbers, segments.device)
+    flat = torch.arange(len(segments.image_ids), device=segments.device) if visible is None else visible
+    start, *sides = numbers.index_select(0, segments.image_ids).unbind(1)
+    index = flat - start  # within the image
+    return torch.stack([index // sides[1], index % sides[1]]), torch.stack(sides)

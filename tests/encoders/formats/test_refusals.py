@@ -1,0 +1,183 @@
+"""Weight files of unexpected content, and the recognition of formats."""
+
+import itertools
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import encoders
+from encoders import build, load_weights
+from encoders.errors import WeightsError
+from encoders.formats import checkpoint, sam_vit, vit
+from encoders.layers import sincos_table
+
+SMALL = {"dim": 64, "depth": 4, "heads": 1, "patch_size": 8, "image_size": 32}
+MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+
+
+def timm_vit(**options) -> timm.models.VisionTransformer:
+    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 1, "num_classes": 0}
+    model = timm.models.VisionTransformer(**settings | options).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(2)], "is of type list. It must be a dict"),
+        (torch.ones(2), "is of type Tensor"),
+        ("weights", "is of type str"),
+        (None, "is of type NoneType"),
+        (3, "is of type int"),
+        ({0: torch.ones(2)}, "keys of type int"),
+        ({"model": {0: torch.ones(2), "a": torch.ones(2)}}, "keys of type int"),
+        ({"state": {0: {"step": 3}}, "param_groups": []}, "no weights for source 'auto'. It holds state, param_groups"),
+        ({}, "It holds nothing"),
+    ],
+)
+def test_files_without_weights_are_refused_by_name(tmp_path, content, message):
+    encoder = build("vit_small", **SMALL)
+    torch.save(content, tmp_path / "file.pth")
+    with pytest.raises(WeightsError, match=message):
+        load_weights(encoder, tmp_path / "file.pth")
+    if not isinstance(content, str):
+        with pytest.raises(WeightsError, match=message):
+            load_weights(encoder, content)
+
+
+def test_values_that_are_no_weights_are_refused_with_their_number():
+    encoder = build("vit_small", **SMALL)
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    state = timm_vit().state_dict()
+    broken = state["norm.weight"].clone()
+    broken[:3], broken[3] = torch.nan, torch.inf
+    with pytest.raises(WeightsError, match=r"NaN or infinite values: norm.weight \(4 of 64\)"):
+        load_weights(encoder, state | {"norm.weight": broken})
+    for dtype in (torch.int64, torch.bool):
+        with pytest.raises(WeightsError, match=rf"These tensors are not: norm.bias \({dtype}\)"):
+            load_weights(encoder, state | {"norm.bias": state["norm.bias"].to(dtype)})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+    load_weights(encoder, state | {"head.weight": torch.full((2, 64), torch.nan)})  # excluded tensors do not matter
+
+
+@torch.no_grad()
+def test_teachers_of_dinov2_with_chunks_of_blocks_load_without_their_heads():
+    model = timm_vit(init_values=0.1)
+    backbone = {}
+    for name, tensor in model.state_dict().items():
+        part, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".") if part == "blocks" else ("", "", rest)
+        chunked = f"blocks.{int(number) // 2}.{number}.{rest}" if number else name
+        backbone[f"backbone.{chunked}"] = tensor
+    heads = {"dino_head.mlp.0.weight": torch.ones(2), "ibot_head.last_layer.weight_g": torch.ones(2)}
+    encoder = build("vit_small", **SMALL, layer_scale=1.0).eval()
+    report = load_weights(encoder, {"teacher": backbone | heads})
+    assert set(heads) <= set(report.left_out)
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], rtol=1e-4, atol=5e-5)
+    state = {name.removeprefix("backbone."): tensor for name, tensor in backbone.items()}
+    assert vit.describe(state)["depth"] == 4
+    gated = {name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for name, t in state.items()}
+    with pytest.raises(WeightsError, match=r"SwiGLU MLPs \(blocks.0.0.mlp.w12"):
+        load_weights(encoder, gated)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "fixed positions"])
+@torch.no_grad()
+def test_weights_of_mae_keep_their_interpolation_at_another_size(kind):
+    """Against the formula of the official interpolate_pos_embed: bicubic to the size, corners not aligned."""
+    model = timm_vit()
+    if kind == "fixed positions":
+        model.pos_embed.copy_(torch.cat([torch.zeros(1, 64), sincos_table(4, 4, 64)])[None])
+    state = model.state_dict()
+    if kind == "decoder":
+        state |= {"mask_token": torch.zeros(1, 1, 16), "decoder_pos_embed": torch.zeros(1, 17, 16)}
+    described = vit.describe(state)
+    assert described["interpolation"] == "mae"
+    encoder = build(**described).eval()
+    load_weights(encoder, state)
+    maps = model.pos_embed[:, 1:].reshape(1, 4, 4, 64).permute(0, 3, 1, 2)
+    table = F.interpolate(maps, size=(6, 6), mode="bicubic", align_corners=False).flatten(2).mT
+    larger = timm_vit(img_size=48)
+    larger.load_state_dict(model.state_dict() | {"pos_embed": torch.cat([model.pos_embed[:, :1], table], 1)})
+    images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+    expected = larger.forward_head(larger.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(encoder(images).pooled, expected, rtol=1e-4, atol=5e-5)
+
+
+def test_weights_of_dino_keep_the_interpolation_of_dino():
+    assert vit.describe(timm_vit().state_dict())["interpolation"] == "dino"
+
+
+def known_files() -> dict[str, tuple[str, dict[str, torch.Tensor]]]:
+    """Name of a file -> name of its family, and its tensors."""
+    with torch.device("meta"):
+        files = {name: (encoders.family(name).__name__, build(name).state_dict()) for name in MICRO}
+        files["twins vit-pytorch"] = ("Twins", build("twins_svt_vit_pytorch").state_dict())
+        sam = build("sam_vit_micro").state_dict()
+        files["full SAM"] = (
+            "SAMViT",
+            {f"image_encoder.{n}": t for n, t in sam.items()} | {"mask_decoder.a": sam["pos_embed"]},
+        )
+        files["SAM without tables"] = ("SAMViT", build("sam_vit_micro", relative_positions=False).state_dict())
+        files["normed patches"] = ("ViT", build("vit_micro", patch_norm=True).state_dict())
+        files["vit-pytorch"] = (
+            "ViT",
+            pytest.importorskip("vit_pytorch.vit")
+            .ViT(image_size=32, patch_size=8, num_classes=5, dim=48, depth=2, heads=3, mlp_dim=96)
+            .state_dict(),
+        )
+        files["NaViT of vit-pytorch"] = (
+            "NaViT",
+            pytest.importorskip("vit_pytorch.na_vit")
+            .NaViT(image_size=32, patch_size=8, num_classes=5, dim=48, depth=2, heads=3, mlp_dim=96)
+            .state_dict(),
+        )
+        files["Twins of vit-pytorch"] = (
+            "Twins",
+            pytest.importorskip("vit_pytorch.twins_svt").TwinsSVT(num_classes=5).state_dict(),
+        )
+        for family, name in {
+            "ViT": "vit_tiny_patch16_224",
+            "Swin": "swin_tiny_patch4_window7_224",
+            "Twins": "twins_svt_small",
+            "SAMViT": "samvit_base_patch16",
+        }.items():
+            files[name] = (family, timm.create_model(name, num_classes=3).state_dict())
+    return files
+
+
+def test_exactly_one_format_recognises_each_file():
+    for file, (family, state) in known_files().items():
+        claims = [kind.__name__ for kind, form in checkpoint.FORMATS.items() if form.recognises(state)]
+        assert claims == [family], file
+
+
+def test_the_order_of_formats_does_not_matter(monkeypatch):
+    state, formats = build("sam_vit_micro").state_dict(), list(checkpoint.FORMATS.items())
+    for order in itertools.permutations(formats):
+        monkeypatch.setattr(checkpoint, "FORMATS", dict(order))
+        assert checkpoint.recognise(state) is sam_vit
+    both = state | build("twins_svt_micro").state_dict()
+    with pytest.raises(WeightsError, match=r"ambiguous. They may be weights of"):
+        checkpoint.recognise(both)
+
+
+def test_an_encoder_without_a_format_takes_its_own_weights():
+    class Other(encoders.ViT):
+        """A family of another package."""
+
+    encoder, source = Other(**SMALL), build("vit_small", **SMALL)
+    report = load_weights(encoder, source.state_dict())
+    assert len(report.used) == len(source.state_dict())
+    assert torch.equal(encoder.cls_token, source.cls_token)
+    with pytest.raises(WeightsError, match=r"Missing from the checkpoint: cls_token"):
+        load_weights(encoder, {name: t for name, t in source.state_dict().items() if name != "cls_token"})
+    with pytest.raises(WeightsError, match="Other has no weight format"):
+        checkpoint.format_of(encoder)
