@@ -1,4 +1,4 @@
-"""Values that change over a run, as pure functions of the step."""
+"""Schedules: values that change over a run, as pure functions of the step."""
 
 import math
 
@@ -21,7 +21,10 @@ def cosine(
 
 
 def linear(step: int, steps: int, start: float, end: float) -> float:
-    """Linear from `start` to `end` over `steps` values (end point included), then constant."""
-    if steps <= 1:
+    """Return a value that goes linearly from `start` to `end` over `steps` values, both included, and then stays.
+
+    One value alone is `start`, as in `np.linspace(start, end, 1)`.
+    """
+    if steps <= 0:
         return end
-    return start + (end - start) * min(step / (steps - 1), 1.0)
+    return start + (end - start) * min(step / max(steps - 1, 1), 1.0)

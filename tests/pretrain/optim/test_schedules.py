@@ -41,3 +41,4 @@ def test_linear_is_a_linspace_then_constant() -> None:
         [linear(s, 7, 0.04, 0.07) for s in range(10)], [*np.linspace(0.04, 0.07, 7), 0.07, 0.07, 0.07]
     )
     assert linear(0, 0, 0.04, 0.07) == 0.07
+    assert [linear(s, 1, 0.04, 0.07) for s in range(3)] == pytest.approx([*np.linspace(0.04, 0.07, 1), 0.07, 0.07])
