@@ -71,6 +71,7 @@ def resolve(
         "warmup_steps": min(40 * max(images // batch_size, 1), steps // 20),
         "weight_decay": 0.05,
         "weight_decay_end": 0.05,
+        "reach_lr_in_warmup": False,
         "betas": (0.9, 0.95),
         "clip": 0.0,
     }

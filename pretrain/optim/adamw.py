@@ -28,6 +28,8 @@ class OptimConfig(Section, frozen=True):
     """learning rate at the end of the run (not scaled)"""
     warmup_steps: int | None = Field(default=None, ge=0)
     """steps over which the learning rate rises linearly from 0"""
+    reach_lr_in_warmup: bool = True
+    """reach lr in the last step of the warm-up, as DINO does; false: in the step after it, as MAE does"""
     layer_decay: float = Field(default=1.0, gt=0, le=1)
     """factor on the learning rate per layer below the last: layer_decay ** (depth + 1 - layer)"""
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
@@ -159,7 +161,8 @@ def apply_schedules(
     optimizer: torch.optim.Optimizer, config: ResolvedOptim, step: int, steps: int, batch_size: int
 ) -> None:
     """Set each group's learning rate and weight decay for `step` of `steps`."""
-    lr = cosine(step, steps, config.scaled_lr(batch_size), config.min_lr, config.warmup_steps)
+    peak, reach = config.scaled_lr(batch_size), config.reach_lr_in_warmup
+    lr = cosine(step, steps, peak, config.min_lr, config.warmup_steps, reach_in_warmup=reach)
     weight_decay = cosine(step, steps, config.weight_decay, config.weight_decay_end)
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if step < group["frozen_steps"] else lr * group["lr_factor"]

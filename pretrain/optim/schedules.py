@@ -1,22 +1,30 @@
-"""Values that change over a run, as pure functions of the step."""
+"""Schedules: values that change over a run, as pure functions of the step."""
 
 import math
 
 
-def cosine(step: int, steps: int, start: float, end: float, warmup_steps: int = 0) -> float:
-    """Linear from 0 to `start` over `warmup_steps` (end point included), then half a cosine towards `end`.
+def cosine(
+    step: int, steps: int, start: float, end: float, warmup_steps: int = 0, *, reach_in_warmup: bool = True
+) -> float:
+    """Return a value that rises linearly from 0 to `start`, then follows half a cosine towards `end`.
 
-    As in DINO (2104.14294): the first value of a warm-up is 0, `start` comes twice, and `end` itself is never reached
-    within `steps`; afterwards it holds.
+    The first value of a warm-up is 0. `end` is never reached within `steps`, and holds afterwards.
+
+    Args:
+        reach_in_warmup: True to reach `start` in the last step of the warm-up, so that it comes twice, as in DINO
+            (2104.14294); False to reach `start` in the step after the warm-up, as in MAE (2111.06377).
     """
     if step < warmup_steps:
-        return start * step / max(warmup_steps - 1, 1)
+        return start * step / (max(warmup_steps - 1, 1) if reach_in_warmup else warmup_steps)
     done = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
     return end + 0.5 * (start - end) * (1 + math.cos(math.pi * done))
 
 
 def linear(step: int, steps: int, start: float, end: float) -> float:
-    """Linear from `start` to `end` over `steps` values (end point included), then constant."""
-    if steps <= 1:
+    """Return a value that goes linearly from `start` to `end` over `steps` values, both included, and then stays.
+
+    One value alone is `start`, as in `np.linspace(start, end, 1)`.
+    """
+    if steps <= 0:
         return end
-    return start + (end - start) * min(step / (steps - 1), 1.0)
+    return start + (end - start) * min(step / max(steps - 1, 1), 1.0)

@@ -252,6 +252,7 @@ def test_the_published_recipe_is_what_is_not_set() -> None:
     assert (config.size, config.scale, config.flip, config.mask_ratio) == (224, (0.2, 1.0), 0.5, 0.75)
     assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.weight_decay) == (1.5e-4, 0.0, 40 * 312, 0.05)
     assert (optim.weight_decay_end, optim.betas, optim.clip) == (0.05, (0.9, 0.95), 0.0)
+    assert not optim.reach_lr_in_warmup
 
 
 @pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "navit_micro"])
