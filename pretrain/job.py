@@ -82,7 +82,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     accelerator.wait_for_everyone()  # no process writes before all have checked the folder
     make_folder(output)
     engine = engine_class(accelerator, method, config.optim)
-    torch.manual_seed(config.seed + 1 + accelerator.process_index)  # drop path differs between processes
+    torch.manual_seed(
+        config.seed + 1 + accelerator.process_index
+    )  # drop path does not use this generator (encoders.randomness)
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from data.augment import to_model_input
 from data.batch import Batch
+from encoders.randomness import random_keys
 from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
 from pretrain.config import ResolvedRun
@@ -34,24 +36,25 @@ log = logging.getLogger(__name__)
 
 
 class NonFiniteError(UserError, RuntimeError):
-    """Too many steps in a row gave no finite loss or gradient."""
+    """Raised when the loss or the gradient was not finite in too many steps in a row."""
 
 
 @dataclass
 class Run:
-    """Everything that a training step touches."""
+    """Objects that a training step uses."""
 
     config: ResolvedRun
     output: Path
     accelerator: Accelerator
     method: Method
     engine: Engine
-    """what carries the method over processes"""
     recorder: Recorder | None
-    """None beside the main process"""
+    """None except on the main process"""
     online_knn: OnlineKNN | None
+    """None without evaluation shards"""
     saver: Saver
-    position: TrainState = field(default_factory=TrainState)
+    state: TrainState = field(default_factory=TrainState)
+    """progress of the run"""
 
     @property
     def steps(self) -> int:
@@ -61,138 +64,150 @@ class Run:
 
 @dataclass
 class Step:
-    """What one optimizer step gave."""
+    """Result of one optimizer step."""
 
     loss: float
     """mean over all images of the step"""
     grad_norm: float
     """global norm before clipping"""
-    finite: bool
-    """whether the optimizer and the teacher moved"""
+    updated: bool
+    """True if the weights and the teacher were updated; False if the loss or the gradient was not finite"""
     overflow: bool
-    """whether they stood still because float16 overflowed under the loss scale, which falls after it"""
+    """True if the step was skipped because float16 overflowed; the loss scale is lowered then"""
     stop: bool
-    """whether any process was asked to stop"""
+    """True if any process received a stop signal"""
     metrics: dict[str, Tensor]
+    """means over this process's forward passes"""
 
 
 def training_step(run: Run, batches: Iterable[Batch]) -> Step:
-    """One optimizer step over this process's `batches`, `config.accumulate` of them, one a forward pass."""
-    accelerator, engine, method, step = run.accelerator, run.engine, run.method, run.position.step
-    apply_schedules(engine.optimizer, run.config.optim, step, run.steps, run.config.batch_size)
+    """Run one optimizer step over `config.accumulate` batches of this process, one per forward pass."""
+    config, engine, method, step = run.config, run.engine, run.method, run.state.step
+    apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
-        loss, numbers = engine.forward_backward(batch, step, last=count == run.config.accumulate)
+        # drop path depends on the seed, the step and the sample: not on how samples are split over processes
+        with nullcontext() if batch.positions is None else random_keys(config.seed, step, batch.positions):
+            loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
         losses.append(loss)
         metrics.append(numbers)
-    clip, clip_by = run.config.optim.clip, run.config.optim.clip_by
-    norm = clip_gradients(engine.local_gradients(method.trained_parts()), clip, clip_by, sharded=engine.sharded)
-    norm = norm.to(accelerator.device)  # gradients may have been moved to the host
-    mean = torch.stack(losses).mean()
-    finite = (mean.isfinite() & norm.isfinite()).to(mean.dtype)
-    asked = torch.full_like(mean, preemption.stop_requested())
-    # all processes must agree, and this is the one place in a step that waits for the device
-    means = all_reduce_sum(torch.stack([mean, finite, norm, asked])) / world_size()
-    total, agreed, norm_value, stop = means.tolist()
-    moved, scaler = agreed == 1.0, accelerator.scaler
-    # a finite loss whose scaled gradients overflow float16 is the loss scale's business, until it can fall no lower
-    overflow = not moved and scaler is not None and math.isfinite(total) and scaler.get_scale() > 1
-    if moved:
+    gradients = engine.local_gradients(method.trained_parts())
+    norm = clip_gradients(gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded)
+    loss, norm, finite, stop = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device))
+    updated, scaler = finite == 1.0, run.accelerator.scaler
+    if updated:
         engine.step()
         method.after_step(step)
-    else:
+    # A finite loss with gradients that overflow float16 is expected while the loss scale can still be lowered.
+    overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
+    if not updated:
         engine.skip()
-    run.position.skipped_steps += not moved
-    run.position.skipped_in_a_row = 0 if moved else run.position.skipped_in_a_row + (not overflow)
-    run.position.step += 1
-    run.position.images += run.config.batch_size
+    run.state.skipped_steps += not updated
+    run.state.skipped_in_a_row = 0 if updated else run.state.skipped_in_a_row + (not overflow)
+    run.state.step += 1
+    run.state.images += config.batch_size
     averages = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
-    return Step(total, norm_value, moved, overflow, stop > 0, averages)
+    return Step(loss, norm, updated, overflow, stop > 0, averages)
+
+
+def _agree(loss: Tensor, norm: Tensor) -> list[float]:
+    """Means over processes of loss, gradient norm, whether both are finite, and whether a stop was requested.
+
+    This is the only place in a step that waits for the device.
+    """
+    finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
+    stop = torch.full_like(loss, preemption.stop_requested())
+    return (all_reduce_sum(torch.stack([loss, norm, finite, stop])) / world_size()).tolist()
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
-    """Train from `run.position` to the last step, recording, evaluating and saving on the way.
+    """Train from `run.state` to the last step; record, evaluate and save on the way.
 
-    `batches` start at `run.position` and give `config.accumulate` batches a step.
+    `batches` start at `run.state` and yield `config.accumulate` batches per step.
 
     Raises:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
-        Preempted: a process was asked to stop; the checkpoint of this moment is written.
+        CollapseError: the run looks collapsed and `health.on_collapse` is `stop`.
+        Preempted: a process received a stop signal; a checkpoint of this moment was written.
     """
-    config, accelerator = run.config, run.accelerator
-    alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, run.position.alarm)
-    progress = Progress(run.steps, run.position.step, enabled=accelerator.is_main_process)
-    window, corrupt, due = Window(), 0, False
-    if run.position.step == 0 or run.position.unscored:
-        _record_and_score(run, run.position.unscored, None)
-        run.position.unscored = {}
+    config, state = run.config, run.state
+    alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
+    progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
+    window, save_due = Window(), False
+    if state.step == 0 or state.unscored:
+        _record_and_score(run, state.unscored, None)
+        state.unscored = {}
     with progress:
-        while run.position.step < run.steps:
+        while state.step < run.steps:
             started = time.perf_counter()
             micro_batches = list(itertools.islice(batches, config.accumulate))
-            waited = time.perf_counter() - started
-            corrupt += sum(len(b.skipped) for b in micro_batches)
-            if config.evaluation.pictures and run.position.step == 0:
-                shown = _pictures(run, _on_device(run, micro_batches[0]))
-                if run.recorder:
-                    run.recorder.pictures(shown, 0)
-            result = training_step(run, (_on_device(run, b) for b in micro_batches))  # one there at a time
-            window.add(config.batch_size, waited)
-            if not result.finite:
+            window.add(config.batch_size, time.perf_counter() - started, micro_batches)
+            if config.evaluation.pictures and state.step == 0:
+                _record_pictures(run, _pictures(run, _on_device(run, micro_batches[0])))
+            result = training_step(run, (_on_device(run, batch) for batch in micro_batches))
+            if not result.updated:
                 _report_skipped(run, result, micro_batches)
-            step = run.position.step
-            stop = result.stop and step < run.steps
-            progress.update(step, result.loss, window.images_per_second, window.data_wait)
-            if step % config.record_every == 0 or step == run.steps or _due(config.evaluate_every, step):
-                run.position.corrupt_images += int(all_reduce_sum(torch.tensor(corrupt)))
-                record, corrupt = _record(run, result, window), 0
-                if stop and _due(config.evaluate_every, step):
-                    run.position.unscored = record  # who asks to stop may not wait for an evaluation: --resume makes it
+            stop = result.stop and state.step < run.steps
+            progress.update(state.step, result.loss, window.images_per_second, window.data_wait)
+            if (
+                state.step % config.record_every == 0
+                or state.step == run.steps
+                or _due(config.evaluate_every, state.step)
+            ):
+                record = _record(run, result, window)
+                if stop and evaluate:
+                    state.unscored = record  # a stop must not wait for an evaluation: the resumed run makes it up
                 else:
                     _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
                 for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
-            due = due or step % config.checkpoint_every == 0
-            # amid skipped steps it waits for a good one, or it would push out checkpoints from before the trouble
-            if (due and result.finite) or step == run.steps or stop:
-                due = False
-                started = time.perf_counter()
-                run.position.corrupt_images += int(all_reduce_sum(torch.tensor(corrupt)))
-                corrupt = 0
-                # after a skipped step the weights are those before the trouble, and push none out
-                run.saver.save(run.position, run.method.trained_encoder(), exiting=stop, keep_old=not result.finite)
-                window.leave_out(time.perf_counter() - started)
+            save_due = save_due or state.step % config.checkpoint_every == 0
+            # While steps are skipped, saving waits: it would remove checkpoints from before the trouble.
+            if (save_due and result.updated) or state.step == run.steps or stop:
+                save_due = False
+                _save(run, window, exiting=stop, keep_old=not result.updated)
             if stop:
-                _leave(run)
+                _exit(run)
     run.saver.wait()
 
 
-def _leave(run: Run) -> NoReturn:
-    """End a run that was asked to stop and has saved."""
+def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
+    """Write a checkpoint; its time does not count as training."""
+    started = time.perf_counter()
+    _count_corrupt(run, window)
+    run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
+    window.leave_out(time.perf_counter() - started)
+
+
+def _exit(run: Run) -> NoReturn:
+    """End a run that received a stop signal and has saved."""
     if run.recorder:
         run.recorder.close()
-    run.accelerator.wait_for_everyone()  # the launcher ends whoever is still busy when the first one leaves
-    raise preemption.Preempted(preemption.message(run.position.step))
+    run.accelerator.wait_for_everyone()  # the launcher kills the other processes when the first one exits
+    raise preemption.Preempted(preemption.message(run.state.step))
 
 
 class Window:
-    """Time and images since the last record."""
+    """Time, images and corrupt images since the last record."""
 
     def __init__(self) -> None:
-        self.started, self.images, self.waited = time.perf_counter(), 0, 0.0
+        self.started, self.images, self.waited, self.corrupt = time.perf_counter(), 0, 0.0, 0
 
-    def add(self, images: int, waited: float) -> None:
+    def add(self, images: int, waited: float, batches: Iterable[Batch]) -> None:
+        """Count a step, with the seconds that it waited for the loader."""
         self.images += images
         self.waited += waited
+        self.corrupt += sum(len(batch.skipped) for batch in batches)
 
     def leave_out(self, seconds: float) -> None:
-        """Time that was not training."""
+        """Subtract time that was not training."""
         self.started += seconds
 
     @property
     def images_per_second(self) -> float:
+        """Images per second over all processes."""
         return self.images / max(time.perf_counter() - self.started, 1e-9)
 
     @property
@@ -201,8 +216,14 @@ class Window:
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
 
 
+def _count_corrupt(run: Run, window: Window) -> None:
+    """Add the corrupt images of all processes since the last record to the state."""
+    run.state.corrupt_images += int(all_reduce_sum(torch.tensor(window.corrupt)))
+    window.corrupt = 0
+
+
 def _on_device(run: Run, batch: Batch) -> Batch:
-    """A batch of the loader as the network sees it."""
+    """Return a batch of the loader on the device, normalised."""
     return to_model_input(batch.to(run.accelerator.device, non_blocking=True))
 
 
@@ -211,7 +232,8 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
-    """The record of this step, but for evaluations. Means over processes; called on all of them together."""
+    """Metrics of this step without evaluations, averaged over processes. Collective."""
+    _count_corrupt(run, window)
     names = sorted(result.metrics)
     means: list[float] = []
     if names:
@@ -220,16 +242,16 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     moving = [group["lr"] for group in run.engine.optimizer.param_groups if not group["frozen_steps"]]
     decays = [group["weight_decay"] for group in run.engine.optimizer.param_groups if group["decays"]]
     record = {
-        "step": run.position.step,
-        "images": run.position.images,
+        "step": run.state.step,
+        "images": run.state.images,
         "loss": result.loss,
         "lr": max(moving),
         "weight_decay": max(decays),
         "grad_norm": result.grad_norm,
         "images_per_second": window.images_per_second,
         "data_wait": window.data_wait,
-        "skipped_steps": run.position.skipped_steps,
-        "corrupt_images": run.position.corrupt_images,
+        "skipped_steps": run.state.skipped_steps,
+        "corrupt_images": run.state.corrupt_images,
     }
     if torch.cuda.is_available():
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -237,8 +259,8 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
 
 
 def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:
-    """Write a line; at the start, at the end and every `evaluate_every` steps with k-NN and pictures."""
-    step = run.position.step
+    """Write the metrics of a step; add k-NN and pictures at the first, the last and every `evaluate_every` steps."""
+    step = run.state.step
     if step in (0, run.steps) or _due(run.config.evaluate_every, step):
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
@@ -251,14 +273,18 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
             if run.recorder and run.config.evaluation.pictures:
                 images = run.online_knn.first_images(encoder.preprocessing)
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
-        if run.recorder:
-            run.recorder.pictures({k: v for k, v in shown.items() if v is not None}, step)
+        _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})
     if run.recorder and record:
-        run.recorder.scalars({"step": step, "images": run.position.images} | record)
+        run.recorder.scalars({"step": step, "images": run.state.images} | record)
+
+
+def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
+    if run.recorder:
+        run.recorder.pictures(shown, run.state.step)
 
 
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
-    """What the network sees of a batch, and what the method does to it. Called on all processes together."""
+    """Pictures of the crops of a batch, and of the method's predictions for them. Collective."""
     images = run.config.evaluation.pictures
     shown = {"crops": pictures.crops(batch, images)}
     if run.method.has_panels:
@@ -270,20 +296,24 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
-    """Name the samples of a skipped step, and stop after too many in a row."""
-    step = run.position.step
+    """Write the names of the samples of a skipped step.
+
+    Raises:
+        NonFiniteError: too many steps in a row were skipped.
+    """
+    step = run.state.step
     if result.overflow:
-        log.info("step %d skipped: float16 overflowed, the loss scale falls", step)
+        log.info("Step %d skipped: float16 overflowed. The loss scale is lowered.", step)
         return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
     keys = [key for of_rank in gather_objects([key for b in batches for key in b.keys]) for key in of_rank]
     if run.recorder:
         run.recorder.skipped(step, reason, keys)
-        log.warning("step %d skipped: %s; its samples are in skipped.jsonl", step, reason)
+        log.warning("Step %d skipped: %s. Its samples are listed in skipped.jsonl.", step, reason)
     limit = run.config.optim.nonfinite_limit
-    if run.position.skipped_in_a_row >= limit:
+    if run.state.skipped_in_a_row >= limit:
         raise NonFiniteError(
-            f"{limit} steps in a row up to step {step} gave no finite loss or gradient ({reason}). Their samples are "
-            f"in {run.output / 'skipped.jsonl'}; the checkpoints from before are still there. Try a lower optim.lr, "
-            "a longer optim.warmup_steps, a smaller optim.clip, or --precision fp32."
+            f"The loss or the gradient was not finite in {limit} steps in a row up to step {step} ({reason}). "
+            f"The samples are listed in {run.output / 'skipped.jsonl'}; earlier checkpoints are kept. "
+            "Try a lower optim.lr, a longer optim.warmup_steps, a smaller optim.clip, or --precision fp32."
         )

@@ -142,7 +142,7 @@ def test_accumulation_equals_one_big_batch_exactly(clip_by: str) -> None:
     for p, q in zip(whole.method.parameters(), parts.method.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     assert parts.method.steps_after == [0, 1, 2]  # pyright: ignore
-    assert (parts.position.step, parts.position.images) == (3, 24)
+    assert (parts.state.step, parts.state.images) == (3, 24)
 
 
 def test_a_step_is_adamw_then_the_teacher() -> None:
@@ -206,8 +206,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
     assert equal(state(run.method), before)
     after = run.engine.optimizer.state_dict()["state"]
     assert all(torch.equal(after[i][name], moments[i][name]) for i in moments for name in moments[i])
-    twin.position.step = run.position.step  # the schedules went on
-    assert run.position.step == 2
+    twin.state.step = run.state.step  # the schedules went on
+    assert run.state.step == 2
     for other in (run, twin):
         assert training_step(other, [integers(8, 1)]).finite
     assert equal(state(run.method), state(twin.method))
@@ -302,11 +302,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     original, ahead = save.write, []
 
     def slow(pieces: Any, folder: Path, group: Any) -> None:
-        step, end = run.position.step, time.monotonic() + 2
-        while run.position.step == step and time.monotonic() < end:
+        step, end = run.state.step, time.monotonic() + 2
+        while run.state.step == step and time.monotonic() < end:
             time.sleep(0.01)
         original(pieces, folder, group)
-        ahead.append((int(folder.name[6:-5]), run.position.step > step))
+        ahead.append((int(folder.name[6:-5]), run.state.step > step))
 
     monkeypatch.setattr(save, "write", slow)
 
