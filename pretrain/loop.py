@@ -149,11 +149,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                 _report_skipped(run, result, micro_batches)
             stop = result.stop and state.step < run.steps
             progress.update(state.step, result.loss, window.images_per_second, window.data_wait)
-            if (
-                state.step % config.record_every == 0
-                or state.step == run.steps
-                or _due(config.evaluate_every, state.step)
-            ):
+            evaluate = _due(config.evaluate_every, state.step)
+            if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
                 record = _record(run, result, window)
                 if stop and evaluate:
                     state.unscored = record  # a stop must not wait for an evaluation: the resumed run makes it up
