@@ -1,6 +1,8 @@
-"""Methods by the name of `--method`."""
+"""Pretraining methods by name (`--method`)."""
 
+from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.methods.mae import MAE
 
-METHODS = {"dino": DINO, "mae": MAE}
+METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE}
+"""Name -> class. To add a method from outside, assign to this dictionary before the settings are read."""

@@ -18,23 +18,24 @@ ResolvedT = TypeVar("ResolvedT", bound=Section)
 
 
 class Method(nn.Module):
-    """One module that holds everything a method trains or averages, wrapped whole by the engine.
+    """A pretraining method: one module with the encoder, the heads and, if there is one, the teacher.
 
-    `METHODS[name](encoder, config, steps)` builds a method from resolved settings.
+    `METHODS[name](encoder, config, steps)` builds a method from resolved settings. The engine distributes the module as
+    a whole.
     """
 
     Config: ClassVar[type[Section]]
     """Settings of the method."""
     image_size: int
-    """side in pixels of the images on which the encoder is scored while it trains"""
+    """side of the images in pixels for the k-NN evaluation during training"""
     drop: bool = False
-    """whether hidden tokens are left out of the encoder"""
+    """True if the encoder drops hidden tokens instead of replacing them"""
     small_settings: ClassVar[dict[str, Any]] = {}
     """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
     """advice of the collapse alarm when the rank of the features falls"""
     has_panels: bool = False
-    """whether there are pictures of what it does (`panels`), which take the whole method on one process"""
+    """True if the method draws pictures of its predictions (`panels`); gathers all weights on the main process"""
 
     @staticmethod
     def resolve(
@@ -59,30 +60,30 @@ class Method(nn.Module):
         return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss () float32 of this process's images, and metrics () that cost no wait for the device."""
+        """Return the loss () float32 of this process's images, and metrics () that need no wait for the device."""
         raise NotImplementedError
 
     def transform(self) -> Transform:
-        """What happens to a sample in the loader."""
+        """Return the transform that draws crops, colours and masks of a sample in the loader."""
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
-        """Called on every process after the optimizer moved; not called when the step was skipped."""
+        """Update a teacher or a centre after the optimizer step. Not called after a skipped step. Collective."""
 
     def trained_encoder(self) -> Encoder:
-        """The encoder to export and to evaluate."""
+        """Return the encoder to export and to evaluate."""
         raise NotImplementedError
 
     def trained_parts(self) -> list[nn.Module]:
-        """The modules that the optimizer moves, each once: the units of clipping by module."""
+        """Return the trained modules, which are also the units of gradient clipping by module."""
         raise NotImplementedError
 
     def units(self) -> list[nn.Module]:
-        """The repeated parts, teacher's and student's: an engine that shards weights gathers them one at a time."""
+        """Return the blocks of all encoders. An engine that shards weights gathers one block at a time."""
         return [block for part in self.modules() if isinstance(part, Encoder) for block in flat_blocks(part)]
 
     def frozen(self) -> dict[str, int]:
-        """Prefixes of parameter names, and for how many steps they keep learning rate 0."""
+        """Return prefixes of parameter names, and the number of steps during which their learning rate is 0."""
         return {}
 
     def lr_factors(self) -> dict[str, float]:
@@ -97,18 +98,22 @@ class Method(nn.Module):
         return {}
 
     def health(self) -> dict[str, Any]:
-        """Numbers about the last forward that are too dear for every step. Called on all processes together, on
-        which it is the same."""
+        """Return diagnostics that are too expensive to compute at every step. Collective; equal on all processes."""
         return {}
 
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
-        """Pictures of what the method does to the first `images` of a batch: name -> one row an image, of normalised
-        pictures (C, H, W)."""
+        """Return pictures of the method's predictions for the first `images` of a batch.
+
+        Name -> rows, one row per image, each a list of normalised pictures (C, H, W).
+        """
         return {}
 
 
 def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
-    """Parts of an encoder that a method does not train: a trained parameter without gradient would stop DDP."""
+    """Freeze the submodules and parameters of an encoder whose names are in `unused`.
+
+    A trainable parameter without gradient would make DDP fail.
+    """
     for name, parameter in encoder.named_parameters():
         if name.partition(".")[0] in unused:
             parameter.requires_grad_(False)

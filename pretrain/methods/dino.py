@@ -23,14 +23,15 @@ from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from pretrain.optim.schedules import cosine, linear
-from runtime.collectives import all_reduce_max, all_reduce_sum, world_size
+from runtime.collectives import all_reduce_max, all_reduce_sum
 
 
 class DINOConfig(MultiCropConfig, frozen=True):
-    """DINO. What is not set follows from the size of the data, the batch and the length of the run."""
+    """DINO. Settings without a value are derived from the number of images, the batch size and the length of the
+    run."""
 
     prototypes: int | None = Field(default=None, ge=2)
-    """outputs K of the head"""
+    """number of prototypes, the outputs K of the head"""
     hidden_dim: int = Field(default=2048, ge=1)
     """width of the head's hidden layers"""
     bottleneck_dim: int = Field(default=256, ge=1)
@@ -38,11 +39,11 @@ class DINOConfig(MultiCropConfig, frozen=True):
     head_layers: int = Field(default=3, ge=1)
     """linear layers of the head before the prototypes"""
     batch_norm: bool = False
-    """batch norm in the head, over the batches of all processes"""
+    """batch norm in the head, over the rows of all processes"""
     norm_last_layer: bool = True
-    """keep the length of every prototype at 1"""
+    """fix the length of every prototype at 1"""
     freeze_steps: int | None = Field(default=None, ge=0)
-    """steps at the start during which the prototypes stand still"""
+    """first steps during which the prototypes are not trained"""
     student_temperature: float = Field(default=0.1, gt=0)
     """temperature of the student"""
     teacher_temperature: float | None = Field(default=None, gt=0)
@@ -54,13 +55,13 @@ class DINOConfig(MultiCropConfig, frozen=True):
     momentum: float | None = Field(default=None, ge=0, le=1)
     """momentum of the teacher at the start; it rises to 1 by a cosine"""
     centering: Literal["mean", "sinkhorn"] = "mean"
-    """how the teacher's output is balanced: by a running mean (DINO) or by Sinkhorn-Knopp (SwAV, 2006.09882)"""
+    """centring of the teacher's output: a running mean (DINO) or Sinkhorn-Knopp (SwAV, 2006.09882)"""
     center_momentum: float = Field(default=0.9, ge=0, le=1)
     """momentum of the running mean"""
 
 
 class ResolvedDINO(DINOConfig, frozen=True):
-    """Settings of DINO with a value for each."""
+    """Settings of DINO after `resolve`: none is None."""
 
     prototypes: int = Field()
     freeze_steps: int = Field()
@@ -72,11 +73,11 @@ class ResolvedDINO(DINOConfig, frozen=True):
 def resolve(
     config: DINOConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
 ) -> tuple[ResolvedDINO, ResolvedOptim]:
-    """Fill what the user left open, from images in the data set, images per step, and steps.
+    """Return the settings with derived values for those that are not given; see `Method.resolve`.
 
-    At ImageNet's size this is the published recipe. Below, the number of prototypes falls with the number of images,
-    and the teacher's horizon, warm-ups and freezing with the length of the run: with the published constants a small
-    data set does not move at all.
+    For data sets of ImageNet's size the result is the published recipe. For smaller ones, the number of prototypes
+    decreases with the number of images; momentum, warm-ups and freezing decrease with the length of the run. With the
+    published constants the loss would stay at ln K on small data.
     """
     epoch = max(images // batch_size, 1)
     large = images >= 100_000
@@ -101,9 +102,10 @@ def resolve(
 
 
 class Prototypes(nn.Module):
-    """Cosine to K learned directions times their lengths: a weight-normed linear layer without bias.
+    """Weight-normed linear layer without bias: (N, D) -> (N, K).
 
-    The parameters have the names `weight_g` (K, 1) and `weight_v` (K, D) of DINO's checkpoints.
+    For normalised inputs, an output is the cosine to a learned direction times a learned length. The parameters are
+    named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
     """
 
     def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
@@ -116,9 +118,9 @@ class Prototypes(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm over the rows of all processes, by batch statistics only: a head is never used outside training.
+    """Batch norm over the rows of all processes, with batch statistics only: heads are not used for inference.
 
-    Unlike torch's SyncBatchNorm it runs on the CPU too, so that two processes equal one everywhere.
+    Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm` this module also runs on the CPU.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
@@ -130,14 +132,15 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with full_precision(x):
             x32 = x.float()
-            sums = torch.cat([x32.sum(0), x32.square().sum(0)])  # (2 D,)
-            mean, square = (all_reduce_sum(sums) / (len(x) * world_size())).chunk(2)
+            rows = x32.new_full((1,), len(x))
+            sums = all_reduce_sum(torch.cat([x32.sum(0), x32.square().sum(0), rows]))  # (2 D + 1,)
+            mean, square = (sums[:-1] / sums[-1]).chunk(2)
             scale = self.weight * torch.rsqrt((square - mean.square()).clamp(min=0) + self.eps)
             return ((x32 - mean) * scale + self.bias).to(x.dtype)
 
 
 class Head(nn.Module):
-    """Projection (N, D) -> (N, K): an MLP with GELU, L2 normalisation, prototypes."""
+    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K)."""
 
     def __init__(self, dim: int, config: ResolvedDINO) -> None:
         super().__init__()
@@ -154,12 +157,12 @@ class Head(nn.Module):
         self.last_layer = Prototypes(config.bottleneck_dim, config.prototypes, fixed_length=config.norm_last_layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        # float16 has no number as small as the usual 1e-12
+        # 1e-12 is 0 in float16
         return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
 
 
 def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Cross-entropy of every student crop against every other global crop of the teacher.
+    """Return the mean cross-entropy between each teacher crop and all other student crops.
 
         loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
 
@@ -175,15 +178,17 @@ def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """Assignments (N, K) of the rows of all processes, each row a distribution, all prototypes used alike (2006.09882).
+    """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
+
+    Each row is a distribution; over all rows the prototypes are used equally often.
 
     Args:
-        logits: (N, K) float32; every process has the same N.
+        logits: (N, K) float32; N may differ between processes.
     """
     scaled = logits / temperature
-    peak = all_reduce_max(scaled.max())  # exp would overflow without it
+    peak = all_reduce_max(scaled.max())  # without it, exp overflows
     assignment = (scaled - peak).exp()  # (N, K)
-    rows = len(logits) * world_size()
+    rows = all_reduce_sum(scaled.new_full((), len(logits)))
     for _ in range(iterations):
         assignment = assignment / all_reduce_sum(assignment.sum(0)).clamp(min=1e-30) / logits.shape[1]
         assignment = assignment / assignment.sum(1, keepdim=True).clamp(min=1e-30) / rows
@@ -214,7 +219,7 @@ def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str,
 
 
 class DINO(Method):
-    """Student and teacher, each an encoder and a head, and the centre."""
+    """A student and a teacher, each with an encoder and a head, and the centre of the teacher's output."""
 
     Config = DINOConfig
     resolve = staticmethod(resolve)
@@ -239,13 +244,12 @@ class DINO(Method):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))
-        self._sums: tuple[int, Tensor, int] | None = None  # step, sum of teacher logits (K,), their number
-        self._last: tuple[Tensor, Tensor] | None = None  # teacher's pooled features and first prototypes, for health()
+        self._sums: tuple[int, Tensor] | None = None  # step; sum of the teacher's logits and number of rows (K + 1,)
+        self._last: tuple[Tensor, Tensor] | None = None  # teacher's pooled features and best prototypes, for health()
         self.train()
 
     @staticmethod
     def encoder_defaults(config: DINOConfig, family: type[Encoder]) -> dict[str, Any]:
-        """Encoder settings that hold unless the user gives others."""
         return supported(family, {"image_size": config.global_size, "drop_path": 0.1})
 
     def transform(self) -> MultiCrop:
@@ -257,7 +261,7 @@ class DINO(Method):
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of B images with two views: images (G * B, C, H, W) and (L * B, C, h, w)."""
+        """Return the loss of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
         target, spread = self._targets(batch.views[0], step)  # (G, B, K)
         pooled = self._pooled(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
@@ -270,14 +274,17 @@ class DINO(Method):
 
     @staticmethod
     def _pooled(encoder: nn.Module, views: list[Images]) -> Tensor:
-        """(S * B, D): view after view, or all of them packed in one batch where the encoder takes that."""
+        """Encode all views: (S * B, D). Encoders that take packed images get all views in one call."""
         if isinstance(encoder, Encoder) and encoder.takes_packed:
             return encoder(pack(views, encoder.stride)).pooled
         return torch.cat([encoder(view).pooled for view in views])
 
     @torch.no_grad()
     def _targets(self, view: View, step: int) -> tuple[Tensor, Tensor]:
-        """The teacher's distributions (G, B, K) for images (G * B, C, H, W), and the spread of its logits ()."""
+        """Return the teacher's distributions (G, B, K) for global crops (G * B, C, H, W), and the spread of its logits.
+
+        The spread () is the standard deviation over the rows, divided by the temperature.
+        """
         pooled = self.teacher["encoder"](view.images).pooled  # (G * B, D)
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
         temperature = self.temperature(step)
@@ -286,26 +293,28 @@ class DINO(Method):
                 target = sinkhorn(logits, temperature)
             else:
                 target = F.softmax((logits - self.center) / temperature, dim=-1)
-        # sums of an older step belong to a step that was skipped
-        pending = self._sums if self._sums and self._sums[0] == step else (step, torch.zeros_like(self.center), 0)
-        self._sums = (step, pending[1] + logits.sum(0), pending[2] + len(logits))
-        self._last = (pooled.float(), target.argmax(-1))  # the targets themselves would be held to the next step
+        sums = torch.cat([logits.sum(0), logits.new_full((1,), len(logits))])  # (K + 1,)
+        # sums of an earlier step belong to a skipped step and are discarded
+        self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
+        self._last = (pooled.float(), target.argmax(-1))  # keeping `target` would cost memory until the next step
         spread = (logits - self.center).std(0).mean() / temperature
         return target.unflatten(0, (view.crops, -1)), spread
 
     def temperature(self, step: int) -> float:
+        """Return the teacher's temperature at a step."""
         c = self.config
         return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """The teacher follows the student, the centre the mean of this step's teacher logits of all processes."""
-        assert self._sums is not None
+        """Move the teacher towards the student, and the centre towards the mean of this step's teacher logits."""
+        if self._sums is None:
+            raise RuntimeError("after_step needs a forward pass of the same step.")
         ema.update(
             self.teacher.parameters(), self.student.parameters(), cosine(step, self.steps, self.config.momentum, 1.0)
         )
-        mean = all_reduce_sum(self._sums[1]) / (self._sums[2] * world_size())
-        self.center.lerp_(mean, 1 - self.config.center_momentum)
+        sums = all_reduce_sum(self._sums[1])  # (K + 1,)
+        self.center.lerp_(sums[:-1] / sums[-1], 1 - self.config.center_momentum)
         self._sums = None
 
     def trained_encoder(self) -> Encoder:
@@ -319,9 +328,10 @@ class DINO(Method):
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:
-        assert self._last is not None
-        pooled, first = self._last  # (G * B, D), (G * B,)
-        used = all_reduce_sum(torch.bincount(first, minlength=self.config.prototypes).float())
+        if self._last is None:
+            return {}
+        pooled, best = self._last  # (G * B, D), (G * B,)
+        used = all_reduce_sum(torch.bincount(best, minlength=self.config.prototypes).float())
         return {
             "prototypes_used": int((used > 0).sum()),
             "center_norm": self.center.norm().item(),

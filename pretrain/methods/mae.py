@@ -1,8 +1,10 @@
-"""MAE (2111.06377): an encoder sees part of an image, a light decoder predicts the pixels of the rest.
+"""MAE (2111.06377): the encoder sees part of an image, and a small decoder predicts the pixels of the rest.
 
-Where the encoder cannot leave hidden tokens out, they are replaced in place and a linear layer predicts (SimMIM,
-2111.09886). B images, T tokens of a batch, V visible ones; N tokens of an image; D width of the encoder, E of the
-decoder; P = stride * stride * C pixels of a token.
+Encoders that cannot drop hidden tokens replace them by a mask token, and a linear layer predicts the pixels, as in
+SimMIM (2111.09886).
+
+Shapes: B images; T tokens of a batch, V of them visible; N tokens of an image; D width of the encoder, E of the
+decoder; P = stride * stride * C pixel values of a token.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -25,46 +27,48 @@ from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
 LONGEST_SIDE = 512
-"""tokens of a side up to which the decoder has positions"""
+"""longest side of a grid, in tokens, for which the decoder has positions"""
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
     NaViT: {"pool": "mean"},  # nothing in MAE would train the attention pooling
 }
-"""encoder settings of the paper, for whom they exist"""
+"""the paper's encoder settings, for encoders that have them"""
 
 
 class MAEConfig(RandomCropConfig):
-    """MAE. The decoder that is not set follows from the encoder."""
+    """MAE. Settings of the decoder without a value are derived from the encoder."""
 
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
-    """share of an image's tokens that are hidden; at least one is, and at least one is not"""
+    """share of hidden tokens; at least one token is hidden and at least one is visible"""
     mask: MaskKind = "random"
     """hide single tokens, or blocks of them"""
     drop: bool | None = None
-    """leave hidden tokens out of the encoder; without it, where the encoder can"""
+    """drop hidden tokens before the encoder; default: true if the encoder can"""
     normalize_targets: bool = True
-    """predict each patch's pixels less their mean, over their standard deviation"""
+    """normalise the pixels of each target patch by their mean and standard deviation"""
     decoder_dim: int | None = Field(default=None, ge=4, multiple_of=4)
-    """width of the decoder; without it, the encoder's in steps of 32, at most 512"""
+    """width of the decoder; default: the encoder's width rounded down to a multiple of 32, at most 512"""
     decoder_depth: int | None = Field(default=None, ge=0)
-    """blocks of the decoder; 0 is one linear layer; without it, 0 where tokens are hidden in place, else 8, and 2 for
-    encoders of fewer than 12 blocks"""
+    """blocks of the decoder; 0 is one linear layer; default: 0 if hidden tokens are replaced, else 8, or 2 for encoders
+    of fewer than 12 blocks"""
     decoder_heads: int | None = Field(default=None, ge=1)
-    """attention heads of the decoder; without it, 32 channels each"""
+    """attention heads of the decoder; default: one per 32 channels"""
     native: bool = False
-    """keep each image's aspect ratio; images of many sizes are packed, which takes an encoder like NaViT (then `ratio`
-    plays no part)"""
+    """keep the aspect ratio of each image; needs an encoder that takes packed images (NaViT); `ratio` is ignored"""
     smallest_size: int | None = Field(default=None, ge=1)
-    """least size of a native image, as the side of a square of its area, in pixels; without it, `size`"""
+    """smallest native image, as the side in pixels of a square of equal area; default: `size`"""
     token_budget: int | None = Field(default=None, ge=1)
-    """tokens of a sequence that native images share; without it, as many as 2 of the largest have, 5 if sizes vary"""
+    """tokens of a sequence of packed images; default: those of 2 images of `size`, or of 5 if sizes vary"""
 
 
 def resolve(
     config: MAEConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
 ) -> tuple[MAEConfig, ResolvedOptim]:
-    """Fill what the user left open: the published recipe, whose warm-up is 40 of 800 epochs."""
+    """Return the settings with the published recipe for those that are not given; see `Method.resolve`.
+
+    The published warm-up is 40 of 800 epochs.
+    """
     defaults = {
         "lr": 1.5e-4,
         "min_lr": 0.0,
@@ -80,20 +84,32 @@ def resolve(
 
 
 class Decoder(nn.Module):
-    """Predicts the pixels of all tokens from what the encoder made of the visible ones.
+    """Predict the pixels of all tokens from the features of the visible ones.
 
-    Depth 0 is one linear layer, and needs features of all tokens.
+    A decoder of depth 0 is one linear layer, and needs features of all tokens.
+
+    Args:
+        dim: width D of the encoder.
+        pixels: pixel values of a token (P).
+        config: settings of the decoder.
+        depth: number of blocks.
+        drop: the encoder drops hidden tokens.
+        class_token: add the pooled features as a token.
+
+    Raises:
+        ValueError: the width does not split into the heads, or depth 0 with dropped tokens.
     """
 
     def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
-        """`dim`: width D of the encoder; `pixels`: P; `class_token`: whether the pooled features take part."""
         super().__init__()
         width = config.decoder_dim or min(max(dim // 32 * 32, 32), 512)  # 512, 16 heads, for the published encoders
         heads = config.decoder_heads or max(width // 32, 1)
         if depth and width % heads:
-            raise ValueError(f"mae.decoder_dim {width} does not split into {heads} mae.decoder_heads")
+            raise ValueError(
+                f"mae.decoder_dim {width} is not a multiple of mae.decoder_heads {heads}. Change one of them."
+            )
         if not depth and drop:
-            raise ValueError("mae.decoder_depth 0 predicts from tokens that are there: set mae.drop false, or a depth")
+            raise ValueError("mae.decoder_depth 0 needs features of all tokens. Set mae.drop false, or a larger depth.")
         self.drop, self.class_token = drop, class_token and depth > 0
         self.embed = nn.Linear(dim, width) if depth else nn.Identity()
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, width), std=0.02)) if drop else None
@@ -114,12 +130,15 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(width, eps=1e-6) if depth else nn.Identity()
         self.pred = nn.Linear(width if depth else dim, pixels)
         self.waves: Tensor
-        if depth:  # sine-cosine positions are one table for rows and for columns
+        if depth:  # rows and columns share one table of sine-cosine positions
             self.register_buffer("waves", sincos_table(1, LONGEST_SIDE, width)[:, : width // 2], persistent=False)
         self.apply(lambda layer: init_linear(layer, "xavier"))
 
     def forward(self, features: Features, mask: Mask, sequences: Tensor | None = None) -> Tensor:
-        """(T, P), from features of the visible tokens (V, D), or of all of them; `sequences` of `PackedImages`."""
+        """Predict pixels (T, P) from features of the visible tokens (V, D) or of all tokens (T, D).
+
+        `sequences` are those of `PackedImages`.
+        """
         x = self.embed(features.tokens)  # (V or T, E)
         if self.mask_token is not None:
             x = self.mask_token.to(x.dtype).repeat(len(mask.hidden), 1).index_copy(0, mask.visible, x)  # (T, E)
@@ -137,20 +156,26 @@ class Decoder(nn.Module):
         return x[:, int(self.class_token) :].flatten(0, 1) if segments.uniform else x
 
     def _positions(self, grids: Tensor, segments: Segments) -> Tensor:
-        """Fixed sine-cosine positions of all tokens: (B, 2) -> (T, E), the column's half first."""
+        """Return fixed sine-cosine positions of all tokens, first half from the column: grids (B, 2) -> (T, E).
+
+        Raises:
+            ValueError: a grid is longer than `LONGEST_SIDE`.
+        """
         if int(grids.max()) > LONGEST_SIDE:
-            raise ValueError(f"a grid of {int(grids.max())} tokens a side is more than the decoder's {LONGEST_SIDE}")
+            raise ValueError(
+                f"A grid has a side of {int(grids.max())} tokens. The limit is {LONGEST_SIDE}."
+            )
         (row, column), _ = token_positions(grids, segments)  # (T,) each
         return torch.cat([self.waves[column], self.waves[row]], 1)
 
 
 def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Tensor:
-    """Mean squared error of the hidden tokens.
+    """Return the mean squared error of the hidden tokens.
 
         loss = mean over images b, over hidden tokens t of b, over pixels p, of  (predicted[t, p] - target[t, p]) ** 2
 
-    Every image counts the same, so that it does not matter which process has it; where all hide as many tokens, as in
-    the paper, this is the mean over all hidden tokens.
+    Every image has the same weight, so the loss does not depend on the split of images over processes. If all images
+    hide the same number of tokens, as in the paper, this is the mean over all hidden tokens.
 
     Args:
         predicted: (T, P) float32.
@@ -159,13 +184,13 @@ def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Te
     """
     per_token = (predicted - target).square().mean(1)  # (T,)
     counts = grids.prod(1)
-    each = 1 / ((counts - mask.lengths) * len(counts))  # (B,): the weight of a hidden token
+    each = 1 / ((counts - mask.lengths) * len(counts))  # (B,) weight of a hidden token
     weights = copy_to_device(torch.repeat_interleave(each.to(per_token.dtype), counts), per_token.device)  # (T,)
     return (per_token * weights * mask.hidden).sum()
 
 
 def normalized(target: Tensor) -> Tensor:
-    """Each patch less its mean, over its standard deviation (of n - 1): (T, P) -> (T, P)."""
+    """Normalise each patch by its mean and its unbiased standard deviation: (T, P) -> (T, P)."""
     return (target - target.mean(1, keepdim=True)) * (target.var(1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -178,10 +203,10 @@ class MAE(Method):
     has_panels = True
 
     def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:
-        """`config` is resolved.
+        """Build the decoder for an encoder; `config` is resolved.
 
         Raises:
-            ValueError: the encoder cannot do what the settings ask.
+            ValueError: the encoder does not support the settings.
         """
         super().__init__()
         del steps
@@ -201,32 +226,31 @@ class MAE(Method):
 
     @staticmethod
     def encoder_defaults(config: MAEConfig, family: type[Encoder]) -> dict[str, Any]:
-        """Encoder settings that hold unless the user gives others."""
         drop = family.can_drop if config.drop is None else config.drop
-        longest = config.size * 2 if config.native else config.size  # of a picture four times as long as it is wide
+        longest = config.size * 2 if config.native else config.size  # a native image may be four times as long as wide
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
         return supported(family, wanted)
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        # multiples of the largest leave least room unused (benchmarks/results/packing.md)
+        # multiples of the largest image waste the fewest tokens (benchmarks/results/packing.md)
         budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
         crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of B images with one view: images (B, C, H, W) or packed, and one mask."""
+        """Return the loss of B images with one view: images (B, C, H, W) or packed, and one mask."""
         images, mask = _masked_view(batch)
         features = self.encoder(images, mask, drop=self.drop)
         predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
         with full_precision(predicted):
             loss = mae_loss(predicted, self._targets(images), mask, features.grids)
         self._pooled = features.pooled.detach().float()
-        # an encoder that tells the decoder nothing gives the same prediction everywhere
+        # the spread is 0 if the decoder learns nothing from the encoder
         return loss, {"prediction_spread": predicted.detach().std(0).mean()}
 
     def _targets(self, images: Images) -> Tensor:
-        """(T, P) float32."""
+        """Return the pixels to predict: (T, P) float32."""
         pixels = images.patches if isinstance(images, PackedImages) else patchify(images, self.encoder.stride)
         return normalized(pixels.float()) if self.config.normalize_targets else pixels.float()
 
@@ -241,12 +265,13 @@ class MAE(Method):
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:
-        assert self._pooled is not None
+        if self._pooled is None:
+            return {}
         return {"feature_rank": effective_rank(self._pooled)}
 
     @torch.no_grad()
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
-        """Each image as it is, as the encoder sees it, and with its hidden part predicted."""
+        """Return three pictures per image: the image, its visible part, and the image with predicted hidden patches."""
         view, mask = _masked_view(batch)
         stride = self.encoder.stride
         pixels = view.patches if isinstance(view, PackedImages) else patchify(view, stride)  # (T, P)
@@ -254,7 +279,7 @@ class MAE(Method):
         self.eval()
         predicted = self.decoder(self.encoder(view, mask, drop=self.drop), mask, _sequences(view)).float()
         self.train(training)
-        if self.config.normalize_targets:  # the true mean and contrast of a patch, which it was not asked for
+        if self.config.normalize_targets:  # add the true mean and contrast of each patch, which are not predicted
             predicted = predicted * (pixels.var(1, keepdim=True) + 1e-6).sqrt() + pixels.mean(1, keepdim=True)
         hidden = mask.hidden[:, None]
         grids = self.encoder.grids(view)
@@ -275,17 +300,17 @@ def _sequences(images: Images) -> Tensor | None:
 
 
 def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
-    """Raises ValueError for what this encoder cannot do."""
+    """Raise `ValueError` if the encoder does not support the settings."""
     name = type(encoder).__name__
     if drop and not encoder.can_drop:
-        raise ValueError(f"{name} cannot leave hidden tokens out: leave mae.drop unset, or set it false")
+        raise ValueError(f"{name} cannot drop hidden tokens. Remove mae.drop, or set it to false.")
     if config.native and not encoder.takes_packed:
-        raise ValueError(f"{name} takes images of one size: mae.native needs an encoder that packs them (navit)")
+        raise ValueError(f"{name} takes images of one size. Set mae.native to false, or choose a navit encoder.")
     if not config.native and (config.smallest_size or config.token_budget):
-        raise ValueError("mae.smallest_size and mae.token_budget are for images of many sizes: set mae.native true")
+        raise ValueError("mae.smallest_size and mae.token_budget need images of many sizes. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:
         sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(
-            f"mae.size {config.size} is not a multiple of {encoder.stride}, the pixels of a token of {name}: "
-            f"take {' or '.join(str(n * encoder.stride) for n in sizes)}"
+            f"mae.size {config.size} is not a multiple of {encoder.stride}, the stride of {name}. "
+            f"Set it to {' or '.join(str(n * encoder.stride) for n in sizes)}."
         )

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from runtime.collectives import all_reduce_sum, world_size
+from runtime.collectives import all_reduce_sum
 from runtime.errors import UserError
 from runtime.settings import Section
 
@@ -39,9 +39,9 @@ def effective_rank(features: Tensor) -> float:
     same number, so that they stop together.
 
     Args:
-        features: (N, D); N is the same on all processes.
+        features: (N, D); N may differ between processes.
     """
-    rows = len(features) * world_size()
+    rows = all_reduce_sum(features.new_full((), len(features), dtype=torch.float64))
     mean = all_reduce_sum(features.sum(0, dtype=torch.float64)) / rows  # (D,)
     centred = features.double() - mean
     gram = all_reduce_sum(centred.T @ centred)  # (D, D); its eigenvalues are the squared singular values
