@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as tv
 from data.augment import (
     ColorConfig,
     augment_colors,
+    colors_for,
     draw_colors,
     gaussian_blur,
     shift_hue,
@@ -225,3 +226,43 @@ def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
     drawn = draw_colors(np.random.default_rng(0), ColorConfig(), (0.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="cannot have colour changes"):
         to_model_input(Batch([View(pack(views, 4), 1, color=drawn)]))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 12])
+def test_images_that_are_not_rgb(channels):
+    """Oracle: each operation written out in float64."""
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
+    config = STRONG.model_copy(update={"saturation": 0.0, "hue": 0.0, "grayscale": 0.0})
+    p, preprocessing = drawn(40, config), Preprocessing((0.3,) * channels, (0.2,) * channels)
+    found = augment_colors(images, p, preprocessing) * 0.2 + 0.3
+    for i, image in enumerate(images):
+        x = image.double() / 255
+        for step in p.order[i].tolist():
+            if step == 0:
+                x = (x * float(p.brightness[i])).clamp(0, 1)
+            if step == 1:
+                factor = float(p.contrast[i])
+                x = (x * factor + (1 - factor) * x.mean()).clamp(0, 1)
+        if p.blur[i] > 0:
+            blurred = [ndimage.gaussian_filter(c.numpy(), float(p.blur[i]), mode="nearest", truncate=6) for c in x]
+            x = torch.from_numpy(np.stack(blurred))
+        x = torch.where(x >= 0.5, 1 - x, x) if p.solarize[i] else x
+        torch.testing.assert_close(found[i].double(), x, rtol=0, atol=1 / 255)
+    for name in ("saturation", "hue", "grayscale"):
+        strong = drawn(40, config.model_copy(update={name: 0.5}))
+        with pytest.raises(ValueError, match=f"need RGB images, not images of {channels} channels"):
+            augment_colors(images, strong, preprocessing)
+
+
+def test_settings_that_need_rgb_are_left_out_or_refused(caplog):
+    given = ColorConfig(brightness=0.3)
+    assert colors_for(given, 3) == given
+    assert not caplog.text
+    left = colors_for(given, 5)
+    assert (left.saturation, left.hue, left.grayscale, left.brightness) == (0, 0, 0, 0.3)
+    assert caplog.text.count("images of 5 channels are not RGB: saturation, hue, grayscale are left out") == 1
+    assert colors_for(left, 5) == left  # as read from the config.yaml of a run
+    assert colors_for(ColorConfig(saturation=0, hue=0, grayscale=0), 1).grayscale == 0
+    with pytest.raises(ValueError, match=r"images have 1 channels: saturation, hue. Set them to 0, or leave them out"):
+        colors_for(ColorConfig(saturation=0.2, hue=0.1, grayscale=0), 1)
