@@ -1,8 +1,8 @@
 """Decode images into upright tensors of C channels.
 
-H x W pixels. Baseline and progressive JPEGs of one or three components, the bulk of every data set, are decoded by
-libjpeg-turbo through torchvision. Pillow decodes all other JPEGs, PNGs and WebPs, and JPEGs that their EXIF data turns;
-it gives the same pixels a little slower. tifffile reads TIFFs.
+H x W pixels. torchvision decodes upright JPEGs of one or three components, the bulk of every data set, with
+libjpeg-turbo. Pillow decodes other JPEGs, PNGs and WebPs; its pixels of JPEGs are the same, a little slower. tifffile
+reads TIFFs.
 """
 
 import functools
@@ -21,9 +21,9 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 ORIENTATION = 0x0112
 """EXIF tag of the orientation, 1 to 8; 1 is upright."""
 FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
-"""Orientations of pictures that have to be mirrored left and right, mirrored up and down, or transposed before that."""
+"""Orientations whose images are transposed first, and then mirrored left and right or up and down, to stand upright."""
 MAX_PIXELS = 178_956_970
-"""Limit of Pillow, taken over for all formats."""
+"""Default limit for all formats; Pillow's own limit."""
 
 _CHANNELS = (1, 3, 4)
 """Channels that every image can have: gray, RGB, RGBA."""
@@ -50,13 +50,13 @@ class ImageError(ValueError):
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
     """Decode a JPEG, PNG, WebP or TIFF file: (C, H, W) uint8, turned upright by its EXIF data.
 
-    The memory order is row, column, channel. Three channels are RGB; transparent parts show white. One channel is the
-    luminance of that. Four channels are RGBA; images without transparency are opaque. For any number of channels, a
-    TIFF with as many bands gives these bands.
+    The memory order is row, column, channel. Three channels are RGB, where transparent parts show white. One channel is
+    the luminance of these colours. Four channels are RGBA; images without transparency are opaque. A TIFF of C bands
+    keeps its bands, for any C.
 
-    The first picture of an animation counts. 16-bit gray and TIFF values are divided by 257; of other 16-bit colours
-    the upper byte is kept, which is at most one level less. `max_pixels` is compared with the header before anything is
-    decoded; Pillow's own limit stays, too.
+    16-bit gray and 16-bit TIFFs are divided by 257. Other 16-bit images keep the upper byte of each value, which is at
+    most one level less. An animation gives its first picture. `max_pixels` and Pillow's own limit are compared with the
+    header before anything is decoded.
 
     Raises:
         ImageError: another format, a damaged or truncated file, more than `max_pixels` pixels, or channels that cannot
@@ -66,11 +66,15 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
 
 
 class Picture:
-    """An encoded image whose header was read. A JPEG is not decoded before its pixels are asked for.
+    """An encoded image whose header was read. JPEGs are decoded by `pixels`, other formats at once.
+
+    Args:
+        encoded: the file.
+        max_pixels: largest number of pixels.
+        channels: wanted channels (C).
 
     Raises:
-        ImageError: another format, a damaged header, more than `max_pixels` pixels, or channels that cannot become the
-            wanted ones; unless it is a JPEG, also a file that is damaged anywhere.
+        ImageError: see `decode`. A JPEG with a good header raises the error in `pixels` instead.
     """
 
     encoded: bytes
