@@ -1,10 +1,11 @@
-"""How many images a second one core of the loader reads, decodes and cuts, beside Pillow and torchvision on the CPU.
+"""Measure how many images per second the loader reads, decodes and crops, in comparison with Pillow and torchvision.
 
     python benchmarks/loader.py --data 'shards/*.tar' [--output benchmarks/results/loader.md]
 
-Stages are measured in one process with one thread; the whole loader, from shards to batches, with worker processes. The
-rows take turns in rounds, so that other work on the machine hits all of them, and medians are shown. "ms of a core" is
-processor time for an image, of one worker where there are workers; ratios are those of it within a round.
+Single stages run in one process with one thread. The whole loader, from shards to batches, runs with worker processes.
+All rows are measured in turn, in several rounds, so that other work on the machine affects all of them alike. The table
+shows medians over rounds. "ms of a core" is processor time per image, of one worker if there are workers. Ratios
+compare this time within a round.
 """
 
 import multiprocessing
@@ -46,9 +47,9 @@ from runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 BATCH = 32
-"""images of a pass of a row, and of a batch"""
+"""Images of a batch, and images that a stage processes per pass."""
 LARGE = (4000, 3000)
-"""width and height of a camera's picture, 12 million pixels"""
+"""Width and height of a large photo, 12 million pixels."""
 DECODE, PILLOW_DINO = "decode", "Pillow: decode, all of DINO's augmentation"
 PILLOW_MAE, PILLOW_PROBE = "Pillow: decode, MAE's crop", "Pillow: decode, a probe's centre crop"
 PILLOW_LARGE = "12 megapixels: Pillow, all of DINO's augmentation"
@@ -61,39 +62,39 @@ HEADINGS = [
     "times Pillow",
     "of decode",
 ]
-"""main: the main process; kB moved: of a batch; of decode: the share of the speed of decoding alone"""
+"""kB moved: bytes of a batch per image. Of decode: speed relative to decoding alone."""
 
 DINO, MAE = MultiCrop(MultiCropConfig()), MaskedCrop(RandomCrop(RandomCropConfig()), 16, "random", 0.75)
 NAVIT = MaskedCrop(NativeCrop(RandomCropConfig(), 16, 128, 1024), 16, "random", 0.75)
 
 
 class LoaderBenchmark(Settings):
-    """Images a second of the parts of the loader, and of the whole."""
+    """Images per second of the stages of the loader, and of the whole loader."""
 
     data: str
     """shards: a path, a glob or a brace range"""
     seconds: float = Field(default=5.0, gt=0)
-    """how long each row is measured, all rounds together"""
+    """seconds of measurement per row, over all rounds"""
     rounds: int = Field(default=5, ge=1)
-    """how often the rows take turns"""
+    """number of rounds"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
-    """most worker processes of the whole loader"""
+    """largest number of worker processes of the whole loader"""
     output: Path | None = None
-    """file for the table, in Markdown"""
+    """Markdown file for the table"""
 
 
 @dataclass
 class Measured:
-    """Of one row in one round, each for one image."""
+    """Measurement of one row in one round. All values are per image."""
 
     wall: float
-    """seconds"""
+    """Seconds of wall-clock time."""
     core: float | None = None
-    """seconds of a worker's core, or of the one process; None: a GPU does it"""
+    """Seconds of processor time of a worker, or of the only process; None if a GPU does the work."""
     main: float | None = None
-    """seconds of the main process beside its workers"""
+    """Seconds of processor time of the main process; None without workers."""
     moved: float | None = None
-    """bytes that a batch carries, of which the main process makes one copy, into pinned memory where there is a GPU"""
+    """Bytes of a batch. The main process copies them once, into pinned memory if there is a GPU."""
 
 
 @dataclass
@@ -102,9 +103,9 @@ class Row:
 
     name: str
     measure: Callable[[list[bytes], float], Measured]
-    """on some files, for some seconds"""
+    """Measure some encoded images for some seconds."""
     baseline: str | None = None
-    """the row of Pillow that does the same"""
+    """Name of the row in which Pillow does the same work."""
 
 
 def main(settings: LoaderBenchmark) -> None:
@@ -112,14 +113,16 @@ def main(settings: LoaderBenchmark) -> None:
     try:
         files = read(expand(settings.data))
     except (ShardError, OSError, tarfile.TarError) as error:
-        raise SystemExit(f"cannot measure without images: {error}") from None
+        raise SystemExit(f"The images cannot be read: {error}") from None
     if len(files) < BATCH:
-        raise SystemExit(f"{settings.data} holds {len(files)} images; at least {BATCH} are needed")
+        raise SystemExit(
+            f"{settings.data} holds {len(files)} images, but at least {BATCH} are needed. Name more shards."
+        )
     rows = stages(settings.data) + loaders(settings) + cameras(files)
     found: dict[str, list[Measured]] = {row.name: [] for row in rows}
     console = Console(stderr=True)
     for number in range(settings.rounds):
-        some = [files[(number + i * len(files) // BATCH) % len(files)] for i in range(BATCH)]  # from everywhere
+        some = [files[(number + i * len(files) // BATCH) % len(files)] for i in range(BATCH)]  # evenly spread
         for row in rows:
             console.print(f"round {number + 1} of {settings.rounds}: {row.name}")
             found[row.name].append(row.measure(some, settings.seconds / settings.rounds))
@@ -127,7 +130,7 @@ def main(settings: LoaderBenchmark) -> None:
 
 
 def read(paths: list[str]) -> list[bytes]:
-    """Image files in some tar files."""
+    """Return the encoded images of some tar files."""
     files = []
     for path in paths:
         with tarfile.open(path) as shard:
@@ -139,7 +142,7 @@ def read(paths: list[str]) -> list[bytes]:
 
 
 def stages(shards: str) -> list[Row]:
-    """What one process does, part by part."""
+    """Return the rows of single stages, in one process."""
     return [
         Row(PILLOW_DINO, each(PillowMultiCrop())),
         Row(PILLOW_MAE, each(pillow_mae())),
@@ -152,12 +155,12 @@ def stages(shards: str) -> list[Row]:
         Row("a decoded image put into the batch whole", putting(lambda memory: RawBuilder(memory=memory))),
         Row("collate: the rest of a batch", collating),
         Row(f"10 crops of whole images, on {device().type}", device_part(cut_views)),
-        Row(f"photometric part, on {device().type}", device_part(change, cut=True)),
+        Row(f"colour changes, on {device().type}", device_part(change, cut=True)),
     ]
 
 
 def loaders(settings: LoaderBenchmark) -> list[Row]:
-    """The whole, from shards to batches."""
+    """Return the rows of the whole loader, from shards to batches."""
     rows = []
     for count in worker_counts(settings.workers):
         for crops in ("workers", "device"):
@@ -170,7 +173,7 @@ def loaders(settings: LoaderBenchmark) -> list[Row]:
 
 
 def cameras(files: list[bytes]) -> list[Row]:
-    """Large pictures, which are decoded as small as their crops allow."""
+    """Return the rows of large photos, which are decoded as small as their crops allow."""
     large = []
     for file in files[:8]:
         with BytesIO() as encoded:
@@ -202,7 +205,7 @@ def cameras(files: list[bytes]) -> list[Row]:
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:
-    """`work` returns how many images it did; it is repeated for some seconds."""
+    """Repeat `work`, which returns its number of images, for some seconds."""
     work()
     done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
@@ -211,7 +214,7 @@ def timed(work: Callable[[], int], seconds: float) -> Measured:
 
 
 def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Measured]:
-    """Measures work on one file after the other."""
+    """Return a measurement of work on one encoded image after the other."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         def once() -> int:
@@ -225,19 +228,20 @@ def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Meas
 
 
 def drawing() -> Callable[[bytes], object]:
+    """Return work that reads a header and draws parameters."""
     rng = np.random.default_rng(0)
     return lambda file: DINO.draw(Picture(file).size, rng)
 
 
 def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
-    """Measures the first images of the first shard, which the system keeps in memory."""
+    """Return a measurement of reading the first images of the first shard, which the page cache holds."""
     opened = open_shards(shards)
     reader, count = Reader(opened), min(int(opened.counts[0]), BATCH)
     return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
 
 
 def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
-    """Measure the work after decoding and drawing, in memory that was used before."""
+    """Return a measurement of a builder, after decoding and drawing, in memory that was used before."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         images, rng = [decode(file) for file in files], np.random.default_rng(0)
@@ -256,7 +260,7 @@ def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callab
 
 
 def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder | RawBuilder:
-    """Builder with DINO's crops of some files."""
+    """Add DINO's crops of some encoded images to a builder, and return the builder."""
     rng = np.random.default_rng(0)
     for file in files:
         picture = Picture(file)
@@ -266,6 +270,7 @@ def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder
 
 
 def collating(files: list[bytes], seconds: float) -> Measured:
+    """Measure how a batch is put together once all crops are cut."""
     builder = filled(CropBuilder(DINO.views, BATCH), files)
     return timed(lambda: len(builder.build()[0]), seconds)
 
@@ -275,14 +280,14 @@ def device() -> torch.device:
 
 
 def change(batch: Batch) -> None:
-    """Applies the photometric changes."""
+    """Apply the colour changes of a batch."""
     for view in batch.views:
         if view.color is not None and isinstance(view.images, Tensor):
             augment_colors(view.images, view.color)
 
 
 def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
-    """Measures work on a batch that was copied to the device before, of whole images or `cut` already."""
+    """Return a measurement of work on a batch that is on the device, as whole images or with its crops `cut`."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         batch = filled(RawBuilder(), files).build()[0].to(device())
@@ -301,16 +306,18 @@ def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callab
 
 
 def worker_counts(most: int) -> list[int]:
-    """The powers of two below `most`, and `most`."""
+    """Return the powers of two below `most`, and `most`."""
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
 
 
 def by(crops: str, count: int) -> str:
-    return f"{count} worker{'s' * (count > 1)}, {'which cut' if crops == 'workers' else 'the device to cut'}"
+    """Describe a row of the whole loader."""
+    workers = "1 worker" if count == 1 else f"{count} workers"
+    return f"{workers}, which cut" if crops == "workers" else f"{workers}, the device to cut"
 
 
 def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callable[[list[bytes], float], Measured]:
-    """Measures batches of training, once the workers are at work."""
+    """Return a measurement of training batches."""
     config = LoaderConfig.model_validate({"crops": crops})
 
     def measure(_files: list[bytes], seconds: float) -> Measured:
@@ -321,7 +328,7 @@ def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callab
 
 
 def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
-    """Of a loader, once what its workers had ready is used up."""
+    """Measure a loader, after the batches that its workers prepared at the start."""
     batch = next(batches)
     for _ in range(3 * workers):
         next(batches)
@@ -335,13 +342,13 @@ def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
 
 
 def spent(pids: list[int]) -> float:
-    """Seconds of processor time of some processes."""
+    """Return the seconds of processor time of some processes."""
     stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def cells(row: Row, found: dict[str, list[Measured]]) -> list[str]:
-    """What the table says of a row."""
+    """Return the cells of a row of the table."""
     values, rates = found[row.name], [1 / value.wall for value in found[row.name]]
 
     def median(name: str, unit: float, digits: int) -> str:
@@ -367,7 +374,7 @@ def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], 
     )
     title = (
         f"{len(files)} images of {sum(map(len, files)) / len(files) / 1000:.0f} kB on average; medians of "
-        f"{settings.rounds} rounds, {settings.seconds:g} s a row; batches of {BATCH}"
+        f"{settings.rounds} rounds, {settings.seconds:g} s per row; batches of {BATCH}"
     )
     table = Table("", title=title, caption=machine)
     lines = ["# Loader", "", f"{title}.", "", f"{machine}.", "", *(__doc__ or "").splitlines()[4:], ""]
@@ -383,7 +390,7 @@ def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], 
 
 
 def processor() -> str:
-    """Name of the CPU, as far as the system tells."""
+    """Return the name of the CPU, or of the architecture if the system does not tell."""
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return names[0] if names else platform.machine()
 

@@ -1,4 +1,4 @@
-"""What others do with an image in a worker: Pillow and torchvision, one crop at a time, colours and normalising too."""
+"""The usual pipelines of a loader worker: Pillow and torchvision, one crop at a time, with colour changes."""
 
 import random
 from collections.abc import Callable
@@ -14,15 +14,17 @@ FINISH = (transforms.ToTensor(), transforms.Normalize(IMAGENET.mean, IMAGENET.st
 
 
 def pillow_decode(encoded: bytes) -> Image.Image:
+    """Decode an image to RGB."""
     return Image.open(BytesIO(encoded)).convert("RGB")
 
 
 def pillow_then(transform: Callable[[Image.Image], object]) -> Callable[[bytes], object]:
+    """Return a pipeline that decodes an image and transforms it."""
     return lambda encoded: transform(pillow_decode(encoded))
 
 
 class PillowMultiCrop:
-    """DINO's recipe as its authors run it: PIL images and tensors of one crop at a time, all in the worker."""
+    """DINO's augmentation as in its official code: one crop at a time, all of it in the worker."""
 
     def __init__(self) -> None:
         jitter = [
@@ -51,11 +53,11 @@ class PillowMultiCrop:
 
 
 def pillow_mae() -> Callable[[bytes], object]:
-    """MAE's crop."""
+    """Return the pipeline of MAE: one random crop."""
     box = transforms.RandomResizedCrop(224, (0.2, 1.0), interpolation=BICUBIC)
     return pillow_then(transforms.Compose([box, transforms.RandomHorizontalFlip(), *FINISH]))
 
 
 def pillow_probe() -> Callable[[bytes], object]:
-    """The centre crop of evaluation."""
+    """Return the pipeline of evaluation: the centre crop."""
     return pillow_then(transforms.Compose([transforms.Resize(256, BICUBIC), transforms.CenterCrop(224), *FINISH]))

@@ -1,14 +1,16 @@
-"""The photometric part of DINO's augmentation (2104.14294): drawn for each crop, applied to batches on any device.
+"""Colour augmentation of DINO (2104.14294): drawn for each crop on the CPU, applied to batches on any device.
 
-N crops of H x W pixels, n of them chosen; D taps of a blur. Probabilities and strengths are those of main_dino.py.
-In between, colours are floats from 0 to 1. The definitions are torchvision's for floats: clamped after each factor,
-contrast about the mean of the gray picture, hue turned in HSV.
+Shapes: N crops of C channels and H x W pixels, n of them chosen for an operation; D taps of a blur. Defaults are those
+of main_dino.py. Operations work on floats from 0 to 1 and are defined as in torchvision: values are clamped after each
+factor, contrast changes the distance to the mean of the gray image, hue is shifted in HSV. Crops that are not RGB have
+the mean of their channels as gray image.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 import torch
@@ -22,18 +24,22 @@ from encoders.images import Images, PackedImages
 from runtime.settings import Section
 
 COLOR_DRAWS = 13
-"""random numbers a crop"""
+"""Random numbers per crop."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+RGB_ONLY = ("saturation", "hue", "grayscale")
+"""Settings of operations that need red, green and blue."""
+
+log = logging.getLogger(__name__)
 
 
 def ascending(pair: tuple[float, float]) -> tuple[float, float]:
-    """A range (low, high).
+    """Return a range (low, high).
 
     Raises:
         ValueError: low is above high.
     """
     if not pair[0] <= pair[1]:
-        raise ValueError(f"the range has to ascend: {pair[0]} is above {pair[1]}")
+        raise ValueError(f"The range must ascend, but {pair[0]} is above {pair[1]}.")
     return pair
 
 
@@ -43,7 +49,7 @@ Sigmas = Annotated[tuple[Strength, Strength], AfterValidator(ascending)]
 
 
 class ColorConfig(Section, frozen=True):
-    """Photometric changes that are the same for all views."""
+    """Colour changes that are the same for all views."""
 
     brightness: Strength = 0.4
     """brightness factor, drawn from 1 - value to 1 + value"""
@@ -54,19 +60,39 @@ class ColorConfig(Section, frozen=True):
     hue: float = Field(default=0.1, ge=0, le=0.5)
     """largest shift of the hue, in turns of the colour circle"""
     jitter: Share = 0.8
-    """probability of the four changes above, which come in random order"""
+    """probability of the four changes above, applied in random order"""
     grayscale: Share = 0.2
-    """probability of a gray picture"""
+    """probability of a gray crop"""
     blur_sigma: Sigmas = (0.1, 2.0)
-    """standard deviation of the Gaussian blur, in pixels of the crop: least, most"""
+    """least and largest standard deviation of the Gaussian blur, in pixels of the crop"""
+
+
+ColorConfigT = TypeVar("ColorConfigT", bound=ColorConfig)
+
+
+def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
+    """Return the settings for images of `channels` channels. Defaults that need RGB images become 0 for other images.
+
+    Raises:
+        ValueError: the user asked for an operation that needs RGB images.
+    """
+    names = [name for name in RGB_ONLY if getattr(config, name) > 0] if channels != 3 else []
+    if given := [name for name in names if name in config.model_fields_set]:
+        raise ValueError(
+            f"These settings need RGB images, but the images have {channels} channels: {', '.join(given)}. Set them to "
+            "0, or leave them out."
+        )
+    if names:
+        log.warning("images of %d channels are not RGB: %s are left out", channels, ", ".join(names))
+    return config.model_copy(update=dict.fromkeys(names, 0.0))
 
 
 def draw_colors(
     rng: np.random.Generator, config: ColorConfig, blur: Sequence[float], solarize: Sequence[float]
 ) -> ColorParameters:
-    """Photometric changes of N crops, with the probabilities `blur` and `solarize` of each crop.
+    """Draw colour changes of N crops, with the probabilities `blur` and `solarize` of each crop.
 
-    Takes N * `COLOR_DRAWS` numbers from `rng` whatever the settings, crop after crop.
+    The function takes N * `COLOR_DRAWS` numbers from `rng` for any settings, crop after crop.
     """
     u = rng.random((len(blur), COLOR_DRAWS))  # (N, COLOR_DRAWS)
     spread = np.array([config.brightness, config.contrast, config.saturation, config.hue])
@@ -91,11 +117,16 @@ def draw_colors(
 
 @torch.no_grad()
 def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET) -> Tensor:
-    """Apply colour changes, then normalise: (N, 3, H, W) uint8 -> (N, 3, H, W) float32.
+    """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
-    Order: jitter, gray, blur, solarise. The device is never waited for: `p` is on the CPU, and from there go one table
-    of factors and one list of crops, while operations that no crop asks for are left out.
+    The order is jitter, gray, blur, solarise. The CPU never waits for the device: it sends one table of factors and one
+    list of crops, and leaves out operations that no crop needs.
+
+    Raises:
+        ValueError: a change needs RGB images, and the images have other channels.
     """
+    if images.shape[1] != 3 and bool(((p.saturation != 1) | (p.hue != 0) | p.grayscale).any()):
+        raise ValueError(f"Saturation, hue and grayscale need RGB images, not images of {images.shape[1]} channels.")
     x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     hue_places = [(p.order[:, place] == HUE) & (p.hue != 0) for place in range(4)]
     *hues, gray, blurred, solarized = _chosen([*hue_places, p.grayscale, p.blur > 0, p.solarize], x.device)
@@ -104,13 +135,13 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
     hue, sigma = _to_device(torch.stack([p.hue, p.blur]), x.device)  # (N,)
     for place in range(4):
         if (blends[0, place] != 1).any():
-            shade = luminance(x)
+            shade = gray_image(x)
             shade = shade * to_gray[place] + shade.mean((2, 3), keepdim=True) * to_mean[place]  # (N, 1, H, W)
             x.mul_(scale[place]).add_(shade).clamp_(0, 1)
         if len(hues[place]):
             x.index_copy_(0, hues[place], shift_hue(x[hues[place]], hue[hues[place]]))
     if len(gray):
-        x.index_copy_(0, gray, luminance(x[gray]).expand(-1, 3, -1, -1))
+        x.index_copy_(0, gray, gray_image(x[gray]).expand(-1, x.shape[1], -1, -1))
     if len(blurred):
         x.index_copy_(0, blurred, gaussian_blur(x[blurred], sigma[blurred], radius=ceil(4 * float(p.blur.max()))))
     if len(solarized):
@@ -121,7 +152,7 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
-    """Cut the crops if whole images came, apply the colour changes, and normalise: uint8 views -> float views.
+    """Cut the crops of whole images, apply colour changes, and normalise: uint8 views -> float views.
 
     Raises:
         ValueError: the views are floats already, or packed images have colour changes.
@@ -133,7 +164,7 @@ def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Images:
-    """Images of a view with colour changes applied, normalised."""
+    """Apply the colour changes of a view, and normalise its images."""
     images = view.images
     pixels = images.patches if isinstance(images, PackedImages) else images
     if pixels.is_floating_point():
@@ -149,38 +180,42 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
     return _normalize(x, preprocessing).to(dtype)
 
 
-def luminance(x: Tensor) -> Tensor:
-    """Gray value of colours (ITU-R 601): (N, 3, H, W) -> (N, 1, H, W)."""
+def gray_image(x: Tensor) -> Tensor:
+    """Luminance of RGB images (ITU-R 601), or mean of other channels: (N, C, H, W) -> (N, 1, H, W)."""
+    if x.shape[1] != 3:
+        return x.mean(1, keepdim=True)
     return (x[:, 0:1] * 0.299).add_(x[:, 1:2], alpha=0.587).add_(x[:, 2:3], alpha=0.114)
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """Move the hue by `turns` of the circle, keep value and saturation: (N, 3, H, W) from 0 to 1, (N,) -> same."""
+    """Shift the hue by `turns` of the colour circle, keep value and saturation: (N, 3, H, W), (N,) -> (N, 3, H, W)."""
     red, green, blue = x.unbind(1)  # (N, H, W)
     value, chroma = x.amax(1), x.amax(1) - x.amin(1)
     divisor = torch.where(chroma == 0, 1, chroma)
     sixth = torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
     sixth = torch.where(value == red, (green - blue) / divisor, sixth) + 6 * turns[:, None, None]
     out = torch.empty_like(x)
-    for channel, start in enumerate((5, 3, 1)):  # a channel is full over two sixths, empty over two, a ramp between
+    for channel, start in enumerate(
+        (5, 3, 1)
+    ):  # a channel is full over two sixths of the circle, 0 over two, a ramp between
         k = (sixth + start).remainder_(6)
         out[:, channel] = value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
     return out
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Blur with one standard deviation a crop, edges repeated: (N, 3, H, W), (N,) -> (N, 3, H, W).
+    """Blur each crop with its standard deviation, edge pixels repeated: (N, C, H, W), (N,) -> (N, C, H, W).
 
-    Weights end at four standard deviations and at `radius` pixels and sum to one.
+    Weights reach four standard deviations, `radius` pixels at most, and sum to one.
     """
     with exact(x.device):
         rows, columns = (_blur_matrix(sigma, length, radius) for length in x.shape[-2:])  # (N, H, H), (N, W, W)
         x = (x.flatten(1, 2) @ columns.mT).view_as(x)
-        return torch.stack([rows @ channel for channel in x.unbind(1)], dim=1)  # (N, 3, H, W)
+        return torch.stack([rows @ channel for channel in x.unbind(1)], dim=1)  # (N, C, H, W)
 
 
 def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
-    """Blur of a line of `length` pixels as a matrix: (n,) -> (n, length, length)."""
+    """Return the blur of a line of `length` pixels as a matrix: (n,) -> (n, length, length)."""
     offsets = torch.arange(-radius, radius + 1, device=sigma.device)  # (D,)
     weights = torch.exp(-0.5 * (offsets / sigma[:, None]).square())  # (n, D)
     weights = weights * (offsets.abs() <= torch.ceil(4 * sigma[:, None]))
@@ -192,10 +227,11 @@ def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
 
 
 def _blends(p: ColorParameters) -> Tensor:
-    """(3, 4, N): at each of four places in the order, the factors of the picture, of its gray, of the mean of its gray.
+    """Return factors of the image, of its gray image, and of the mean of its gray image, at each of the four places in
+    the order of changes: (3, 4, N).
 
-    All factors but hue are x * f + (1 - f) * r with r black, the gray picture or its mean, so that crops in different
-    orders go through the same arithmetic. At the place of hue nothing changes.
+    Brightness, saturation and contrast are x * f + (1 - f) * r; r is black, the gray image or its mean. Crops with
+    different orders thus share the same arithmetic. Hue leaves the image as it is here.
     """
     factors = torch.stack([p.brightness, p.contrast, p.saturation, torch.ones_like(p.hue)], dim=1)  # (N, 4)
     factors = factors.gather(1, p.order)
@@ -204,13 +240,13 @@ def _blends(p: ColorParameters) -> Tensor:
 
 
 def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:
-    """For each (N,) bool on the CPU the int64 list of its true places, on `device`; all go over in one copy."""
+    """Return the indices of the true values of each (N,) bool on the CPU, on `device`. One copy moves all of them."""
     places = [flag.nonzero().squeeze(1) for flag in flags]
     return list(_to_device(torch.cat(places), device).split([len(p) for p in places]))
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy without waiting: only from pinned memory does CUDA copy in the background."""
+    """Copy to a device without waiting. CUDA copies in the background from pinned memory only."""
     return (
         tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
     )

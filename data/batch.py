@@ -4,7 +4,7 @@ Shapes: B images of a batch; n crops of one image in a view; N = n * B crops of 
 row c * B + b. C channels, H x W pixels. Images of many sizes are packed instead, one crop each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -163,10 +163,11 @@ class View:
             ValueError: the masks of two images, or of two crops, do not belong together.
         """
         color = [sample.color for sample in samples if sample.color is not None]
+        crops = len(samples[0].boxes.boxes)
         return cls(
             images,
-            crops=len(samples[0].boxes.boxes),
-            masks=_stack_masks([sample.masks for sample in samples]),
+            crops=crops,
+            masks=_stack_masks([sample.masks for sample in samples], crops),
             color=ColorParameters.stack(color) if color else None,
             boxes=CropParameters.stack([sample.boxes for sample in samples]) if raw else None,
         )
@@ -180,22 +181,21 @@ class View:
         return replace(self, images=self.images.pin_memory(), masks=tuple(mask.pin_memory() for mask in self.masks))
 
 
-def _stack_masks(images: Sequence[tuple[np.ndarray, ...]]) -> tuple[Mask, ...]:
+def _stack_masks(images: Sequence[tuple[np.ndarray, ...]], crops: int) -> tuple[Mask, ...]:
     """Masks of a batch, crop-major, from those of each of B images, (n, h, w) each."""
     if len({len(masks) for masks in images}) > 1:
         raise ValueError(f"Images have {sorted({len(masks) for masks in images})} masks. Draw as many for every image.")
-    return tuple(_stack_mask(column) for column in zip(*images, strict=True))
+    return tuple(_stack_mask(column, crops) for column in zip(*images, strict=True))
 
 
-def _stack_mask(images: Iterable[np.ndarray]) -> Mask:
+def _stack_mask(images: Sequence[np.ndarray], crops: int) -> Mask:
     """One mask of n * B crops, crop-major, from B arrays (n, h, w); the grids of two images may differ."""
-    arrays = list(images)
-    if len({len(array) for array in arrays}) > 1 or any(array.ndim != 3 for array in arrays):
-        shapes = sorted({array.shape for array in arrays})
-        raise ValueError(f"A mask has the shapes {shapes}. It must be (crops, rows, columns) for every image.")
-    crops = [array[crop] for crop in range(len(arrays[0])) for array in arrays]  # n * B of (h, w)
-    hidden = torch.from_numpy(np.concatenate([crop.ravel() for crop in crops]))
-    return Mask.from_hidden(hidden, torch.tensor([crop.shape for crop in crops]))
+    if any(array.ndim != 3 or len(array) != crops for array in images):
+        shapes = sorted({array.shape for array in images})
+        raise ValueError(f"A mask has the shapes {shapes}. It must be ({crops}, rows, columns) for {crops} crops.")
+    grids = [array[crop] for crop in range(crops) for array in images]  # n * B of (h, w)
+    hidden = torch.from_numpy(np.concatenate([grid.ravel() for grid in grids]))
+    return Mask.from_hidden(hidden, torch.tensor([grid.shape for grid in grids]))
 
 
 @dataclass

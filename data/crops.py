@@ -1,8 +1,9 @@
-"""What is cut out of an image: DINO's multi-crop (2104.14294), MAE's crop (2111.06377), the crop of evaluation.
+"""Transforms that draw crops: multi-crop (DINO, 2104.14294), one crop (MAE, 2111.06377), the crop of evaluation.
 
-A transform says from the size of an image what becomes of it, and all that is random in that comes from the generator
-that it is given; `data.resample` does it. Boxes follow torchvision's RandomResizedCrop: an area uniform in `scale`, a
-log-uniform aspect ratio, ten tries. H x W pixels; n crops; S x S pixels of a crop.
+A transform draws the parameters of an image from its size and a random generator; `data.resample` cuts the crops. Boxes
+follow torchvision's RandomResizedCrop: an area uniform in `scale`, a log-uniform aspect ratio, ten tries.
+
+Shapes: H x W pixels of an image; n crops of S x S pixels.
 """
 
 import math
@@ -17,11 +18,11 @@ from data.collate import ViewShape
 from runtime.settings import Section
 
 TRIES = 10
-"""boxes tried before the central one is taken"""
+"""Boxes that are tried before the central box is taken."""
 BOX_DRAWS = 2 * TRIES + 4
-"""random numbers a crop"""
+"""Random numbers per crop."""
 LONGEST = 4
-"""a crop that keeps the aspect ratio is at most this many times as long as it is wide"""
+"""Largest ratio of the long side to the short side of a crop that keeps the aspect ratio."""
 
 Positive = Annotated[float, Field(gt=0)]
 Areas = Annotated[
@@ -43,11 +44,11 @@ class RandomCropConfig(Section):
     flip: Share = 0.5
     """probability of mirroring left and right"""
     rotation: Degrees = 0.0
-    """largest turn to either side about the centre of the crop, in degrees; what comes from outside is a reflection"""
+    """largest rotation to either side about the centre of the crop, in degrees; corners show reflections"""
 
 
 class MultiCropConfig(ColorConfig, frozen=True):
-    """Global and local crops, and their colours."""
+    """Global and local crops with colour changes."""
 
     global_size: int = Field(default=224, ge=1)
     """side of the two global crops, in pixels"""
@@ -64,7 +65,7 @@ class MultiCropConfig(ColorConfig, frozen=True):
     flip: Share = 0.5
     """probability of mirroring left and right"""
     rotation: Degrees = 0.0
-    """largest turn to either side about the centre of a crop, in degrees; what comes from outside is a reflection"""
+    """largest rotation to either side about the centre of a crop, in degrees; corners show reflections"""
     blur_global1: Share = 1.0
     """probability of blur in the first global crop"""
     blur_global2: Share = 0.1
@@ -76,7 +77,7 @@ class MultiCropConfig(ColorConfig, frozen=True):
 
 
 class MultiCrop:
-    """Two global crops and some local ones, with drawn photometric changes that are yet to be applied."""
+    """Two global crops and some local crops, with colour changes."""
 
     packing = None
 
@@ -101,7 +102,7 @@ class MultiCrop:
 
 
 class RandomCrop:
-    """One random crop, and no photometric change."""
+    """One random crop without colour changes."""
 
     packing = None
 
@@ -114,24 +115,28 @@ class RandomCrop:
 
 
 class NativeCrop:
-    """One random crop that keeps the image's own aspect ratio, up to whole patches: NaViT's input (2307.06304).
+    """One random crop that keeps the aspect ratio of its image up to whole patches: the input of NaViT (2307.06304).
 
-    Its area is that of a square whose side is drawn uniformly from `smallest` to `config.size`. The crop has the share
-    `config.scale` of the image's area; `config.ratio` plays no part.
+    The box has the share `config.scale` of the area of the image; `config.ratio` is not used. The box is resized to the
+    area of a square whose side is drawn uniformly from `smallest` to `config.size`. The crops of a batch are packed.
+
+    Args:
+        config: size, scale, flip and rotation.
+        patch: side of a patch in pixels.
+        smallest: smallest side in pixels.
+        token_budget: most patches of a sequence.
+
+    Raises:
+        ValueError: the sizes contradict each other.
     """
 
     def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
-        """`patch` and `smallest` in pixels; the crops of a batch are packed into sequences of `token_budget` patches.
-
-        Raises:
-            ValueError: sizes that cannot be.
-        """
         if not patch <= smallest <= config.size:
-            raise ValueError(f"smallest_size {smallest} must lie between a patch, {patch}, and size, {config.size}")
+            raise ValueError(f"smallest_size is {smallest}. Set it to {patch} (a patch) up to {config.size} (size).")
         if (config.size // patch) ** 2 > token_budget:
             raise ValueError(
-                f"an image of {(config.size // patch) ** 2} tokens does not fit a token_budget of {token_budget}: "
-                "raise it, or lower size"
+                f"An image of {(config.size // patch) ** 2} tokens does not fit a token_budget of {token_budget}. "
+                "Raise token_budget, or lower size."
             )
         self.config, self.patch, self.smallest = config, patch, smallest
         self.packing = Packing(patch, token_budget)
@@ -154,9 +159,9 @@ class NativeCrop:
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
-    """Rows and columns of at most `tokens` patches, nearest to the aspect ratio of `height` x `width`.
+    """Return rows and columns of at most `tokens` patches, close to the aspect ratio of `height` x `width`.
 
-    Of the whole numbers about the exact sides those that use most tokens.
+    The exact sides are rounded up or down, so that the grid has as many patches as possible.
     """
     rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
     near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]
@@ -165,24 +170,27 @@ def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
 
 
 class CenterCrop:
-    """The transform of evaluation: shorter side to `resize` pixels, then the central `size` x `size`."""
+    """Central crop of evaluation: the shorter side is resized to `resize`, then the central square of `size` is kept.
+
+    Args:
+        size: side of the crop in pixels.
+        resize: shorter side of the resized image in pixels; 256 / 224 of `size` unless given.
+
+    Raises:
+        ValueError: `resize` is below `size`.
+    """
 
     packing = None
 
     def __init__(self, size: int = 224, resize: int | None = None) -> None:
-        """`resize` is 256 / 224 of `size` unless given.
-
-        Raises:
-            ValueError: `resize` is below `size`.
-        """
         self.size, self.views = size, (ViewShape(1, size),)
         self.resize = round(size * 256 / 224) if resize is None else resize
         if not 1 <= self.size <= self.resize:
-            raise ValueError(f"a crop of {size} pixels does not fit an image resized to {self.resize}")
+            raise ValueError(f"A crop of {size} pixels does not fit an image resized to {self.resize} pixels.")
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
         """Return the crop of an image of `size` (H, W). Nothing is random."""
-        # of an image that is next to a line, only the middle: resized, the whole would be too large
+        # Very long images lose their ends, because the resized image would be too large.
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)
@@ -193,19 +201,19 @@ class CenterCrop:
 
 
 def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> CropParameters:
-    """n crops of an image of `size` (H, W). Takes n * `BOX_DRAWS` numbers from `rng`, crop after crop."""
+    """Draw n crops of an image of `size` (H, W). Takes n * `BOX_DRAWS` numbers from `rng`, crop after crop."""
     u = rng.random((n, BOX_DRAWS))  # (n, BOX_DRAWS)
     degrees = (2 * u[:, -1] - 1) * config.rotation if config.rotation else None
     return CropParameters(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
 
 
 def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.ndarray:
-    """(n, 4) int64: top, left, height, width of n crops of an image of `size` (H, W), from numbers (n, BOX_DRAWS)."""
+    """Return top, left, height, width of n crops of an image of `size` (H, W): (n, BOX_DRAWS) -> (n, 4) int64."""
     return np.array([_box(numbers, size, config) for numbers in u.tolist()])
 
 
 def _box(numbers: list[float], size: tuple[int, int], config: RandomCropConfig) -> tuple[int, int, int, int]:
-    """The first that fits, nearly always the first: in plain numbers, as small arrays cost several times more."""
+    """Return the first box that fits. Plain numbers are several times faster here than small arrays."""
     (least, most), (low, high), (height, width) = config.scale, map(math.log, config.ratio), size
     for share, skew in zip(numbers[:TRIES], numbers[TRIES : 2 * TRIES], strict=True):
         area = height * width * (least + (most - least) * share)

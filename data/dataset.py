@@ -36,6 +36,14 @@ class Decoding:
     max_pixels: int = MAX_PIXELS
     """Larger images count as corrupt."""
 
+    def picture(self, encoded: bytes) -> Picture:
+        """Read the header of an encoded image.
+
+        Raises:
+            ImageError: the image is not accepted.
+        """
+        return Picture(encoded, max_pixels=self.max_pixels, channels=self.channels)
+
 
 class _Address(NamedTuple):
     """A position of the run, and the place of its sample in the shards."""
@@ -109,7 +117,7 @@ class TrainDataset(Dataset[Sample]):
         try:
             key = reader.name(address.shard, address.number)
             encoded = reader.image(address.shard, address.number)
-            picture = Picture(encoded, max_pixels=self.decoding.max_pixels)
+            picture = self.decoding.picture(encoded)
             return _Drawn(key, picture, self.transform.draw(picture.size, sample_rng(self.seed, address.position)))
         except ImageError as error:
             return _Failed(f"{key}: {error}", corrupt=True)
@@ -183,7 +191,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         try:
             key = self._reader.name(shard, sample)
             label = self._reader.label(shard, sample) if self.labels else None
-            picture = Picture(self._reader.image(shard, sample), max_pixels=self.decoding.max_pixels)
+            picture = self.decoding.picture(self._reader.image(shard, sample))
             views = self.transform.draw(picture.size, sample_rng(0, number))
             return decode_sample(key, picture, views)._replace(label=label)
         except ImageError as error:

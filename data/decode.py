@@ -1,7 +1,8 @@
-"""Encoded image in, upright RGB tensor out.
+"""Decode images into upright tensors of C channels.
 
-H x W pixels. JPEGs of one or three components, the bulk of every data set, go to libjpeg-turbo through torchvision; all
-other images, and pictures that their EXIF data turns, go through Pillow, which gives the same pixels a little slower.
+H x W pixels. torchvision decodes upright JPEGs of one or three components, the bulk of every data set, with
+libjpeg-turbo. Pillow decodes other JPEGs, PNGs and WebPs; its pixels of JPEGs are the same, a little slower. tifffile
+reads TIFFs.
 """
 
 import functools
@@ -13,139 +14,149 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from data.tiff import TiffError, is_tiff, read_tiff
+
 FORMATS = ("JPEG", "PNG", "WEBP")
-"""formats that are read, in Pillow's names"""
+"""Formats that Pillow may decode, in its names."""
 ORIENTATION = 0x0112
-"""EXIF tag"""
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""what sets a picture of each orientation upright"""
-SIDEWAYS = (TURNS[5], TURNS[6], TURNS[7], TURNS[8])
+"""EXIF tag of the orientation, 1 to 8; 1 is upright."""
+FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
+"""Orientations whose images are transposed first, and then mirrored left and right or up and down, to stand upright."""
 MAX_PIXELS = 178_956_970
-"""Pillow's own limit"""
+"""Default limit for all formats; Pillow's own limit."""
+
+_CHANNELS = (1, 3, 4)
+"""Channels that every image can have: gray, RGB, RGBA."""
 
 
 @functools.cache
-def jpeg_decoder() -> Callable[[Tensor], Tensor] | None:
+def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
     """Return torchvision's JPEG decoder, or None if this torchvision has none. Pillow then decodes everything.
 
-    torchvision deprecates its decoders in favour of torchcodec.
+    The decoder takes the encoded bytes (N,) uint8, and 1 or 3 channels. torchvision deprecates it in favour of
+    torchcodec.
     """
     import torchvision.io  # loads torch's compiler, for which --help and data of other formats need not wait
 
+    modes = {1: torchvision.io.ImageReadMode.GRAY, 3: torchvision.io.ImageReadMode.RGB}
     decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
-    return decode_jpeg and functools.partial(decode_jpeg, mode=torchvision.io.ImageReadMode.RGB)
+    return decode_jpeg and (lambda encoded, channels: decode_jpeg(encoded, mode=modes[channels]))
 
 
 class ImageError(ValueError):
     """Bytes that are not a good image. The message is the reason."""
 
 
-def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """Pixels of a JPEG, PNG or WebP file as the eye sees them: (3, H, W) uint8, RGB, turned upright by its EXIF data.
+def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
+    """Decode a JPEG, PNG, WebP or TIFF file: (C, H, W) uint8, turned upright by its EXIF data.
 
-    The memory order is row, column, channel. Transparent parts show white. Of an animation the first picture counts.
-    16-bit gray is divided by 257; of 16-bit colours the upper byte is kept, which is at most one level less.
-    `max_pixels` is compared with the header before anything is decoded; Pillow's own limit of the same size stays too.
+    The memory order is row, column, channel. Three channels are RGB, where transparent parts show white. One channel is
+    the luminance of these colours. Four channels are RGBA; images without transparency are opaque. A TIFF of C bands
+    keeps its bands, for any C.
+
+    16-bit gray and 16-bit TIFFs are divided by 257. Other 16-bit images keep the upper byte of each value, which is at
+    most one level less. An animation gives its first picture. `max_pixels` and Pillow's own limit are compared with the
+    header before anything is decoded.
 
     Raises:
-        ImageError: another format, a damaged or truncated file, or more than `max_pixels` pixels.
+        ImageError: another format, a damaged or truncated file, more than `max_pixels` pixels, or channels that cannot
+            become the wanted ones.
     """
-    return Picture(encoded, max_pixels=max_pixels).pixels()
+    return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
 
 
 class Picture:
-    """An encoded image whose header was read. A JPEG is not decoded before its pixels are asked for.
+    """An encoded image whose header was read. JPEGs are decoded by `pixels`, other formats at once.
+
+    Args:
+        encoded: the file.
+        max_pixels: largest number of pixels.
+        channels: wanted channels (C).
 
     Raises:
-        ImageError: another format, a damaged header, or more than `max_pixels` pixels; of all but JPEGs also a file
-            that is damaged anywhere.
+        ImageError: see `decode`. A JPEG with a good header raises the error in `pixels` instead.
     """
 
     encoded: bytes
     plain: bool
-    """whether it is a JPEG, gray or in colour, that stands upright"""
+    """True for a JPEG of one or three components that stands upright."""
     size: tuple[int, int]
-    """height and width, upright"""
+    """Height and width, upright."""
 
-    def __init__(self, encoded: bytes, *, max_pixels: int = MAX_PIXELS):
+    def __init__(self, encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> None:
         if not encoded:
             raise ImageError("the file is empty")
-        self.encoded, self._max_pixels, self._pixels = encoded, max_pixels, None
+        self.encoded, self._max_pixels, self._channels, self._pixels = encoded, max_pixels, channels, None
+        self.plain = False
+        if is_tiff(encoded):
+            self._pixels = _tiff_pixels(encoded, channels, max_pixels)
+            self.size = self._pixels.shape[1], self._pixels.shape[2]
+            return
         plain = _plain_jpeg(encoded)
-        self.plain = plain is not None
         if plain is not None:
-            _check(plain, max_pixels)
+            self.plain = True
+            _check(plain, channels, max_pixels)
             self.size = plain[1], plain[0]
             return
-        opened = _open(encoded, max_pixels)
+        opened = _open(encoded, channels, max_pixels)
         if opened.format not in ("PNG", "WEBP"):  # Pillow has another name for JPEGs of many pictures
             width, height = opened.size
-            self.size = (width, height) if _turn(opened) in SIDEWAYS else (height, width)
-        else:  # how a PNG is turned may stand at its end
-            self._pixels = _loaded(opened)
+            self.size = (width, height) if _orientation(opened) in TRANSPOSED else (height, width)
+        else:  # the orientation of a PNG may stand at its end
+            self._pixels = _loaded(opened, channels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
 
     def fraction(self, shrink: int) -> int:
-        """The most, up to `shrink`, by which it can be shrunk while it is decoded; 1 for all but JPEGs."""
+        """Return the largest fraction, up to `shrink`, at which the image can be decoded: 1 unless it is a JPEG."""
         if self._pixels is not None:
             return 1
-        # libjpeg fills up the last blocks: once a picture is turned they may be the first, if its sides do not divide
+        # libjpeg pads the last blocks. Once the image is turned they may come first, unless the sides divide evenly.
         while not self.plain and any(side % shrink for side in self.size):
             shrink //= 2
         return shrink
 
     def pixels(self, shrink: int = 1) -> Tensor:
-        """(3, H, W) uint8; see `decode`.
+        """Return the pixels, (C, H, W) uint8; see `decode`.
 
-        A JPEG comes at 1 / `shrink` of its size, 1, 2, 4 or 8, sides rounded up: libjpeg then transforms only the
-        lower frequencies of each block, which costs less than all of them and gives about the mean over each square.
+        A JPEG is decoded at 1 / `shrink` of its size, with `shrink` 1, 2, 4 or 8 and sides rounded up. libjpeg then
+        transforms only the lower frequencies of each block, which is faster, and gives about the mean of each square.
 
         Raises:
             ImageError: a damaged or truncated file.
         """
         if self._pixels is not None:
             return self._pixels
-        if self.plain and shrink == 1 and (decode_jpeg := jpeg_decoder()):
+        if self.plain and shrink == 1 and self._channels in (1, 3) and (decode_jpeg := jpeg_decoder()):
             try:
-                pixels = decode_jpeg(as_tensor(self.encoded))
+                # `bytes` are read-only, and tensors are not: hence the copy.
+                pixels = decode_jpeg(torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8), self._channels)
             except RuntimeError as error:
                 raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
         else:
-            pixels = _loaded(_open(self.encoded, self._max_pixels), shrink)
+            pixels = _loaded(_open(self.encoded, self._channels, self._max_pixels), self._channels, shrink)
         if tuple(pixels.shape[1:]) != tuple(-(-side // shrink) for side in self.size):
             raise ImageError("a damaged JPEG: its header and its pixels disagree about its size")
         return pixels
 
 
-def as_tensor(encoded: bytes) -> Tensor:
-    """(bytes,) uint8, a copy: tensors can be written to, and `bytes` cannot."""
-    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-
-
-def _check(size: tuple[int, int], max_pixels: int) -> None:
-    """Refuse a size (width, height) above the limit, or without a pixel."""
+def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:
+    """Check the size (width, height) of an image, and that it can have so many channels."""
     if min(size) < 1:
         raise ImageError(f"its header says {size[0]} x {size[1]} pixels")
     if size[0] * size[1] > max_pixels:
         raise ImageError(f"{size[0]} x {size[1]} pixels are more than the limit of {max_pixels}")
+    if channels not in _CHANNELS:
+        raise ImageError(f"a JPEG, PNG or WebP image cannot become an image of {channels} channels")
 
 
 def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
-    """(width, height) of a JPEG that is gray or in colour and stands upright; None for everything else."""
+    """Return (width, height) of a JPEG of one or three components that stands upright; None for every other file."""
     if encoded[:3] != b"\xff\xd8\xff":
         return None
     place = 2
     while 0 <= (place := encoded.find(b"\xff", place)) < len(encoded) - 9:
         marker = encoded[place + 1]
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # stuffing, and markers without a segment
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # a stuffed byte, or a marker without a segment
             place += 1 if marker == 0xFF else 2
             continue
         length = int.from_bytes(encoded[place + 2 : place + 4], "big")
@@ -153,7 +164,7 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
             height = int.from_bytes(encoded[place + 5 : place + 7], "big")
             width = int.from_bytes(encoded[place + 7 : place + 9], "big")
             return (width, height) if encoded[place + 9] in (1, 3) else None
-        if marker in (0xD9, 0xDA):  # pixels, or the end, before any frame
+        if marker in (0xD9, 0xDA):  # pixels, or the end of the image, before any frame
             return None
         if marker == 0xE1 and not _stands_upright(encoded[place + 4 : place + 2 + length]):
             return None
@@ -162,9 +173,9 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
 
 
 def _stands_upright(segment: bytes) -> bool:
-    """Whether an APP1 segment of a JPEG surely asks for no turning."""
+    """Return True if an APP1 segment of a JPEG is sure to leave the image as it stands."""
     if not segment.startswith(b"Exif\0\0"):
-        return b"tiff:Orientation" not in segment  # XMP, which Pillow heeds where EXIF is silent
+        return b"tiff:Orientation" not in segment  # XMP, which Pillow reads if there is no EXIF data
     exif = Image.Exif()
     try:
         exif.load(segment)
@@ -173,54 +184,89 @@ def _stands_upright(segment: bytes) -> bool:
         return False
 
 
-def _open(encoded: bytes, max_pixels: int) -> Image.Image:
-    """The header, read by Pillow."""
+def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
+    """Open an image with Pillow, which reads the header."""
     try:
         image = Image.open(BytesIO(encoded), formats=FORMATS)
-        _check(image.size, max_pixels)
+        _check(image.size, channels, max_pixels)
         return image
     except (ImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise ImageError("not a JPEG, PNG or WebP image, or its header is damaged") from error
+        raise ImageError("not a JPEG, PNG, WebP or TIFF image, or its header is damaged") from error
     except Image.DecompressionBombError as error:
         raise ImageError(str(error)) from error
-    except Exception as error:  # damaged files end in OSError, SyntaxError, struct.error, IndexError, zlib.error, ...
+    except Exception as error:  # Pillow fails in many ways on a damaged file
         raise ImageError(f"a damaged image: {error}") from error
 
 
-def _loaded(image: Image.Image, shrink: int = 1) -> Tensor:
-    """(3, H, W) of an opened image, turned upright."""
+def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
+    """Decode an opened image: (C, H, W), upright."""
     try:
-        if shrink > 1:
-            image.draft(None, (image.width // shrink, image.height // shrink))
+        if shrink > 1 or channels == 1:  # JPEGs hold luminance, which then needs no colours
+            size = (image.width // shrink, image.height // shrink) if shrink > 1 else None
+            image.draft("L" if channels == 1 else None, size)
         image.load()
     except MemoryError:
         raise
     except Exception as error:
         raise ImageError(f"a damaged image: {error}") from error
-    upright = _rgb(image)
-    if (turn := _turn(image)) is not None:
-        upright = upright.transpose(turn)
-    return torch.from_numpy(np.array(upright)).permute(2, 0, 1)
+    return _upright(_converted(image, channels), _orientation(image))
 
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What its EXIF data asks for."""
+def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
+    """Decode a TIFF: (C, H, W), upright."""
     try:
-        return TURNS.get(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # all pixels are there: damaged EXIF data does not make a picture bad
-        return None
+        tiff = read_tiff(encoded, most_bands=max(channels, *_CHANNELS), max_pixels=max_pixels)
+    except TiffError as error:
+        raise ImageError(str(error)) from error
+    pixels, bands = tiff.pixels, tiff.pixels.shape[2]
+    if bands != channels:
+        if tiff.mode is None or channels not in _CHANNELS:
+            raise ImageError(f"a TIFF image of {bands} bands cannot become an image of {channels} channels")
+        pixels = _converted(Image.fromarray(pixels[..., 0] if bands == 1 else pixels), channels)
+    return _upright(pixels, tiff.orientation)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    """Any of Pillow's modes as RGB."""
-    key = image.info.get("transparency")
-    if image.mode.startswith("I"):  # 16-bit gray, of which Pillow's own conversion clips all above 255
-        values = np.asarray(image).astype(np.int32)
-        gray = np.where(values == key, 255, (values + 128) // 257) if isinstance(key, int) else (values + 128) // 257
-        return Image.fromarray(gray.astype(np.uint8)).convert("RGB")
-    if key is None and image.mode not in ("LA", "PA", "RGBA"):
-        return image.convert("RGB")
-    white = Image.new("RGBA", image.size, "white")
-    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation that EXIF data asks for."""
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except Exception:  # damaged EXIF data does not make the pixels bad
+        return 1
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
+    """Turn pixels (H, W, C) of an orientation upright: (C, H, W)."""
+    if orientation in TRANSPOSED:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in FLIPPED_ROWS:
+        pixels = pixels[::-1]
+    if orientation in FLIPPED_COLUMNS:
+        pixels = pixels[:, ::-1]
+    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+
+
+def _converted(image: Image.Image, channels: int) -> np.ndarray:
+    """Convert any of Pillow's modes to gray, RGB or RGBA: (H, W, C)."""
+    image = _eight_bits(image)
+    if channels == 4:
+        return np.array(image.convert("RGBA"))
+    if image.info.get("transparency") is not None or image.mode in ("LA", "PA", "RGBA"):
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    if channels == 1:
+        gray = image if image.mode == "L" else image.convert("RGB").convert("L")
+        return np.array(gray)[..., None]
+    return np.array(image.convert("RGB"))
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Convert 16-bit gray, with a transparent value or without, to 8 bits. Pillow would clip all values above 255."""
+    if not image.mode.startswith("I"):
+        return image
+    values, key = np.asarray(image).astype(np.int32), image.info.get("transparency")
+    gray = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    if not isinstance(key, int):
+        return gray
+    return Image.merge("LA", (gray, Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))))

@@ -291,14 +291,19 @@ class _SharedCollator:
 
     collator: Collator
     ring: BufferRing | None
+    failure: _Failure | None = None
+    """First failure of this worker. No sample is read after it: samples are read while the collator takes them."""
 
     def __call__(self, samples: Any) -> Batch | SharedBatch | _Failure:
+        if self.failure:
+            return self.failure
         info = get_worker_info()
         buffer = self.ring.take(info.id) if self.ring and info else None
         try:
             batch = self.collator(samples, buffer.memory if buffer else None)
         except ShardError as error:
-            return _Failure(str(error))
+            self.failure = _Failure(str(error))
+            return self.failure
         return SharedBatch.from_batch(batch, buffer) if buffer else batch
 
 

@@ -1,6 +1,6 @@
-"""Which tokens of an image are hidden, drawn for each sample: singly (MAE, 2111.06377) or in blocks (BEiT, 2106.08254).
+"""Masks of hidden tokens, drawn for each sample: single tokens (MAE, 2111.06377) or blocks (BEiT, 2106.08254).
 
-h x w grid of tokens.
+Shapes: a grid of h x w tokens.
 """
 
 import math
@@ -15,24 +15,24 @@ from data.crops import NativeCrop, RandomCrop
 MaskKind = Literal["random", "block"]
 
 LEAST_BLOCK = 0.08
-"""smallest block, as a share of the grid: 16 of 196 tokens in BEiT"""
+"""Smallest block as a share of the grid: 16 of 196 tokens in BEiT."""
 BLOCK_RATIO = 0.3
-"""height to width of a block lies between this and its inverse, log-uniformly"""
+"""Smallest ratio of a block's height to its width. The largest ratio is the inverse; ratios are log-uniform."""
 
 
 def hidden_count(tokens: int, ratio: float) -> int:
-    """How many of an image's `tokens` are hidden: at least one, and at least one stays.
+    """Return the number of hidden tokens of an image: at least one, and at most all but one.
 
     Raises:
         ValueError: there are fewer than two tokens.
     """
     if tokens < 2:
-        raise ValueError("an image of one token leaves nothing to predict from: use larger images or smaller patches")
+        raise ValueError("An image of one token leaves nothing to predict from. Use larger images or smaller patches.")
     return min(max(tokens - int(tokens * (1 - ratio)), 1), tokens - 1)
 
 
 def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """`hidden_count` tokens of (h, w), each set of them equally likely: (h, w) bool."""
+    """Hide `hidden_count` tokens of a grid (h, w), where all sets of tokens are equally likely: (h, w) bool."""
     tokens = grid[0] * grid[1]
     hidden = np.zeros(tokens, dtype=bool)
     hidden[rng.random(tokens).argsort()[: hidden_count(tokens, ratio)]] = True
@@ -40,9 +40,9 @@ def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -
 
 
 def block_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """`hidden_count` tokens of (h, w) in rectangles that may overlap: (h, w) bool.
+    """Hide `hidden_count` tokens of a grid (h, w) in rectangles that may overlap: (h, w) bool.
 
-    Rectangles are added until they hide enough; of the last one only so many rows, from the top, as are needed.
+    Rectangles are added until enough tokens are hidden. The last rectangle hides only its first tokens, row by row.
     """
     rows, columns = grid
     wanted = hidden_count(rows * columns, ratio)
@@ -64,10 +64,16 @@ MASKS = {"random": random_mask, "block": block_mask}
 
 
 class MaskedCrop:
-    """One crop of an image, and which of its tokens are hidden."""
+    """One crop of an image, with a mask.
+
+    Args:
+        crop: draws the crop, whose sides are multiples of `stride`.
+        stride: side of a token in pixels.
+        kind: kind of the mask.
+        ratio: share of hidden tokens.
+    """
 
     def __init__(self, crop: RandomCrop | NativeCrop, stride: int, kind: MaskKind, ratio: float) -> None:
-        """`stride`: side of a token in pixels, of which the crop's sides are multiples."""
         self.crop, self.stride, self.kind, self.ratio = crop, stride, kind, ratio
         self.packing, self.views = crop.packing, crop.views
 

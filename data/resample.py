@@ -1,9 +1,12 @@
-"""Cutting: boxes of images resized to crops, one by one on the CPU, or those of a whole batch at once on any device.
+"""Resize boxes of images to crops: image by image on the CPU, or for a whole batch on any device.
 
-Bicubic resizing with antialiasing is linear along each side: a crop is a product with a matrix of weights for its
-columns, rounded to grey levels as Pillow does, and one for its rows. On a device the boxes, which are of many sizes,
-are padded to the largest of a chunk of like ones. What decides shapes is on the CPU: no device is waited for.
-H x W pixels of an image or of a padded box; n crops of one image, N of a batch, M of a chunk; S x T pixels of a crop.
+Bicubic resizing with antialiasing is linear along each side. A crop is therefore a product with a matrix of weights for
+its columns, rounded to whole levels as in Pillow, and then with a matrix for its rows. On a device, boxes of similar
+sizes form a chunk and are padded to the largest of them. All shapes follow from numbers on the CPU, so the CPU never
+waits for the device.
+
+Shapes: C channels; H x W pixels of an image or a padded box; n crops of one image, N of a batch, M of a chunk; S x T
+pixels of a crop.
 """
 
 from collections.abc import Iterator
@@ -18,16 +21,16 @@ from torch import Tensor
 from data.batch import Batch, CropParameters
 from encoders.segments import copy_to_device
 
-CHUNK = 2**24
-"""pixels that are resized at once, margins of boxes among them; each takes about 23 bytes"""
-LIKE = 64
-"""widths that differ by fewer pixels may share a chunk"""
+CHUNK_PIXELS = 2**24
+"""Most pixels that are resized at once, including the padding of boxes; each takes about 23 bytes."""
+WIDTH_BIN = 64
+"""Boxes share a chunk if their widths lie in the same interval of so many pixels."""
 
 
 def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
-    """Cut the crops of one view out of an image (C, H, W) uint8, into `out` (n, h, w, C) uint8."""
+    """Cut the crops of one view from an image (C, H, W) uint8 into `out` (n, S, T, C) uint8."""
     channels = len(image)
-    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, C); decoded images lie so already
+    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, C), the memory order of decoded images
     for (top, left, height, width), flip, place in zip(cut.boxes.tolist(), cut.flips.tolist(), out, strict=True):
         box = pixels[:, top : top + height, left : left + width]
         if flip or cut.window:
@@ -43,9 +46,9 @@ def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
 
 
 def resize(pixels: Tensor, out: Tensor) -> Tensor:
-    """Bicubic with antialiasing, as Pillow does it: (1, H, W, C) uint8 into `out` (1, height, width, C) uint8."""
-    # The operation behind torch's `interpolate`, which cannot write where it is told to; from this memory order to the
-    # same it takes its fastest kernel.
+    """Resize as Pillow does, bicubic with antialiasing: (1, H, W, C) uint8 into `out` (1, S, T, C) uint8."""
+    # torch's `interpolate` calls this operation, but cannot write into a given tensor. Its fastest kernel takes this
+    # memory order for input and output.
     torch.ops.aten._upsample_bicubic2d_aa.out(
         pixels.permute(0, 3, 1, 2), out.shape[1:3], False, None, None, out=out.permute(0, 3, 1, 2)
     )
@@ -53,7 +56,10 @@ def resize(pixels: Tensor, out: Tensor) -> Tensor:
 
 
 def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
-    """Turn each crop counter-clockwise about its centre, bicubic, edges reflected: (n, 3, S, S) uint8, (n,) -> same."""
+    """Rotate each crop counter-clockwise about its centre: (n, C, S, S) uint8, (n,) -> (n, C, S, S) uint8.
+
+    Interpolation is bicubic, and corners show reflections.
+    """
     angle = torch.from_numpy(np.radians(degrees)).float()  # (n,)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
     turn = copy_to_device(torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3), view.device)
@@ -63,7 +69,7 @@ def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
 
 
 def exact(device: torch.device) -> AbstractContextManager:
-    """Products in float32 also under autocast, which would lose the last grey levels."""
+    """Return a context without autocast, in which products keep float32. Lower precision would change pixel values."""
     return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
 
 
@@ -75,7 +81,7 @@ def cut_views(batch: Batch) -> Batch:
         ValueError: the batch holds no whole images.
     """
     if batch.raw is None or batch.memory is None:
-        raise ValueError("The crops of this batch are cut already.")
+        raise ValueError("This batch holds no whole images. Its crops are cut already.")
     raw, pixels, channels = batch.raw, batch.memory, batch.preprocessing.channels
     views = [
         replace(view, images=resample(pixels, raw.starts, raw.sizes, view.boxes, channels=channels), boxes=None)
@@ -86,25 +92,30 @@ def cut_views(batch: Batch) -> Batch:
 
 
 def resample(
-    pixels: Tensor, starts: np.ndarray, sizes: np.ndarray, cut: CropParameters, *, channels: int = 3, chunk: int = CHUNK
+    pixels: Tensor,
+    starts: np.ndarray,
+    sizes: np.ndarray,
+    cut: CropParameters,
+    *,
+    channels: int = 3,
+    chunk: int = CHUNK_PIXELS,
 ) -> Tensor:
     """Cut the crops of one view: (N, C, S, T) uint8.
 
     Args:
         pixels: (bytes,) uint8: B images in the order row, column, channel.
-        starts: (B,) int64: where each begins.
-        sizes: (B, 2) int64: height and width of each.
+        starts: (B,) int64: first byte of each image.
+        sizes: (B, 2) int64: height and width of each image.
         cut: N = n * B crops, crop-major.
-        chunk: most pixels at once, but for those of one row of one crop.
+        channels: channels of the images (C).
+        chunk: most pixels that are resized at once; one row of one crop may exceed it.
     """
     rows, columns = cut.size
     top, left, *sides = cut.boxes.T
     image = np.arange(len(cut.boxes)) % len(starts)
-    first = (
-        starts[image] // channels + top * sizes[image, 1] + left
-    )  # in pixels, of which nothing lies between two images
+    first = starts[image] // channels + top * sizes[image, 1] + left  # in pixels; images lie without gaps
     table = np.stack([first, sizes[image, 1], *sides, cut.flips, np.arange(len(image))])  # (6, N)
-    order = np.lexsort((sides[0], sides[1] // LIKE))
+    order = np.lexsort((sides[0], sides[1] // WIDTH_BIN))
     out = torch.empty((len(order), channels, rows, columns), dtype=torch.uint8, device=pixels.device)
     table = copy_to_device(torch.from_numpy(table[:, order]), pixels.device)
     for part, height, width in _chunks(sides[0][order], sides[1][order], cut.size, chunk):
@@ -116,22 +127,22 @@ def resample(
 def _chunks(
     heights: np.ndarray, widths: np.ndarray, size: tuple[int, int], most: int
 ) -> Iterator[tuple[slice, int, int]]:
-    """Neighbours of like width, and the height and width that hold each of them; heights ascend among like widths."""
-    for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // LIKE)) + 1):
-        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # for what comes in between, too
+    """Yield chunks of sorted boxes, with the height and width that hold every box of the chunk."""
+    for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // WIDTH_BIN)) + 1):
+        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # intermediate results count, too
         for some in np.split(like, range(0, len(like), max(most // int(room), 1))[1:]):
             yield slice(some[0], some[-1] + 1), int(heights[some].max()), int(widths[some].max())
 
 
 def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tuple[int, int], most: int) -> Tensor:
-    """The crops of a chunk, (M, 3, S, T) uint8.
+    """Resize the boxes of a chunk: (M, C, S, T) uint8.
 
     Args:
-        pixels: (P, 3) uint8.
-        table: (6, M): first pixel of each box, width of its image, its height, its width, whether it is flipped.
+        pixels: (P, C) uint8.
+        table: (6, M): first pixel of each box, width of its image, height and width of the box, 1 for a mirrored box.
         longest: H and W.
         size: S and T.
-        most: see `resample`.
+        most: most pixels that are resized at once.
     """
     channels = pixels.shape[1]
     first, stride, height, width, flip = table[:5, :, None]  # each (M, 1)
@@ -151,19 +162,24 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
 
 
 def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = None) -> Tensor:
-    """Of lines of `lengths` (M, 1) int64 pixels, each resized to `size` pixels: (M, size, longest) float32.
+    """Return the weights that resize lines of `lengths` (M, 1) int64 pixels to `size`: (M, size, longest) float32.
 
-    Pillow's, and the CPU's in `resize`: a cubic with a = -0.5 that reaches over two pixels of the longer of both lines,
-    in steps of a power of two so fine that the largest weight is just below 2**15 of them.
+    The weights are those of Pillow and of `resize`: a cubic with a = -0.5 that spans two pixels of the longer line to
+    each side, rounded to multiples of a power of two, of which the largest weight is just below 2**15.
 
     Args:
-        lengths: none is above `longest`.
-        mirrored: (M, 1) bool: lines that are reversed.
+        lengths: at most `longest` each.
+        size: pixels of a resized line.
+        longest: pixels of the longest line.
+        mirrored: (M, 1) bool: True for a line that is reversed.
     """
     places = torch.arange(size, device=lengths.device).expand(len(lengths), -1)  # (M, size)
     if mirrored is not None:
         places = torch.where(mirrored, size - 1 - places, places)
-    centres, reach = (2 * places + 1) * lengths, 2 * lengths.clamp(min=size)  # in 2 * size parts of a pixel, whole
+    centres, reach = (
+        (2 * places + 1) * lengths,
+        2 * lengths.clamp(min=size),
+    )  # whole numbers, in units of 1 / (2 * size) of a pixel
     start = torch.div(centres - 2 * reach, 2 * size, rounding_mode="floor").clamp(min=0)
     taps = torch.arange(4 * max(longest, size) // size + 3, device=lengths.device)  # (K,)
     pixels = start[:, :, None] + taps  # (M, size, K)
@@ -179,5 +195,5 @@ def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = 
 
 
 def _levels(values: Tensor) -> Tensor:
-    """Grey levels, still as floats; in place."""
+    """Round to whole levels, 0 to 255, in place. The values stay floats."""
     return values.add_(0.5).floor_().clamp_(0, 255)

@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, create_model
 
 import encoders
+from data.augment import ColorConfig, colors_for
 from data.loader import LoaderConfig, StreamConfig
 from data.shards import SourceConfig
 from encoders.base import IMAGENET, Preprocessing
@@ -265,6 +266,11 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
             f"optim.warmup_steps is {optim.warmup_steps}, which must be less than the run's {steps} steps"
         )
     data = config.data.resolve(statistics)
+    if isinstance(method_config, ColorConfig):
+        try:
+            method_config = colors_for(method_config, data.channels)
+        except ValueError as error:
+            raise SettingsError(f"{config.method}: {error}") from error
     encoder = _resolved_encoder(config, method.encoder_defaults(method_config, _family(config)), data.channels)
     model = create_model("ResolvedRun", __base__=(ResolvedRun, type(config)), encoder=(type(encoder), encoder))
     given = {name: getattr(config, name) for name in config.model_fields_set}

@@ -18,7 +18,9 @@ from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """File name extensions of images."""
-OTHER_IMAGES = ("bmp", "gif", "tif", "tiff", "heic", "avif", "jp2")
+TIFFS = ("tif", "tiff")
+"""Extensions of images that a shard may hold, too. `data.make_shards` does not write them."""
+OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
 """Extensions of images that are not supported and cause a warning."""
 LABEL = "cls"
 LARGEST_MEMBER = 256 * 2**20  # bytes of one image or label
@@ -84,7 +86,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
                     raise ShardError(
                         f"{shard}: truncated at byte {size}, expected {end} ({member.name}). {MAKE_SHARD_AGAIN}"
                     )
-                if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *OTHER_IMAGES):
+                if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *TIFFS, *OTHER_IMAGES):
                     unread.append(member.name)
             file.seek(archive.offset)
             rest = file.read(tarfile.BLOCKSIZE)
@@ -103,7 +105,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
     if unread and samples:
         log.warning(
             "%s: %d images are not read, the first %s. Names must be KEY.EXTENSION without a dot in KEY and with one "
-            "of the extensions %s", shard, len(unread), unread[0], ", ".join(IMAGES),
+            "of the extensions %s", shard, len(unread), unread[0], ", ".join((*IMAGES, *TIFFS)),
         )  # fmt: skip
     return _index(samples, size, shard)
 
@@ -120,7 +122,7 @@ def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
     key, extension = found[1], found[2].lower()
     if not samples or samples[-1][0] != key:
         samples.append((key, {}))
-    if extension not in (*IMAGES, LABEL):
+    if extension not in (*IMAGES, *TIFFS, LABEL):
         return False
     if extension in samples[-1][1]:
         raise ShardError(f"{shard}: holds {member.name} twice. Make the shard again with unique names.")
@@ -141,7 +143,7 @@ def _index(samples: Members, size: int, shard: str) -> Index:
             images.append(image)
             labels.append(members.get(LABEL, (-1, -1)))
     if not images:
-        names = " or ".join(f"KEY.{extension}" for extension in IMAGES)
+        names = " or ".join(f"KEY.{extension}" for extension in (*IMAGES, *TIFFS))
         raise ShardError(f"{shard}: holds no images. Name them {names}, without a dot in KEY.")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),

@@ -21,11 +21,11 @@ from data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder
 from data.shards.patterns import expand, load_folder_index
 from data.shards.retry import DEFAULT, SourceConfig
+from data.statistics import moments
 from data.tools.command import run_command, say
 from data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard, class_names
 from data.tools.make_report import sort_sizes
 from data.tools.parallel import Advance, spread
-from data.tools.pixels import moments
 from runtime.files import atomic_write
 from runtime.settings import Positional, Settings, flags, validate
 
@@ -46,6 +46,8 @@ class CheckShards(Settings):
     """approximate number of images to decode, evenly spread"""
     max_pixels: int = Field(default=178_956_970, ge=1)
     """images with more pixels count as corrupt"""
+    channels: int = Field(default=3, ge=1)
+    """channels of an image; images that cannot have them count as corrupt"""
     write_index: bool = False
     """write index.json and a table beside each shard, for shards that another tool made"""
     output: Path | None = None
@@ -76,6 +78,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
         decode=settings.decode,
         most=None if settings.sample is None else -(-settings.sample // len(paths)),
         max_pixels=settings.max_pixels,
+        channels=settings.channels,
         checksum=full or settings.write_index,
         write_table=settings.write_index,
         source=settings.source,
@@ -214,7 +217,7 @@ def _show(report: dict[str, Any]) -> None:
         say("longer side", ", ".join(f"{count:,} up to {side}" for side, count in sizes["longer_side"].items()))
         for name in ("mean", "std"):
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
-            say(name, f"{values}  (R, G, B in [0, 1], over all pixels)")
+            say(name, f"{values}  (each channel, in [0, 1], over all pixels)")
     say("labels", _describe_labels(report))
     agrees = {None: "no index.json", True: "index.json agrees", False: "index.json differs"}
     say("index", agrees[report["index_agrees"]])

@@ -21,8 +21,9 @@ from data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
 from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.shard import Shard
 from data.shards.tar import Index, scan_tar
+from data.statistics import histogram
+from data.tiff import is_tiff
 from data.tools.parallel import Advance
-from data.tools.pixels import histogram
 
 NAMED_IMAGES = 100
 """Number of bad images that are named; all are counted."""
@@ -74,8 +75,8 @@ class Facts:
     """Sum of widths."""
     heights: int = 0
     """Sum of heights."""
-    pixels: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), dtype=np.int64))
-    """Histogram of each channel."""
+    pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
+    """Histogram of each channel; one row of zeros before the first image."""
     keys: list[bytes] = field(default_factory=list)
     """Digests of the keys, 8 bytes each, concatenated."""
     sha256: str | None = None
@@ -107,6 +108,8 @@ class Checks:
     most: int | None = None
     """Largest number of images to decode in each shard, evenly spread; None decodes all."""
     max_pixels: int = 178_956_970
+    channels: int = 3
+    """Channels that images must have, or be able to become."""
     checksum: bool = True
     write_table: bool = False
     source: SourceConfig = DEFAULT
@@ -179,7 +182,7 @@ def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Chec
         if sample in chosen:
             offset, size = map(int, table.images[sample])
             try:
-                _check_image(facts, os.pread(tar, size, offset), checks.max_pixels)
+                _check_image(facts, os.pread(tar, size, offset), checks)
             except ImageError as error:
                 facts.corrupt += 1
                 if facts.corrupt <= NAMED_IMAGES:
@@ -198,23 +201,23 @@ def _check_label(facts: Facts, text: bytes, name: str) -> None:
             facts.bad_label_names.append((name, f"{text!r} is no class number"))
 
 
-def _check_image(facts: Facts, encoded: bytes, max_pixels: int) -> None:
+def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> None:
     """Decode and count one image.
 
     Raises:
         ImageError: the image is corrupt.
     """
     facts.decoded += 1
-    pixels = decode(encoded, max_pixels=max_pixels)  # (3, H, W)
+    pixels = decode(encoded, max_pixels=checks.max_pixels, channels=checks.channels)  # (C, H, W)
     height, width = pixels.shape[1:]
-    kind, channels = _describe(encoded)
+    kind, channels = ("TIFF", f"{len(pixels)} channels") if is_tiff(encoded) else _describe(encoded)
     facts.formats[kind] += 1
     facts.channels[channels] += 1
     facts.sides[str(1 << (max(height, width) - 1).bit_length())] += 1
     facts.add_sizes((width, height))
     facts.widths += width
     facts.heights += height
-    facts.pixels += histogram(pixels)
+    facts.pixels = facts.pixels + histogram(pixels)
 
 
 def _describe(encoded: bytes) -> tuple[str, str]:

@@ -15,10 +15,10 @@ from rich.filesize import decimal
 
 from data.shards.index import FolderIndex, ShardEntry, write_folder
 from data.shards.tar import IMAGES
+from data.statistics import moments
 from data.tools.command import MakeError, say
 from data.tools.listing import REASONS, Listing
 from data.tools.pack import DIGEST
-from data.tools.pixels import moments
 from data.tools.shard_folder import Folder
 from data.tools.split import same
 from runtime.files import atomic_write

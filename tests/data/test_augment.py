@@ -1,4 +1,4 @@
-"""Photometric changes against torchvision, colorsys and SciPy, one image at a time; what is drawn against its law."""
+"""Colour changes against torchvision, colorsys and SciPy, one image at a time; what is drawn against its law."""
 
 import colorsys
 from dataclasses import fields
@@ -10,23 +10,23 @@ from scipy import ndimage, stats
 from torchvision.transforms.v2 import functional as tv
 
 from data.augment import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     ColorConfig,
-    draw,
-    finish,
+    augment_colors,
+    colors_for,
+    draw_colors,
     gaussian_blur,
-    photometric,
     shift_hue,
+    to_model_input,
 )
-from data.batch import Batch, Photometric
+from data.batch import Batch, ColorParameters, View
+from encoders.base import IMAGENET, Preprocessing
 from encoders.images import PackedImages, pack
 
 N = 20_000
 STRONG = ColorConfig(
     brightness=0.8, contrast=0.8, saturation=1.5, hue=0.5, jitter=0.9, grayscale=0.3, blur_sigma=(0.1, 3)
 )
-MEAN, STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+MEAN, STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET.mean, IMAGENET.std))
 
 
 def pictures(n: int, height: int = 20, width: int = 24) -> torch.Tensor:
@@ -40,15 +40,15 @@ def pictures(n: int, height: int = 20, width: int = 24) -> torch.Tensor:
     return torch.from_numpy(noise)
 
 
-def drawn(n: int, config: ColorConfig = STRONG, seed: int = 0) -> Photometric:
-    return draw(np.random.default_rng(seed), config, blur=[0.6] * n, solarize=[0.4] * n)
+def drawn(n: int, config: ColorConfig = STRONG, seed: int = 0) -> ColorParameters:
+    return draw_colors(np.random.default_rng(seed), config, blur=[0.6] * n, solarize=[0.4] * n)
 
 
-def row(p: Photometric, i: int) -> Photometric:
-    return Photometric(*(getattr(p, f.name)[i : i + 1] for f in fields(Photometric)))
+def row(p: ColorParameters, i: int) -> ColorParameters:
+    return ColorParameters(*(getattr(p, f.name)[i : i + 1] for f in fields(ColorParameters)))
 
 
-def one_by_one(image: torch.Tensor, p: Photometric) -> torch.Tensor:
+def one_by_one(image: torch.Tensor, p: ColorParameters) -> torch.Tensor:
     """Oracle: torchvision's operations one after the other, the blur by SciPy; p of one crop."""
     x = image.double() / 255
     steps = [
@@ -69,7 +69,7 @@ def one_by_one(image: torch.Tensor, p: Photometric) -> torch.Tensor:
 
 def test_a_batch_gets_what_each_image_would_get_alone():
     view, p = pictures(96), drawn(96)
-    colors = photometric(view, p) * STD + MEAN
+    colors = augment_colors(view, p) * STD + MEAN
     for i in range(len(view)):
         torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(p, i)), rtol=0, atol=1 / 255)
 
@@ -80,7 +80,7 @@ def test_each_change_alone(name):
     off = drawn(24, ColorConfig(jitter=0, grayscale=0))
     off.blur, off.solarize = torch.zeros(24), torch.zeros(24, dtype=torch.bool)
     setattr(off, name, getattr(p, name))
-    colors = photometric(view, off) * STD + MEAN
+    colors = augment_colors(view, off) * STD + MEAN
     assert (colors - view / 255).abs().max() > 0.1
     for i in range(len(view)):
         torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(off, i)), rtol=0, atol=5e-4)
@@ -88,29 +88,29 @@ def test_each_change_alone(name):
 
 def test_nothing_drawn_changes_nothing():
     view = pictures(6)
-    p = draw(np.random.default_rng(0), ColorConfig(jitter=0, grayscale=0), blur=[0] * 6, solarize=[0] * 6)
-    assert torch.equal(photometric(view, p), (view / 255 - MEAN) / STD)
+    p = draw_colors(np.random.default_rng(0), ColorConfig(jitter=0, grayscale=0), blur=[0] * 6, solarize=[0] * 6)
+    assert torch.equal(augment_colors(view, p), (view / 255 - MEAN) / STD)
 
 
 def test_a_crop_does_not_depend_on_its_batch():
     view, p = pictures(30), drawn(30)
-    together = photometric(view, p)
-    alone = torch.cat([photometric(view[i : i + 1], row(p, i)) for i in range(30)])
+    together = augment_colors(view, p)
+    alone = torch.cat([augment_colors(view[i : i + 1], row(p, i)) for i in range(30)])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
 def test_memory_order_and_the_callers_pixels_are_left_alone():
     view, p = pictures(9), drawn(9)
     before = view.clone()
-    interleaved = photometric(view.contiguous(memory_format=torch.channels_last), p)
+    interleaved = augment_colors(view.contiguous(memory_format=torch.channels_last), p)
     assert torch.equal(view, before)
     assert interleaved.is_contiguous()
-    assert torch.equal(interleaved, photometric(view, p))
+    assert torch.equal(interleaved, augment_colors(view, p))
 
 
 def test_the_device_is_never_waited_for():
     """The meta device has no values: reading one raises."""
-    out = photometric(pictures(30).to("meta"), drawn(30))
+    out = augment_colors(pictures(30).to("meta"), drawn(30))
     assert out.shape == (30, 3, 20, 24)
     assert out.device.type == "meta"
 
@@ -145,7 +145,7 @@ def test_blur_against_a_plain_sum_in_float64():
 
 def test_probabilities_are_met():
     """Each share within four standard deviations of a binomial of N."""
-    p = draw(np.random.default_rng(0), ColorConfig(), blur=[0.1] * N, solarize=[0.2] * N)
+    p = draw_colors(np.random.default_rng(0), ColorConfig(), blur=[0.1] * N, solarize=[0.2] * N)
     jittered = (p.brightness != 1) | (p.contrast != 1) | (p.saturation != 1) | (p.hue != 0)
     for flags, share in ((jittered, 0.8), (p.grayscale, 0.2), (p.blur > 0, 0.1), (p.solarize, 0.2)):
         assert abs(flags.double().mean() - share) < 4 * (share * (1 - share) / N) ** 0.5
@@ -154,7 +154,7 @@ def test_probabilities_are_met():
 def test_sizes_are_uniform_and_orders_are_equally_likely():
     """Kolmogorov-Smirnov and chi-square at one in a thousand, seed fixed; 24 orders of about N / 24."""
     config = ColorConfig(jitter=1, brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1, blur_sigma=(0.1, 2.0))
-    p = draw(np.random.default_rng(0), config, blur=[1] * N, solarize=[0] * N)
+    p = draw_colors(np.random.default_rng(0), config, blur=[1] * N, solarize=[0] * N)
     laws = {
         "brightness": (0.6, 1.4),
         "contrast": (0, 2.5),
@@ -172,7 +172,7 @@ def test_sizes_are_uniform_and_orders_are_equally_likely():
 def test_changes_are_drawn_independently_of_each_other():
     """Correlations within 4.5 standard deviations of zero, places in the order among themselves left out."""
     config = ColorConfig(jitter=1, grayscale=0.5)
-    p = draw(np.random.default_rng(0), config, blur=[1] * N, solarize=[0.5] * N)
+    p = draw_colors(np.random.default_rng(0), config, blur=[1] * N, solarize=[0.5] * N)
     values = [p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.grayscale, p.solarize]
     places = p.order.argsort(1).T
     correlations = np.corrcoef(np.stack([*(v.numpy().astype(float) for v in values), *places.numpy()]))
@@ -188,22 +188,23 @@ def test_a_setting_does_not_shift_what_others_draw():
     assert (q.brightness == 1).all()
     rngs = [np.random.default_rng(3), np.random.default_rng(3)]
     for rng, config in zip(rngs, (STRONG, ColorConfig(jitter=0)), strict=True):
-        draw(rng, config, blur=[0.5] * 3, solarize=[0] * 3)
+        draw_colors(rng, config, blur=[0.5] * 3, solarize=[0] * 3)
     assert rngs[0].random() == rngs[1].random()
 
 
-def test_finish_makes_floats_of_all_views():
+def test_all_views_become_floats():
     first, second, p = pictures(6), pictures(12, 10, 10), drawn(6)
-    batch = Batch([first, second], crops=(2, 4), keys=["a", "b", "c"], photometric=[p, None])
-    done = finish(batch, dtype=torch.bfloat16)
+    batch = Batch([View(first, 2, color=p), View(second, 4)], keys=["a", "b", "c"])
+    done = to_model_input(batch, dtype=torch.bfloat16)
     assert done.keys == batch.keys
-    assert batch.views[0].dtype == torch.uint8
-    assert torch.equal(done.views[0], photometric(first, p).bfloat16())
-    assert torch.equal(done.views[1], ((second / 255 - MEAN) / STD).bfloat16())
-    plain = finish(Batch([first], crops=(2,)), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-    torch.testing.assert_close(plain.views[0], first / 127.5 - 1, rtol=0, atol=1e-6)
+    assert batch.views[0].images.dtype == torch.uint8
+    assert torch.equal(done.views[0].images, augment_colors(first, p).bfloat16())
+    assert torch.equal(done.views[1].images, ((second / 255 - MEAN) / STD).bfloat16())
+    halves = Preprocessing((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    plain = to_model_input(Batch([View(first, 2)], preprocessing=halves))
+    torch.testing.assert_close(plain.views[0].images, first / 127.5 - 1, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="floats already"):
-        finish(done)
+        to_model_input(done)
 
 
 @pytest.mark.parametrize("bad", [{"hue": 0.6}, {"jitter": 1.1}, {"brightness": -0.1}, {"blur_sigma": (2.0, 0.1)}])
@@ -212,16 +213,56 @@ def test_settings_out_of_range_are_refused(bad):
         ColorConfig(**bad)
 
 
-def test_packed_images_are_normalised_like_others_and_take_no_photometric_changes():
+def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
     generator = torch.Generator().manual_seed(0)
     views = [torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8, generator=generator) for size in ((8, 12), (4, 4))]
-    packed = finish(Batch([pack(views, 4)], (1,))).views[0]
+    packed = to_model_input(Batch([View(pack(views, 4), 1)])).views[0].images
     assert isinstance(packed, PackedImages)
-    expected = [image for view in views for image in finish(Batch([view], (1,))).views[0]]
+    expected = [image for view in views for image in to_model_input(Batch([View(view, 1)])).views[0].images]
     for image, other in zip(packed.unpack(), expected, strict=True):
         torch.testing.assert_close(image, other, rtol=0, atol=0)
     with pytest.raises(ValueError, match="floats already"):
-        finish(Batch([packed], (1,)))
-    drawn = draw(np.random.default_rng(0), ColorConfig(), (0.0,) * 4, (0.0,) * 4)
-    with pytest.raises(ValueError, match="no photometric changes"):
-        finish(Batch([pack(views, 4)], (1,), photometric=[drawn]))
+        to_model_input(Batch([View(packed, 1)]))
+    drawn = draw_colors(np.random.default_rng(0), ColorConfig(), (0.0,) * 4, (0.0,) * 4)
+    with pytest.raises(ValueError, match="cannot have colour changes"):
+        to_model_input(Batch([View(pack(views, 4), 1, color=drawn)]))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 12])
+def test_images_that_are_not_rgb(channels):
+    """Oracle: each operation written out in float64."""
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
+    config = STRONG.model_copy(update={"saturation": 0.0, "hue": 0.0, "grayscale": 0.0})
+    p, preprocessing = drawn(40, config), Preprocessing((0.3,) * channels, (0.2,) * channels)
+    found = augment_colors(images, p, preprocessing) * 0.2 + 0.3
+    for i, image in enumerate(images):
+        x = image.double() / 255
+        for step in p.order[i].tolist():
+            if step == 0:
+                x = (x * float(p.brightness[i])).clamp(0, 1)
+            if step == 1:
+                factor = float(p.contrast[i])
+                x = (x * factor + (1 - factor) * x.mean()).clamp(0, 1)
+        if p.blur[i] > 0:
+            blurred = [ndimage.gaussian_filter(c.numpy(), float(p.blur[i]), mode="nearest", truncate=6) for c in x]
+            x = torch.from_numpy(np.stack(blurred))
+        x = torch.where(x >= 0.5, 1 - x, x) if p.solarize[i] else x
+        torch.testing.assert_close(found[i].double(), x, rtol=0, atol=1 / 255)
+    for name in ("saturation", "hue", "grayscale"):
+        strong = drawn(40, config.model_copy(update={name: 0.5}))
+        with pytest.raises(ValueError, match=f"need RGB images, not images of {channels} channels"):
+            augment_colors(images, strong, preprocessing)
+
+
+def test_settings_that_need_rgb_are_left_out_or_refused(caplog):
+    given = ColorConfig(brightness=0.3)
+    assert colors_for(given, 3) == given
+    assert not caplog.text
+    left = colors_for(given, 5)
+    assert (left.saturation, left.hue, left.grayscale, left.brightness) == (0, 0, 0, 0.3)
+    assert caplog.text.count("images of 5 channels are not RGB: saturation, hue, grayscale are left out") == 1
+    assert colors_for(left, 5) == left  # as read from the config.yaml of a run
+    assert colors_for(ColorConfig(saturation=0, hue=0, grayscale=0), 1).grayscale == 0
+    with pytest.raises(ValueError, match=r"images have 1 channels: saturation, hue. Set them to 0, or leave them out"):
+        colors_for(ColorConfig(saturation=0.2, hue=0.1, grayscale=0), 1)

@@ -1,6 +1,6 @@
 """Batches put together image by image: where each crop lies, in whose memory, and from how much of a JPEG."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import BytesIO
 
 import numpy as np
@@ -8,13 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from data.augment import finish
-from data.batch import Batch, Cut, Drawn, Photometric
-from data.collate import CropWriter, ImageWriter, PackWriter, collate, crop_bytes, writer
+from data.augment import to_model_input
+from data.batch import Batch, ColorParameters, CropParameters, SampleParameters, ViewParameters, largest_shrink
+from data.collate import Collator, CropBuilder, PackBuilder, RawBuilder, Sample, Skipped, ViewShape, collate, crop_bytes
 from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from data.dataset import decode_sample
 from data.decode import ImageError, Picture
 from data.masking import MaskedCrop
-from encoders.images import PackedImages
+from data.resample import cut_views
+from tests.data.batches import boxes, build, collated, color, pixels
 
 SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))
 
@@ -40,77 +42,80 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     return file.getvalue()
 
 
+def put(builder: CropBuilder | PackBuilder | RawBuilder, picture: Picture, views: SampleParameters) -> None:
+    """Decode an image as the dataset does, and add it."""
+    sample = decode_sample("", picture, views)
+    builder.add(sample.image, sample.views)
+
+
 def equal(one: Batch, other: Batch) -> bool:
     """In all that reaches a method."""
-    one, other = finish(one), finish(other)
-    views = [torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True) if isinstance(a, torch.Tensor)]
+    one, other = to_model_input(one), to_model_input(other)
+    views = [torch.equal(a, b) for a, b in zip(pixels(one), pixels(other), strict=True)]
     return (one.keys, one.skipped) == (other.keys, other.skipped) and all(views)
 
 
 def test_collate_is_crop_major():
     images = [noise(90, 120, b) for b in range(4)]
-    together = writer(SMALL, 4)
-    assert isinstance(together, CropWriter)
-    for b, image in enumerate(images):
-        together.add(image, SMALL.draw((90, 120), rng(b)))
-    batch = together.batch(["0", "1", "2", "3"], [3, 1, 2, 0], skipped=["x: y"])
+    samples = [Sample(str(b), image, SMALL.draw((90, 120), rng(b)), [3, 1, 2, 0][b]) for b, image in enumerate(images)]
+    batch = Collator(SMALL, 4)([*samples[:2], Skipped("x: y"), *samples[2:]])
     assert (batch.keys, batch.labels.tolist(), batch.skipped) == (["0", "1", "2", "3"], [3, 1, 2, 0], ["x: y"])
-    assert batch.masks is None
-    assert [tuple(view.shape) for view in batch.views] == [(8, 3, 32, 32), (12, 3, 16, 16)]
+    assert [view.masks for view in batch.views] == [(), ()]
+    assert [tuple(view.shape) for view in pixels(batch)] == [(8, 3, 32, 32), (12, 3, 16, 16)]
     for b, image in enumerate(images):
         alone = collate(SMALL, [image], [rng(b)])
-        for view, single, n in zip(batch.views, alone.views, SMALL.crops, strict=True):
+        for number, n in enumerate([2, 3]):
             for c in range(n):
-                assert torch.equal(view[c * 4 + b], single[c])
-        for p, single, n in zip(batch.photometric, alone.photometric, SMALL.crops, strict=True):
-            for f in fields(Photometric):
+                assert torch.equal(pixels(batch)[number][c * 4 + b], pixels(alone)[number][c])
+            p, single = color(batch, number), color(alone, number)
+            for f in fields(ColorParameters):
                 assert torch.equal(getattr(p, f.name)[b::4], getattr(single, f.name)), f.name
                 assert len(getattr(single, f.name)) == n
     plain = collate(RandomCrop(RandomCropConfig(size=8)), images[:3], [rng(b) for b in range(3)])
-    assert plain.views[0].shape == (3, 3, 8, 8)
-    assert plain.photometric == [None]
+    assert plain.views[0].images.shape == (3, 3, 8, 8)
+    assert [view.color for view in plain.views] == [None]
     assert plain.keys == ["", "", ""]
 
 
 def test_an_image_that_is_missing_leaves_no_gap():
     images = [noise(50, 60, b) for b in range(3)]
-    together = writer(SMALL, 5)
+    together = CropBuilder(SMALL.views, 5)
     for b, image in enumerate(images):
         together.add(image, SMALL.draw((50, 60), rng(b)))
-    assert equal(together.batch(list("abc")), collate(SMALL, images, [rng(b) for b in range(3)], list("abc")))
+    assert equal(build(together, list("abc")), collated(SMALL, images, [rng(b) for b in range(3)], list("abc")))
 
 
 def test_a_damaged_image_takes_no_place():
     good, bad = encoded(smooth(60, 80)), encoded(smooth(60, 80))[:-400]
-    for together in (CropWriter(SMALL, 2), ImageWriter(SMALL.crops)):
+    for together in (CropBuilder(SMALL.views, 2), RawBuilder()):
         for number, file in enumerate((good, bad, good)):
             picture = Picture(file)
             if file is bad:
                 with pytest.raises(ImageError):
-                    together.put(picture, SMALL.draw(picture.size, rng(number)))
+                    put(together, picture, SMALL.draw(picture.size, rng(number)))
             else:
-                together.put(picture, SMALL.draw(picture.size, rng(number)))
-        batch = together.batch(["a", "b"])
-        pixels = Picture(good).pixels()
-        assert batch.images == 2
-        if batch.uncut is None:
-            assert equal(batch, collate(SMALL, [pixels, pixels], [rng(0), rng(2)], ["a", "b"]))
+                put(together, picture, SMALL.draw(picture.size, rng(number)))
+        batch = build(together, ["a", "b"])
+        whole = Picture(good).pixels()
+        assert len(batch) == 2
+        if batch.raw is None:
+            assert equal(batch, collated(SMALL, [whole, whole], [rng(0), rng(2)], ["a", "b"]))
         else:
             assert batch.memory.numel() == 2 * 60 * 80 * 3
-            assert torch.equal(batch.memory.view(2, 60, 80, 3)[1], pixels.permute(1, 2, 0))
+            assert torch.equal(batch.memory.view(2, 60, 80, 3)[1], whole.permute(1, 2, 0))
 
 
 def test_crops_are_cut_in_the_memory_that_is_given():
     images, rngs = [noise(90, 120, b) for b in range(2)], [rng(b) for b in range(2)]
     memory = torch.zeros(crop_bytes(SMALL, 2) + 5, dtype=torch.uint8)
     for room, inside in ((memory, True), (memory[:-6], False), (None, False)):
-        together = CropWriter(SMALL, 2, room)
+        together = CropBuilder(SMALL.views, 2, memory=room)
         for b, image in enumerate(images):
             together.add(image, SMALL.draw((90, 120), rng(b)))
-        batch = together.batch(["", ""])
+        batch = build(together, ["", ""])
         assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
         assert equal(batch, collate(SMALL, images, rngs := [rng(b) for b in range(2)]))
-        first, last = batch.views[0], batch.views[-1]
+        first, last = pixels(batch)
         start, end = batch.memory.data_ptr(), batch.memory.data_ptr() + batch.memory.numel()
         assert first.data_ptr() == start
         assert start < last.data_ptr() < end
@@ -129,24 +134,22 @@ def test_crops_are_cut_in_the_memory_that_is_given():
 )
 def test_a_batch_moves_with_all_its_views(transform):
     images = [noise(40 + 9 * b, 90 - 7 * b, b) for b in range(3)]
-    batch = collate(transform, images, [rng(b) for b in range(3)], list("abc"))
+    batch = collate(transform, images, [rng(b) for b in range(3)])
     memory = torch.full((batch.memory.numel() + 7,), 9, dtype=torch.uint8)[7:]
     memory.copy_(batch.memory)
-    moved = batch.over(memory)
+    moved = batch.in_memory(memory)
     batch.memory.fill_(0)
-    fresh = collate(transform, images, [rng(b) for b in range(3)], list("abc"))
-    for view, expected in zip(moved.views, fresh.views, strict=True):
-        if isinstance(view, PackedImages):
-            view, expected = view.patches, expected.patches
+    fresh = collate(transform, images, [rng(b) for b in range(3)])
+    for view, expected in zip(pixels(moved), pixels(fresh), strict=True):
         assert torch.equal(view, expected)
         assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     there = fresh.to("meta")
     assert there.memory.device.type == "meta"
-    assert [len(view) for view in there.views] == [len(view) for view in fresh.views]
+    assert [len(view.images) for view in there.views] == [len(view.images) for view in fresh.views]
 
 
-def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None) -> Drawn:
-    return Drawn([Cut(np.array(boxes), (height, width), np.zeros(len(boxes), bool), window=window)], [None])
+def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None) -> list[ViewParameters]:
+    return [ViewParameters(CropParameters(np.array(boxes), (height, width), np.zeros(len(boxes), bool), window=window))]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +164,11 @@ def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None)
         ((150, 150), cut(100, 100, (0, 0, 150, 150)), 1),
         ((800, 800), cut(100, 50, (0, 0, 400, 400)), 4),
         ((800, 800), cut(100, 100, (0, 0, 800, 800), window=(0, 0, 50, 50)), 1),
-        ((800, 800), Drawn([*cut(10, 10, (0, 0, 80, 80)).cuts, *cut(50, 50, (0, 0, 100, 200)).cuts], [None, None]), 2),
+        ((800, 800), [*cut(10, 10, (0, 0, 80, 80)), *cut(50, 50, (0, 0, 100, 200))], 2),
     ],
 )
 def test_a_jpeg_is_decoded_as_small_as_its_crops_allow(size, drawn, shrink):
-    assert drawn.shrink(size) == shrink
+    assert largest_shrink(drawn, size) == shrink
 
 
 def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
@@ -173,7 +176,7 @@ def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
     for shrink in (2, 4, 8):
         sides = shrink * 20 + source.integers(0, 50, (500, 2))
         corners = source.integers(0, 100, (500, 2))
-        cuts = Cut(np.concatenate([corners, sides], axis=1), (20, 20), np.zeros(500, bool))
+        cuts = CropParameters(np.concatenate([corners, sides], axis=1), (20, 20), np.zeros(500, bool))
         small = cuts.shrunk(shrink).boxes
         assert (small[:, 2:] >= 20).all()
         assert np.abs(small * shrink - cuts.boxes).max() <= shrink
@@ -181,28 +184,25 @@ def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
         assert (ends <= -(-(corners + sides) // shrink)).all()  # within an image that ended there
 
 
-def both_ways(file: bytes, drawn: Drawn, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def both_ways(file: bytes, drawn: SampleParameters, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """The crops from a smaller decoding and from all pixels, and the fractions that were decoded."""
     seen: list[int] = []
     whole = Picture.pixels
 
-    def pixels(self, shrink=1):
+    def recorded(self, shrink=1):
         seen.append(shrink)
         return whole(self, shrink)
 
-    class Fixed:
-        crops, packing = (len(drawn.cuts[0].boxes),), None
-        sizes = ((drawn.cuts[0].window or drawn.cuts[0].size)[-2],)
-
-    monkeypatch.setattr(Picture, "pixels", pixels)
+    shapes = [ViewShape(len(boxes(drawn)), drawn[0].boxes.shape[0])]
+    monkeypatch.setattr(Picture, "pixels", recorded)
     views = []
     for full in (False, True):
-        together = CropWriter(Fixed(), 1)
+        together = CropBuilder(shapes, 1)
         if full:
             together.add(Picture(file).pixels(), drawn)
         else:
-            together.put(Picture(file), drawn)
-        views.append(together.batch([""]).views[0])
+            put(together, Picture(file), drawn)
+        views.append(build(together, [""]).views[0].images)
     return views[0], views[1], seen[:1]
 
 
@@ -221,7 +221,7 @@ def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orie
         drawn = source.draw(size, rng(seed))
         small, whole, shrinks = both_ways(file, drawn, monkeypatch)
         turned = [s for s in (8, 4, 2, 1) if orientation == 1 or height % s == width % s == 0]
-        assert shrinks == [next(s for s in turned if (drawn.cuts[0].boxes[0, 2:] >= s * crop).all())]
+        assert shrinks == [next(s for s in turned if (boxes(drawn)[0, 2:] >= s * crop).all())]
         difference = (small.int() - whole.int()).abs()
         assert difference.float().mean() < 1
         assert difference.max() <= 8
@@ -240,23 +240,89 @@ def test_whole_images_outgrow_their_memory_and_are_all_there():
     files = [encoded(Image.fromarray(noise(*size, b).permute(1, 2, 0).numpy()), "PNG") for b, size in enumerate(sizes)]
     for room, inside in ((3 * (1200 + 60_000 + 35 + 10_000), True), (4000, False)):
         memory = torch.zeros(room, dtype=torch.uint8)
-        together = ImageWriter(SMALL.crops, memory)
+        together = RawBuilder(memory=memory)
         for b, file in enumerate(files):
             picture = Picture(file)
-            together.put(picture, SMALL.draw(picture.size, rng(b)))
-        batch = together.batch(list("abcd"))
+            put(together, picture, SMALL.draw(picture.size, rng(b)))
+        batch = build(together, list("abcd"))
         assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
-        assert batch.images == 4
-        assert batch.views == []
-        for b, (size, start) in enumerate(zip(sizes, batch.uncut.starts, strict=True)):
-            pixels = batch.memory[start : start + 3 * size[0] * size[1]].view(*size, 3)
-            assert torch.equal(pixels.permute(2, 0, 1), noise(*size, b))
+        assert len(batch) == 4
+        assert [view.images.numel() for view in batch.views] == [0, 0]
+        for b, (size, start) in enumerate(zip(sizes, batch.raw.starts, strict=True)):
+            whole = batch.memory[start : start + 3 * size[0] * size[1]].view(*size, 3)
+            assert torch.equal(whole.permute(2, 0, 1), noise(*size, b))
 
 
 def test_packed_crops_go_where_there_is_room():
     transform = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
     memory = torch.zeros(crop_bytes(transform, 2), dtype=torch.uint8)
-    together = PackWriter(transform, 2, memory)
+    together = PackBuilder(transform.packing, memory=memory)
     for b in range(2):
         together.add(noise(50, 70, b), transform.draw((50, 70), rng(b)))
-    assert together.batch(["", ""]).memory.data_ptr() == memory.data_ptr()
+    assert build(together, ["", ""]).memory.data_ptr() == memory.data_ptr()
+
+
+class Blocks:
+    """DINO's crops with several masks per crop. Masks hide another number of tokens of each crop, or nothing."""
+
+    packing = None
+    views = SMALL.views
+
+    def __init__(self, masks: int = 2, side: int = 4) -> None:
+        self.masks, self.side = masks, side
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        first, *rest = SMALL.draw(size, rng)
+        shape = (self.masks, 2, self.side, self.side)
+        hidden = rng.random(shape) < rng.choice([0, 0.3, 0.9], (self.masks, 2, 1, 1))
+        return [replace(first, masks=tuple(hidden)), *rest]
+
+
+class Changed(Blocks):
+    """Masks of another shape."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        return [
+            replace(view, masks=tuple(self.change(mask) for mask in view.masks)) for view in super().draw(size, rng)
+        ]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_masks_of_a_view_are_crop_major(raw):
+    transform = Blocks()
+    images = [noise(50, 60, b) for b in range(6)]
+    samples = [Sample(str(b), image, transform.draw((50, 60), rng(b))) for b, image in enumerate(images)]
+    batch = Collator(transform, 6, raw=raw)(samples)
+    batch = cut_views(batch) if raw else batch
+    view, other = batch.views
+    assert (view.crops, len(view.masks), other.masks) == (2, 2, ())
+    for number, mask in enumerate(view.masks):
+        crops = [sample.views[0].masks[number][crop] for crop in range(2) for sample in samples]
+        assert mask.hidden.tolist() == np.concatenate([crop.ravel() for crop in crops]).tolist()
+        assert mask.visible.tolist() == np.flatnonzero(~mask.hidden.numpy()).tolist()
+        assert mask.lengths.tolist() == [int((~crop).sum()) for crop in crops]
+        assert 16 in mask.lengths.tolist()  # a crop that hides nothing
+        assert len(set(mask.lengths.tolist())) > 2
+        mask.check(torch.full((12, 2), 4))
+    moved = view.to("meta")
+    assert all(mask.hidden.device.type == "meta" and mask.lengths.device.type == "cpu" for mask in moved.masks)
+
+
+def test_masks_that_do_not_belong_together_are_refused():
+    def collated(*transforms):
+        images = [noise(50, 60, b) for b in range(len(transforms))]
+        samples = [Sample("", image, one.draw((50, 60), rng())) for one, image in zip(transforms, images, strict=True)]
+        return Collator(transforms[0], len(images))(samples)
+
+    with pytest.raises(ValueError, match=r"Images have \[1, 2\] masks\. Draw as many for every image"):
+        collated(Blocks(1), Blocks(2))
+    assert collated(Blocks(side=4), Blocks(side=3)).views[0].masks[0].lengths.shape == (4,)  # grids may differ
+    for change in (lambda mask: mask[:1], lambda mask: mask.reshape(2, -1), lambda mask: mask[0, 0]):
+        wrong = Changed(change)
+        for transforms in ((Blocks(), wrong), (wrong, wrong)):
+            with pytest.raises(ValueError, match=r"must be \(2, rows, columns\) for 2 crops"):
+                collated(*transforms)

@@ -1,7 +1,6 @@
 """Crops against torchvision's geometry and Pillow's pixels."""
 
 import pickle
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from PIL import Image
 from scipy import ndimage, stats
 from torchvision.transforms import RandomResizedCrop
 
-from data.batch import Batch, Photometric
+from data.batch import Batch
 from data.collate import collate
 from data.crops import (
     BOX_DRAWS,
@@ -19,9 +18,10 @@ from data.crops import (
     MultiCropConfig,
     RandomCropConfig,
     boxes,
-    random_cut,
+    random_boxes,
 )
 from data.resample import cut, resize, rotate
+from tests.data.batches import color, pixels, same_color
 
 SMALL = MultiCropConfig(global_size=32, local_size=16, local_crops=3)
 
@@ -45,7 +45,7 @@ def crops(transform, image: torch.Tensor, source: np.random.Generator | None = N
 def random_crops(image: torch.Tensor, source: np.random.Generator, n: int, config: RandomCropConfig) -> torch.Tensor:
     """(n, 3, S, S)."""
     out = torch.empty((n, config.size, config.size, 3), dtype=torch.uint8)
-    cut(image, random_cut((image.shape[1], image.shape[2]), source, n, config), out)
+    cut(image, random_boxes((image.shape[1], image.shape[2]), source, n, config), out)
     return out.permute(0, 3, 1, 2)
 
 
@@ -158,8 +158,8 @@ def test_rotation_turns_counter_clockwise_about_the_centre():
 
 def test_rotation_angles_are_drawn_to_both_sides():
     image = picture(40, 40)
-    turned = crops(MultiCrop(SMALL.model_copy(update={"rotation": 20.0})), image).views
-    plain = crops(MultiCrop(SMALL), image).views
+    turned = pixels(crops(MultiCrop(SMALL.model_copy(update={"rotation": 20.0})), image))
+    plain = pixels(crops(MultiCrop(SMALL), image))
     u = rng().random((2, BOX_DRAWS))
     assert torch.equal(turned[0], rotate(plain[0], 20 * (2 * u[:, -1] - 1)))
     assert not torch.equal(turned[0], plain[0])
@@ -168,22 +168,19 @@ def test_rotation_angles_are_drawn_to_both_sides():
 def test_multi_crop_gives_views_and_what_to_do_with_them():
     transform = MultiCrop(MultiCropConfig())
     batch = crops(transform, picture())
-    assert transform.crops == (2, 8)
-    assert [tuple(view.shape) for view in batch.views] == [(2, 3, 224, 224), (8, 3, 96, 96)]
-    assert all(view.dtype == torch.uint8 for view in batch.views)
-    first, second = batch.photometric
-    assert first is not None
-    assert second is not None
-    assert (len(first.blur), len(second.blur)) == (2, 8)
+    assert [view.crops for view in transform.views] == [2, 8]
+    assert [tuple(view.shape) for view in pixels(batch)] == [(2, 3, 224, 224), (8, 3, 96, 96)]
+    assert all(view.dtype == torch.uint8 for view in pixels(batch))
+    assert (len(color(batch, 0).blur), len(color(batch, 1).blur)) == (2, 8)
     alone = MultiCrop(SMALL.model_copy(update={"local_crops": 0}))
-    assert alone.crops == (2,)
+    assert [view.crops for view in alone.views] == [2]
     assert len(crops(alone, picture()).views) == 1
 
 
 def test_each_crop_has_its_own_share_of_blur_and_solarisation():
     """400 samples of DINO's settings, within four standard deviations."""
     transform, source = MultiCrop(SMALL), rng()
-    samples = [transform.draw((20, 20), source).photometric for _ in range(400)]
+    samples = [[view.color for view in transform.draw((20, 20), source)] for _ in range(400)]
     shares = {"blur": ((1.0, 0.1), 0.5), "solarize": ((0.0, 0.2), 0.0)}
     for name, (in_global, in_local) in shares.items():
         seen = [torch.stack([getattr(sample[view], name) > 0 for sample in samples]) for view in (0, 1)]
@@ -193,10 +190,10 @@ def test_each_crop_has_its_own_share_of_blur_and_solarisation():
 
 
 def same(one: Batch, other: Batch) -> bool:
-    equal = [torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True)]
-    for a, b in zip(one.photometric, other.photometric, strict=True):
-        equal += [torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(Photometric)]
-    return all(equal)
+    return all(
+        torch.equal(a.images, b.images) and same_color(a.color, b.color)
+        for a, b in zip(one.views, other.views, strict=True)
+    )
 
 
 def test_the_generator_alone_decides():
@@ -216,9 +213,9 @@ def test_a_setting_does_not_shift_what_others_draw():
     base = crops(MultiCrop(SMALL), image)
     for change in ({"local_crops": 1}, {"local_scale": (0.3, 0.3)}, {"blur_global1": 0.0}, {"jitter": 0.0}):
         changed = crops(MultiCrop(SMALL.model_copy(update=change)), image)
-        assert torch.equal(changed.views[0], base.views[0]), change
+        assert torch.equal(changed.views[0].images, base.views[0].images), change
     fewer = crops(MultiCrop(SMALL.model_copy(update={"local_crops": 1})), image)
-    assert torch.equal(fewer.views[1][0], base.views[1][0])
+    assert torch.equal(fewer.views[1].images[0], base.views[1].images[0])
 
 
 @pytest.mark.parametrize(("height", "width"), [(90, 121), (121, 90), (20, 30), (37, 64), (151, 12)])
@@ -230,18 +227,18 @@ def test_center_crop_is_resize_and_crop_of_pillow(height, width):
     transform = CenterCrop(32)
     batch = crops(transform, image)
     assert transform.resize == 37
-    assert transform.crops == (1,)
-    assert batch.photometric == [None]
+    assert [view.crops for view in transform.views] == [1]
+    assert [view.color for view in batch.views] == [None]
     expected = whole[:, top : top + 32, left : left + 32]
-    difference = (batch.views[0][0].int() - expected.int()).abs()
+    difference = (batch.views[0].images[0].int() - expected.int()).abs()
     assert difference.max() <= 2  # one grey level a pass; one pixel off, a tenth of all values would differ by more
     assert (difference > 1).float().mean() < 1e-3
 
 
 def test_center_crop_of_odd_images():
     assert CenterCrop().resize == 256
-    assert crops(CenterCrop(8, resize=8), picture(3, 5)).views[0].shape == (1, 3, 8, 8)
-    assert crops(CenterCrop(32), picture(1, 60_000)).views[0].shape == (1, 3, 32, 32)
+    assert crops(CenterCrop(8, resize=8), picture(3, 5)).views[0].images.shape == (1, 3, 8, 8)
+    assert crops(CenterCrop(32), picture(1, 60_000)).views[0].images.shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="does not fit"):
         CenterCrop(32, resize=31)
 

@@ -220,13 +220,6 @@ def test_a_header_that_lies_is_not_a_good_image(monkeypatch):
             Picture(good).pixels()
 
 
-def test_the_end_of_a_jpeg():
-    good = saved(COLORS.convert("RGB"), "JPEG")
-    assert Picture(good).ends
-    assert Picture(good + b"\0\0\0").ends
-    assert not Picture(good[:-3]).ends
-
-
 def bombs() -> list[bytes]:
     """30,000 x 30,000 pixels in a few bytes."""
     jpegs = []

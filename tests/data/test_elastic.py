@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.crops import MultiCrop, MultiCropConfig
-from data.loader import training_batches
+from tests.data.batches import color, training_batches
 
 BATCH = 24  # splits over 1, 2, 3 and 4 processes, in one or two passes
 SHARDS = {1: [120], 2: [7, 113], 7: [1, 40, 3, 16, 17, 2, 41], 40: [1 + n % 5 for n in range(40)]}  # 120 images each
@@ -21,21 +21,20 @@ def transform():
 
 def part(shards, first_step, steps, **split):
     """One process's batches of some steps of the run."""
-    settings = {"batch_size": BATCH, "seed": 5, "steps": MANY, "lanes": 8, "window": 7} | split
+    settings = {"batch_size": BATCH, "seed": 5, "steps": MANY, "streams": 8, "window": 7} | split
     batches = iter(training_batches(shards, transform(), first_step=first_step, **settings))
     return [next(batches) for _ in range(steps * split.get("accumulation", 1))]
 
 
 def samples(batch):
     """(key, digest of all that was drawn and cut for it) of each image of a batch."""
-    pixels = [view.unflatten(0, (n, batch.images)) for view, n in zip(batch.views, batch.crops, strict=True)]
-    drawn = [
-        torch.stack([p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.solarize, *p.order.T], dim=-1)
-        for p in batch.photometric
-    ]
-    drawn = [values.unflatten(0, (n, batch.images)) for values, n in zip(drawn, batch.crops, strict=True)]
+    drawn = []
+    for number, view in enumerate(batch.views):
+        p, split = color(batch, number), (view.crops, len(batch))
+        values = torch.stack([p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.solarize, *p.order.T], dim=-1)
+        drawn += [view.images.unflatten(0, split), values.unflatten(0, split)]
     return [
-        (key, hash(b"".join(part[:, image].contiguous().numpy().tobytes() for part in [*pixels, *drawn])))
+        (key, hash(b"".join(part[:, image].contiguous().numpy().tobytes() for part in drawn)))
         for image, key in enumerate(batch.keys)
     ]
 

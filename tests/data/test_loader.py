@@ -13,80 +13,83 @@ import numpy as np
 import pytest
 import torch
 
-from data.batch import Batch, Cut, Drawn, Photometric
+from data.batch import Batch, ColorParameters, CropParameters, ViewParameters
+from data.collate import ViewShape
 from data.crops import CenterCrop
-from data.loader import LoaderConfig, evaluation_batches, training_batches
-from data.sampler import Order, sample_rng, step_positions
+from data.loader import LoaderConfig
+from data.sampler import ShuffledSampler, sample_rng
 from data.shards import ShardError
+from tests.data.batches import color, evaluation_batches, same_color, step_positions, training_batches
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 
-def photometric(values):
-    """All fields from one number a crop."""
+def colors(values):
+    """All fields from one number per crop."""
     column = torch.from_numpy(values)
-    return Photometric(
-        *(column.repeat(4, 1).T if f.name == "order" else column + place for place, f in enumerate(fields(Photometric)))
+    return ColorParameters(
+        *(
+            column.repeat(4, 1).T if f.name == "order" else column + place
+            for place, f in enumerate(fields(ColorParameters))
+        )
     )
 
 
 class Small:
-    """Three corners of an image, two of one size; random are only the photometric values of the first two."""
+    """Three corners of an image, two of one size; only the colours of the first two are random."""
 
-    crops = (2, 1)
-    sizes = (2, 3)
+    views = (ViewShape(2, 2), ViewShape(1, 3))
     packing = None
 
     def draw(self, size, rng):
-        first = Cut(np.array([[0, 0, 2, 2], [2, 4, 2, 2]]), (2, 2), np.array([False, True]))
-        second = Cut(np.array([[0, 0, 3, 3]]), (3, 3), np.array([False]))
-        return Drawn([first, second], [photometric(rng.random(2)), None])
+        first = CropParameters(np.array([[0, 0, 2, 2], [2, 4, 2, 2]]), (2, 2), np.array([False, True]))
+        second = CropParameters(np.array([[0, 0, 3, 3]]), (3, 3), np.array([False]))
+        return [ViewParameters(first, colors(rng.random(2))), ViewParameters(second)]
 
 
 def numbers(batch):
     """Which images of `write_shards` a batch holds."""
-    return (batch.views[0][: batch.images, 0, 0, 0].long() * 256 + batch.views[0][: batch.images, 1, 0, 0]).tolist()
+    first = batch.views[0].images[: len(batch)]
+    return (first[:, 0, 0, 0].long() * 256 + first[:, 1, 0, 0]).tolist()
 
 
 def same(one, other):
     return (
         one.keys == other.keys
         and one.skipped == other.skipped
-        and all(torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True))
-        and all(
-            torch.equal(getattr(one.photometric[0], f.name), getattr(other.photometric[0], f.name))
-            for f in fields(Photometric)
-        )
+        and all(torch.equal(a.images, b.images) for a, b in zip(one.views, other.views, strict=True))
+        and all(same_color(a.color, b.color) for a, b in zip(one.views, other.views, strict=True))
     )
 
 
 def run(shards, **settings):
     config = LoaderConfig(crops="workers")
-    given = {"batch_size": 12, "seed": 1, "steps": 7, "lanes": 4, "config": config} | settings
+    given = {"batch_size": 12, "seed": 1, "steps": 7, "streams": 4, "config": config} | settings
     return list(training_batches(shards, Small(), **given))
 
 
 def test_a_batch_is_what_the_order_says(write_shards):
     counts = [10, 23, 1]
     batches = run(write_shards(counts))
-    order = Order(counts, seed=1, lanes=4)
+    order = ShuffledSampler(counts, seed=1, streams=4)
     first = np.cumsum([0, *counts])
     for step, batch in enumerate(batches):
-        positions = step_positions(step, 12, lanes=4)
+        positions = step_positions(step, 12, streams=4)
         _, shards, samples = order(positions)
         expected = (first[shards] + samples).tolist()
         assert numbers(batch) == expected
         assert batch.keys == [f"data-{s:06d}.tar/s{n:05d}" for s, n in zip(shards, expected, strict=True)]
-        assert batch.crops == (2, 1)
+        assert [view.crops for view in batch.views] == [2, 1]
         assert batch.labels is None
-        assert [view.shape for view in batch.views] == [(24, 3, 2, 2), (12, 3, 3, 3)]
-        assert torch.equal(batch.views[0][12:], batch.views[0][:12])  # the second crops come after all first ones
-        assert torch.equal(batch.views[1][..., :2, :2], batch.views[0][:12])
-        drawn, nothing = batch.photometric
+        assert [view.images.shape for view in batch.views] == [(24, 3, 2, 2), (12, 3, 3, 3)]
+        two, one = (view.images for view in batch.views)
+        assert torch.equal(two[12:], two[:12])  # the second crops come after all first ones
+        assert torch.equal(one[..., :2, :2], two[:12])
+        drawn, nothing = (view.color for view in batch.views)
         assert drawn.brightness.tolist() == [sample_rng(1, int(p)).random(2)[c] for c in (0, 1) for p in positions]
         assert drawn.order.shape == (24, 4)
         assert nothing is None
-    taken = np.concatenate([step_positions(step, 12, lanes=4) for step in range(7)])
+    taken = np.concatenate([step_positions(step, 12, streams=4) for step in range(7)])
     seen = np.concatenate([numbers(batch) for batch in batches])[taken.argsort()]
     assert sorted(seen[:34]) == sorted(seen[34:68]) == list(range(34))
 
@@ -103,7 +106,7 @@ def test_workers_change_nothing(write_shards, workers):
 def test_processes_passes_and_resuming_change_nothing(write_shards):
     shards = write_shards([30, 9])
     expected = [number for batch in run(shards, steps=9) for number in zip(numbers(batch), batch.keys, strict=True)]
-    noise = torch.cat([batch.photometric[0].hue[: batch.images] for batch in run(shards, steps=9)])
+    noise = torch.cat([color(batch).hue[: len(batch)] for batch in run(shards, steps=9)])
     ranks = []
     for rank in range(2):
         split = {"rank": rank, "world_size": 2, "accumulation": 3}
@@ -113,7 +116,7 @@ def test_processes_passes_and_resuming_change_nothing(write_shards):
     assert len(ranks[0]) == len(ranks[1]) == 9 * 3
     joined = [ranks[rank][3 * step + micro] for step in range(9) for rank in range(2) for micro in range(3)]
     assert [number for batch in joined for number in zip(numbers(batch), batch.keys, strict=True)] == expected
-    assert torch.equal(torch.cat([batch.photometric[0].hue[: batch.images] for batch in joined]), noise)
+    assert torch.equal(torch.cat([color(batch).hue[: len(batch)] for batch in joined]), noise)
 
 
 def test_a_mixture_of_sources(write_shards):
@@ -134,29 +137,29 @@ def damage(path, *contents):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_corrupt_images_are_replaced_by_the_next_of_their_lane(write_shards, png, caplog, workers):
+def test_corrupt_images_are_replaced_by_the_next_of_their_stream(write_shards, png, caplog, workers):
     (path,) = write_shards([40])
-    order = Order([40], seed=1, lanes=4)
+    order = ShuffledSampler([40], seed=1, streams=4)
     in_order = order(np.arange(200))[2].tolist()
-    lane = in_order[2::4]
-    damage(path, (png(lane[0]), b"text"), (png(lane[1]), b""))
+    stream = in_order[2::4]
+    damage(path, (png(stream[0]), b"text"), (png(stream[1]), b""))
     batches = run([path], batch_size=4, steps=10, workers=workers)
     assert len(batches) == 10
-    assert numbers(batches[0])[2] == lane[2]
-    assert numbers(batches[1])[2] == lane[2]
+    assert numbers(batches[0])[2] == stream[2]
+    assert numbers(batches[1])[2] == stream[2]
     assert numbers(batches[2]) == in_order[8:12]
-    names = [f"data-000000.tar/s{number:05d}: " for number in lane[:2]]
+    names = [f"data-000000.tar/s{number:05d}: " for number in stream[:2]]
     assert [one[: len(names[0])] for one in batches[0].skipped] == names
     assert [one[: len(names[0])] for one in batches[1].skipped] == names[1:]
     assert not batches[2].skipped
     assert names[0] in caplog.text
-    assert sum(batch.images for batch in batches) == 40
+    assert sum(len(batch) for batch in batches) == 40
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_but_corrupt_images(write_tar, workers):
     path = write_tar("bad.tar", [(f"{n}.jpg", b"text" if n % 2 else b"") for n in range(20)])
-    with pytest.raises(ShardError, match="100 corrupt images in a row") as caught:
+    with pytest.raises(ShardError, match="100 images in a row are corrupt") as caught:
         run(path, workers=workers)
     assert "bad.tar/" in str(caught.value)
 
@@ -188,13 +191,13 @@ def test_other_errors_of_a_worker_keep_their_traceback(write_shards):
 
 def test_what_cannot_be_a_batch(write_shards):
     shards = write_shards([20, 20])
-    with pytest.raises(ValueError, match=r"batch of 10 images .* 2 processes and 4 .*: 8 and 16"):
+    with pytest.raises(ValueError, match=r"batch of 10 images .* 2 processes and 4 .* is 8 or 16\."):
         run(shards, batch_size=10, world_size=2, accumulation=4)
-    with pytest.raises(ValueError, match=r"batch of 3 images .*: 8"):
+    with pytest.raises(ValueError, match=r"batch of 3 images .* is 8\."):
         run(shards, batch_size=3, world_size=8)
-    with pytest.raises(ValueError, match="40 images are fewer than the 64"):
+    with pytest.raises(ValueError, match=r"takes 64 images from a source that has 40\. Lower .* to 40 or less"):
         run(shards, batch_size=64)
-    with pytest.raises(ValueError, match="20 images are fewer than the 36"):
+    with pytest.raises(ValueError, match="takes 36 images from a source that has 20"):
         run({shards[0]: 9, shards[1]: 1}, batch_size=40)
 
 
@@ -206,9 +209,9 @@ def test_the_global_random_state_is_left_alone(write_shards):
 
 
 @pytest.mark.medium
-def test_the_stream_can_be_sent_to_a_fresh_process(write_shards):
+def test_a_loader_can_be_sent_to_a_fresh_process(write_shards):
     batches = training_batches(write_shards([20]), Small(), batch_size=4, seed=0, steps=5)
-    sent = pickle.loads(pickle.dumps(batches.stream))
+    sent = pickle.loads(pickle.dumps(batches))
     assert all(same(one, other) for one, other in zip(sent, batches, strict=True))
 
 
@@ -223,10 +226,10 @@ def test_evaluation_sees_every_image_once(write_shards, world_size, workers):
         assert batches.total == 23
         assert len(parts) == len(batches)
         assert [batch.labels.tolist() for batch in parts] == [numbers(batch) for batch in parts]
-        assert [batch.images for batch in parts[:-1]] == [4] * (len(parts) - 1)
+        assert [len(batch) for batch in parts[:-1]] == [4] * (len(parts) - 1)
         assert all(same(one, other) for one, other in zip(batches, parts, strict=True))  # again
         found += [number for batch in parts for number in numbers(batch)]
-        sizes.append(sum(batch.images for batch in parts))
+        sizes.append(sum(len(batch) for batch in parts))
     assert found == list(range(23))
     assert max(sizes) - min(sizes) <= 1
 
@@ -263,7 +266,7 @@ def alive(pid):
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
 from data.crops import CenterCrop
-from data.loader import training_batches
+from tests.data.batches import training_batches
 multiprocessing.set_start_method("forkserver")  # the default of Python 3.14
 batches = iter(training_batches(sys.argv[1], CenterCrop(8), batch_size=4, seed=0, steps=10**6, workers=2))
 next(batches)
@@ -315,6 +318,6 @@ def test_a_signal_before_a_worker_has_arranged_its_own(write_shards, monkeypatch
 def test_real_images():
     shards = SHARED / "imagenet-sample" / "imagenet-sample-000000.tar"
     batches = list(evaluation_batches(shards, CenterCrop(64), batch_size=50, workers=2))
-    assert [batch.images for batch in batches] == [50, 50, 23]
+    assert [len(batch) for batch in batches] == [50, 50, 23]
     assert not any(batch.skipped for batch in batches)
-    assert all(isinstance(batch, Batch) and batch.views[0].shape[1:] == (3, 64, 64) for batch in batches)
+    assert all(isinstance(batch, Batch) and batch.views[0].images.shape[1:] == (3, 64, 64) for batch in batches)

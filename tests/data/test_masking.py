@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from data.batch import Packing
-from data.collate import collate, writer
+from data.collate import Collator, Sample, collate
 from data.crops import NativeCrop, RandomCrop, RandomCropConfig, native_grid
 from data.masking import MASKS, MaskedCrop, block_mask, hidden_count, random_mask
 
@@ -21,8 +21,8 @@ def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
 
 def crop(transform, image: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """(3, h, w): the one crop of an image."""
-    view = collate(transform, [image], [rng(seed)]).views[0]
-    return view[0] if isinstance(view, torch.Tensor) else view.unpack()[0]
+    images = collate(transform, [image], [rng(seed)]).views[0].images
+    return images[0] if isinstance(images, torch.Tensor) else images.unpack()[0]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_masked_crop_is_the_crop_and_a_mask_of_its_grid():
     config = RandomCropConfig(size=32)
     masked = MaskedCrop(RandomCrop(config), 8, "random", 0.75)
     assert torch.equal(crop(masked, noise(50, 70)), crop(RandomCrop(config), noise(50, 70)))
-    hidden = masked.draw((50, 70), rng()).hidden
-    assert hidden is not None
-    assert hidden.shape == (4, 4)
+    (drawn,) = masked.draw((50, 70), rng())
+    (hidden,) = drawn.masks
+    assert hidden.shape == (1, 4, 4)
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (68, 56), (100, 1000), (224, 224)])
@@ -81,7 +81,7 @@ def test_native_crops_keep_the_aspect_ratio_up_to_whole_patches(height, width):
     transform = NativeCrop(RandomCropConfig(size=224), 16, 128, 1024)
     wanted = min(max(height / width, 1 / 4), 4)
     for seed in range(20):
-        rows, columns = (side // 16 for side in transform.draw((height, width), rng(seed)).cuts[0].size)
+        rows, columns = (side // 16 for side in transform.draw((height, width), rng(seed))[0].boxes.size)
         assert 30 <= rows * columns <= 196
         assert (rows - 1) / (columns + 1) < wanted < (rows + 1) / max(columns - 1, 0.5)
 
@@ -110,23 +110,25 @@ def test_packed_batches_hold_every_image_with_its_name_label_and_mask():
     transform = MaskedCrop(NativeCrop(RandomCropConfig(size=32), 4, 16, 100), 4, "random", 0.75)
     assert transform.packing == Packing(4, 100)
     images = [noise(40 + 9 * i, 90 - 7 * i, i) for i in range(9)]
-    together = writer(transform, 9)
-    for i, image in enumerate(images):
-        together.add(image, transform.draw((image.shape[1], image.shape[2]), rng(i)))
-    batch = together.batch(list("abcdefghi"), list(range(9)))
-    packed, mask = batch.views[0], batch.masks
+    samples = [
+        Sample("abcdefghi"[i], image, transform.draw((image.shape[1], image.shape[2]), rng(i)), i)
+        for i, image in enumerate(images)
+    ]
+    batch = Collator(transform, 9)(samples)
+    (view,) = batch.views
+    packed, (mask,) = view.images, view.masks
     assert not isinstance(packed, torch.Tensor)
-    assert mask is not None
     assert packed.sequences is not None
-    assert batch.images == 9
+    assert len(batch) == 9
     assert batch.labels is not None
     assert [list("abcdefghi")[i] for i in batch.labels.tolist()] == batch.keys
     masks = mask.hidden.split(packed.lengths.tolist())
     for image, h, label in zip(packed.unpack(), masks, batch.labels.tolist(), strict=True):
         assert torch.equal(image, crop(transform, images[label], label))
-        hidden = transform.draw((images[label].shape[1], images[label].shape[2]), rng(label)).hidden
-        assert hidden is not None
-        assert torch.equal(h, hidden.flatten())
+        ((hidden,),) = (
+            one.masks for one in transform.draw((images[label].shape[1], images[label].shape[2]), rng(label))
+        )
+        assert np.array_equal(h.numpy(), hidden.ravel())
     sums = [int(part.sum()) for part in packed.lengths.split(packed.sequences.tolist())]
     assert max(sums) <= 100
     assert sum(sums) == len(packed.patches)

@@ -9,15 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
-import data.resample
-from data.augment import finish
-from data.batch import Batch, Cut
-from data.collate import ImageWriter, collate
+from data.augment import to_model_input
+from data.batch import Batch, CropParameters, largest_shrink
+from data.collate import RawBuilder
 from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
-from data.decode import ImageError, Picture, decode
-from data.loader import LoaderConfig, training_batches
+from data.dataset import decode_sample
+from data.decode import Picture
+from data.loader import LoaderConfig
 from data.masking import MaskedCrop
 from data.resample import cut, cut_views, resample, weights
+from tests.data.batches import build, collated, pixels, training_batches
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 SIZES = [(1, 1), (1, 50), (70, 1), (9, 300), (300, 9), (64, 64), (120, 90), (411, 333), (500, 375), (2, 3), (700, 40)]
@@ -54,13 +55,13 @@ def random_boxes(sizes: np.ndarray, n: int, source: np.random.Generator) -> np.n
     return np.concatenate([corners, sides], axis=1)
 
 
-def one_by_one(images: list[np.ndarray], crops: Cut) -> torch.Tensor:
+def one_by_one(images: list[np.ndarray], crops: CropParameters) -> torch.Tensor:
     """(N, 3, S, T)."""
     out = torch.empty((len(crops.boxes), *crops.size, 3), dtype=torch.uint8)
     for number, (box, flip) in enumerate(zip(crops.boxes, crops.flips, strict=True)):
         turn = None if crops.degrees is None else crops.degrees[number : number + 1]
         image = torch.from_numpy(images[number % len(images)]).permute(2, 0, 1)
-        cut(image, Cut(box[None], crops.size, flip[None], turn), out[number : number + 1])
+        cut(image, CropParameters(box[None], crops.size, flip[None], turn), out[number : number + 1])
     return out.permute(0, 3, 1, 2)
 
 
@@ -71,7 +72,7 @@ def test_crops_of_a_batch_are_those_that_are_cut_one_by_one(size, seed):
     images = [picture(*shape, seed) for shape in SIZES]
     pixels, starts, sizes = memory(images)
     boxes = random_boxes(sizes, 12, rng(seed))
-    crops = Cut(boxes, size, rng(seed).random(len(boxes)) < 0.5)
+    crops = CropParameters(boxes, size, rng(seed).random(len(boxes)) < 0.5)
     found = resample(pixels, starts, sizes, crops)
     difference = (found.int() - one_by_one(images, crops).int()).abs()
     assert found.dtype == torch.uint8
@@ -83,7 +84,7 @@ def test_crops_have_pillows_pixels():
     """Oracle: rows first, then columns, which Pillow itself does in either order."""
     images = [picture(*shape) for shape in SIZES]
     pixels, starts, sizes = memory(images)
-    crops = Cut(random_boxes(sizes, 6, rng(7)), (48, 40), np.zeros(6 * len(SIZES), bool))
+    crops = CropParameters(random_boxes(sizes, 6, rng(7)), (48, 40), np.zeros(6 * len(SIZES), bool))
     found = resample(pixels, starts, sizes, crops)
     for number, (crop, (top, left, h, w)) in enumerate(zip(found, crops.boxes, strict=True)):
         box = Image.fromarray(images[number % len(images)][top : top + h, left : left + w])
@@ -113,7 +114,7 @@ def test_a_weight_is_that_of_the_cubic_in_float64():
 def test_the_size_of_a_chunk_changes_nothing_and_bounds_what_is_gathered(chunk, monkeypatch):
     images = [picture(*shape) for shape in SIZES]
     pixels, starts, sizes = memory(images)
-    crops = Cut(random_boxes(sizes, 4, rng(1)), (16, 24), rng(1).random(4 * len(SIZES)) < 0.5)
+    crops = CropParameters(random_boxes(sizes, 4, rng(1)), (16, 24), rng(1).random(4 * len(SIZES)) < 0.5)
     expected = resample(pixels, starts, sizes, crops)
     gathered = []
     plain = torch.Tensor.float
@@ -131,7 +132,7 @@ def test_crops_are_turned_as_on_the_cpu():
     images = [picture(*shape) for shape in SIZES]
     pixels, starts, sizes = memory(images)
     n = 3 * len(SIZES)
-    crops = Cut(random_boxes(sizes, 3, rng(2)), (32, 32), rng(2).random(n) < 0.5, rng(3).uniform(-30, 30, n))
+    crops = CropParameters(random_boxes(sizes, 3, rng(2)), (32, 32), rng(2).random(n) < 0.5, rng(3).uniform(-30, 30, n))
     difference = (resample(pixels, starts, sizes, crops).int() - one_by_one(images, crops).int()).abs()
     assert difference.max() <= 2  # of one level before the turn
     assert difference.float().mean() < 1e-3
@@ -143,12 +144,13 @@ def encoded(image: np.ndarray, kind: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
-def whole(files: list[bytes], transform, *, jpegs: bool = False) -> Batch:
-    together = ImageWriter(transform.crops, encoded=jpegs)
+def whole(files: list[bytes], transform) -> Batch:
+    together = RawBuilder()
     for number, file in enumerate(files):
         picture = Picture(file)
-        together.put(picture, transform.draw(picture.size, rng(number)))
-    return together.batch([f"a.tar/{number}" for number in range(len(files))])
+        sample = decode_sample("", picture, transform.draw(picture.size, rng(number)))
+        together.add(sample.image, sample.views)
+    return build(together, [f"a.tar/{number}" for number in range(len(files))])
 
 
 def test_the_device_is_never_waited_for():
@@ -156,9 +158,9 @@ def test_the_device_is_never_waited_for():
     transform = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3, rotation=10.0))
     batch = whole([encoded(picture(*shape)) for shape in SIZES], transform).to("meta")
     done = cut_views(batch)
-    assert [view.shape for view in done.views] == [(22, 3, 32, 32), (33, 3, 16, 16)]
-    assert done.uncut is None
-    assert all(view.device.type == "meta" for view in finish(batch).views)
+    assert [view.shape for view in pixels(done)] == [(22, 3, 32, 32), (33, 3, 16, 16)]
+    assert done.raw is None
+    assert all(view.device.type == "meta" for view in pixels(to_model_input(batch)))
 
 
 @pytest.mark.parametrize(
@@ -171,21 +173,21 @@ def test_a_method_sees_the_same_batch_whoever_cuts(transform):
     files = [encoded(image) for image in images]
     tensors = [torch.from_numpy(image).permute(2, 0, 1) for image in images]
     rngs = [rng(number) for number in range(len(files))]
-    expected = finish(collate(transform, tensors, rngs, [f"a.tar/{number}" for number in range(len(files))]))
-    done = finish(whole(files, transform))
+    expected = to_model_input(collated(transform, tensors, rngs, [f"a.tar/{number}" for number in range(len(files))]))
+    done = to_model_input(whole(files, transform))
     assert done.keys == expected.keys
-    assert done.crops == expected.crops
-    assert done.photometric == []
-    assert done.images == len(files)
-    for view, other in zip(done.views, expected.views, strict=True):
+    assert [view.crops for view in done.views] == [view.crops for view in expected.views]
+    assert all(view.color is None and view.boxes is None for view in done.views)
+    assert len(done) == len(files)
+    for view, other in zip(pixels(done), pixels(expected), strict=True):
         assert view.dtype == torch.float32
         assert view.is_contiguous()
         difference = (view - other).abs() * 0.225 * 255  # in grey levels, of which colours can make some of one
         assert difference.mean() < 1e-2
         assert difference.max() < 8
-    assert (done.masks is None) == (expected.masks is None)
-    if done.masks is not None and expected.masks is not None:
-        assert torch.equal(done.masks.hidden, expected.masks.hidden)
+    for view, other in zip(done.views, expected.views, strict=True):
+        assert len(view.masks) == len(other.masks) == isinstance(transform, MaskedCrop)
+        assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(view.masks, other.masks, strict=True))
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
@@ -197,10 +199,10 @@ def test_real_images_through_the_loader():
             str(SHARED / "imagenet-sample-000000.tar"), transform, batch_size=16, seed=0, steps=3, workers=1,
             config=LoaderConfig(crops=crops),
         )  # fmt: skip
-        found.append([finish(batch) for batch in loader])
+        found.append([to_model_input(batch) for batch in loader])
     for one, other in zip(*found, strict=True):
         assert one.keys == other.keys
-        for view, expected in zip(one.views, other.views, strict=True):
+        for view, expected in zip(pixels(one), pixels(other), strict=True):
             assert ((view - expected).abs() * 0.229 * 255).max() < 1.05
 
 
@@ -215,90 +217,29 @@ def test_who_can_cut_what():
         assert LoaderConfig().resolved(SMALL).crops == "device"
     else:
         assert LoaderConfig().resolved(SMALL).crops == "workers"
-        with pytest.raises(ValueError, match=r"needs CUDA.*leave decode at cpu"):
-            LoaderConfig(decode="device").resolved(SMALL)
 
 
-def test_a_gpu_decodes_jpegs_but_cuts_where_it_decodes(monkeypatch):
+def test_a_gpu_cuts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert LoaderConfig(decode="device").resolved(SMALL).crops == "device"
     assert LoaderConfig().resolved(SMALL).crops == "device"
     assert LoaderConfig().resolved(CenterCrop(32)).crops == "workers"
-    with pytest.raises(ValueError, match="set crops to device"):
-        LoaderConfig(crops="workers", decode="device").resolved(SMALL)
 
 
-def on_cpu(jpegs: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """In place of the GPU's decoder."""
-    assert all(jpeg.device.type == "cpu" for jpeg in jpegs)
-    return [decode(bytes(jpeg.numpy())) for jpeg in jpegs]
-
-
-def jpegs() -> list[bytes]:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return [
-        encoded(picture(60, 80), "JPEG"),
-        encoded(picture(50, 40), "PNG"),
-        encoded(picture(70, 90, 3), "JPEG", exif=exif),
-        encoded(picture(45, 45, 4)[..., 0], "JPEG") + b"\0\0",
-        encoded(picture(90, 20, 5), "JPEG", progressive=True),
-    ]
-
-
-def test_what_a_gpu_can_decode_travels_as_it_is(monkeypatch):
-    monkeypatch.setattr(data.resample, "decode_on", on_cpu)
-    batch = whole(jpegs(), SMALL, jpegs=True)
-    assert (batch.uncut.encoded > 0).tolist() == [True, False, False, True, True]
-    done, expected = cut_views(batch.to("cpu")), cut_views(whole(jpegs(), SMALL))
-    for view, other in zip(done.views, expected.views, strict=True):
-        assert torch.equal(view, other)
-
-
-def test_what_is_still_encoded_stays_and_the_rest_moves():
-    masked = MaskedCrop(RandomCrop(RandomCropConfig(size=32)), 8, "block", 0.5)
-    there = whole(jpegs(), masked, jpegs=True).to("meta")
-    assert there.memory.device.type == "cpu"
-    assert there.uncut.device == torch.device("meta")
-    assert there.masks.hidden.device.type == "meta"
-
-
-def test_a_jpeg_without_its_end_is_left_to_the_workers():
-    file = jpegs()[0]
-    picture = Picture(file[:-500])
-    together = ImageWriter(SMALL.crops, encoded=True)
-    with pytest.raises(ImageError, match="damaged"):
-        together.put(picture, SMALL.draw(picture.size, rng()))
-
-
-def test_what_the_gpu_cannot_decode_is_named(monkeypatch):
-    files = jpegs()
-
-    def decoder(jpegs, device):
-        if any(len(jpeg) == len(files[3]) for jpeg in jpegs):
-            raise ImageError("the GPU cannot decode it: bad code")
-        return on_cpu(jpegs, device)
-
-    monkeypatch.setattr(data.resample, "decode_on", decoder)
-    with pytest.raises(ImageError, match=r"a.tar/3: the GPU cannot decode it: bad code; set decode to cpu"):
-        finish(whole(files, SMALL, jpegs=True))
-    monkeypatch.setattr(data.resample, "decode_on", lambda jpegs, device: [on_cpu(jpegs, device)[0]] * len(jpegs))
-    with pytest.raises(ImageError, match=r"a.tar/3: its header says another size"):
-        finish(whole(files, SMALL, jpegs=True))
+def test_images_are_decoded_by_workers_only():
+    """config.yaml of older runs holds `decode: cpu`."""
+    assert LoaderConfig.model_validate({"decode": "cpu", "crops": "workers"}) == LoaderConfig(crops="workers")
+    with pytest.raises(ValueError, match=r"Remove loader\.decode"):
+        LoaderConfig.model_validate({"decode": "device"})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_a_gpu_decodes_and_cuts_what_a_cpu_does():
+def test_a_gpu_cuts_what_a_cpu_does():
     images = [picture(*shape) for shape in SIZES]
     for kind in ("PNG", "JPEG"):
         files = [encoded(image, kind) for image in images]
         on_gpu = cut_views(whole(files, SMALL).pin_memory().to("cuda", non_blocking=True))
-        for view, other in zip(on_gpu.views, cut_views(whole(files, SMALL)).views, strict=True):
+        for view, other in zip(pixels(on_gpu), pixels(cut_views(whole(files, SMALL))), strict=True):
             assert (view.cpu().int() - other.int()).abs().max() <= 1
-    files = [encoded(np.asarray(Image.fromarray(image).resize((300, 200))), "JPEG", subsampling=0) for image in images]
-    decoded = cut_views(whole(files, SMALL, jpegs=True).pin_memory().to("cuda", non_blocking=True))
-    for view, other in zip(decoded.views, cut_views(whole(files, SMALL)).views, strict=True):
-        assert (view.cpu().int() - other.int()).abs().float().mean() < 1
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
@@ -312,9 +253,10 @@ def test_real_images_at_a_fraction_of_their_size():
         picture = Picture(encoded(np.asarray(large), "JPEG", quality=90))
         transform = RandomCrop(RandomCropConfig(size=96, scale=(0.4, 1.0)))
         drawn = transform.draw(picture.size, rng(number))
-        assert picture.fraction(drawn.shrink(picture.size)) == 8
-        together = ImageWriter((1,))
-        together.put(picture, drawn)
-        small = cut_views(together.batch([""])).views[0]
-        full = collate(transform, [picture.pixels()], [rng(number)]).views[0]
+        assert picture.fraction(largest_shrink(drawn, picture.size)) == 8
+        together = RawBuilder()
+        sample = decode_sample("", picture, drawn)
+        together.add(sample.image, sample.views)
+        (small,) = pixels(cut_views(build(together, [""])))
+        (full,) = pixels(collated(transform, [picture.pixels()], [rng(number)]))
         assert (small.int() - full.int()).abs().float().mean() < 8

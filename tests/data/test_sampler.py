@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.sampler import Mixture, Order, bounded_windows, quotas, sample_rng, step_positions
+from data.sampler import MixtureSampler, ShuffledSampler, bounded_buffers, quotas, sample_rng
+from tests.data.batches import step_positions
 
 UNEQUAL = {1: [1000], 2: [3, 500], 7: [1, 17, 300, 16, 64, 5, 2], 40: [1 + 13 * k % 57 for k in range(40)]}
 
@@ -19,7 +20,7 @@ def everything(counts):
 @pytest.mark.parametrize("counts", [*UNEQUAL.values(), [5], [2, 1]], ids=lambda counts: f"{len(counts)}-{sum(counts)}")
 def test_an_epoch_holds_every_sample_once(counts):
     images = sum(counts)
-    order = Order(counts, seed=3)
+    order = ShuffledSampler(counts, seed=3)
     seen = set()
     for epoch in range(3):
         epochs, shards, samples = order(np.arange(epoch * images, (epoch + 1) * images))
@@ -32,60 +33,78 @@ def test_an_epoch_holds_every_sample_once(counts):
 @settings(max_examples=60, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 60), min_size=1, max_size=12),
-    lanes=st.integers(1, 70),
+    streams=st.integers(1, 70),
     block=st.none() | st.integers(1, 20),
-    window=st.integers(1, 40),
+    buffer=st.integers(1, 40),
     seed=st.integers(0, 2**64 - 1),
     data=st.data(),
 )
-def test_any_settings_give_whole_epochs_and_any_access_gives_the_same(counts, lanes, block, window, seed, data):
+def test_any_settings_give_whole_epochs_and_any_access_gives_the_same(counts, streams, block, buffer, seed, data):
     images = sum(counts)
-    settings = {"lanes": lanes, "block": block, "window": window}
-    order = Order(counts, seed, **settings)
+    settings = {"streams": streams, "block": block, "buffer": buffer}
+    order = ShuffledSampler(counts, seed, **settings)
     whole = np.stack(order(np.arange(3 * images)))  # (3, P)
     for epoch in range(3):
         shards, samples = whole[1:, epoch * images : (epoch + 1) * images]
         assert sorted(zip(shards, samples, strict=True)) == everything(counts)
     places = np.array(data.draw(st.lists(st.integers(0, 3 * images - 1), max_size=20)), dtype=np.int64)
-    np.testing.assert_array_equal(np.stack(Order(counts, seed, **settings)(places)), whole[:, places])
+    np.testing.assert_array_equal(np.stack(ShuffledSampler(counts, seed, **settings)(places)), whole[:, places])
 
 
 def test_order_is_what_it_was():
     """Runs are resumed with other versions of numpy and of this file: the order must not move."""
-    _, shards, samples = Order([6, 3], seed=2, lanes=2, block=2, window=3)(np.arange(9, 18))
+    _, shards, samples = ShuffledSampler([6, 3], seed=2, streams=2, block=2, buffer=3)(np.arange(9, 18))
     assert shards.tolist() == [1, 0, 1, 0, 1, 0, 0, 0, 0]
     assert samples.tolist() == [0, 3, 1, 2, 2, 0, 5, 1, 4]
-    assert Mixture([Order([9], 0)] * 3, [1, 2, 3], 0)(np.arange(12))[0].tolist() == [1, 0, 2, 1, 2, 1, 2, 0, 2, 2, 1, 2]
+    assert MixtureSampler([ShuffledSampler([9], 0)] * 3, [1, 2, 3], 0)(np.arange(12))[0].tolist() == [
+        1,
+        0,
+        2,
+        1,
+        2,
+        1,
+        2,
+        0,
+        2,
+        2,
+        1,
+        2,
+    ]
     assert sample_rng(5, 10**12).bit_generator.random_raw(2).tolist() == [4578702850448300773, 14842475959918514088]
 
 
 def test_seeds_sources_and_positions_draw_differently():
     positions = np.arange(300)
-    orders = [Order([300], seed, source=source)(positions)[2].tolist() for seed in (0, 1) for source in (0, 1)]
+    orders = [
+        ShuffledSampler([300], seed, source=source)(positions)[2].tolist() for seed in (0, 1) for source in (0, 1)
+    ]
     assert len({tuple(order) for order in orders}) == 4
     assert len({sample_rng(seed, position).random() for seed in (0, 1) for position in (0, 1)}) == 4
-    high = [Order([300], seed)(positions)[2].tolist() for seed in (2**64 - 2, 2**64 - 1)]
+    high = [ShuffledSampler([300], seed)(positions)[2].tolist() for seed in (2**64 - 2, 2**64 - 1)]
     assert high[0] != high[1]  # no detour through floats
     for seed in (-1, 2**64):
         with pytest.raises(ValueError, match="seed"):
-            Order([300], seed)
+            ShuffledSampler([300], seed)
 
 
 def test_blocks_suit_the_number_of_samples():
-    sizes = {sum(counts): Order(counts, 0).block for counts in ([60_000], [50_000] * 4, [1_280] * 1_000, [1] * 100_000)}
+    sizes = {
+        sum(counts): ShuffledSampler(counts, 0).block
+        for counts in ([60_000], [50_000] * 4, [1_280] * 1_000, [1] * 100_000)
+    }
     assert sizes == {60_000: 1, 200_000: 4, 1_280_000: 16, 100_000: 1}
 
 
-def test_neighbours_part_and_lanes_stay_local():
+def test_neighbours_part_and_streams_stay_local():
     counts = [1000] * 40
-    order = Order(counts, seed=0, lanes=8, block=16, window=512)
+    order = ShuffledSampler(counts, seed=0, streams=8, block=16, buffer=512)
     _, shards, samples = order(np.arange(8 * 512))
-    lane = slice(3, None, 8)  # the first window of lane 3
-    blocks = set(zip(shards[lane].tolist(), (samples[lane] // 16).tolist(), strict=True))
+    stream = slice(3, None, 8)  # the first buffer of stream 3
+    blocks = set(zip(shards[stream].tolist(), (samples[stream] // 16).tolist(), strict=True))
     assert 512 // 16 <= len(blocks) <= 512 // 16 + 4  # short blocks at the end of shards, and one cut at each end
     # Samples of a batch come from most shards, although each shard may be a class.
     assert all(len(set(shards[start : start + 256])) >= 35 for start in range(0, 8 * 512, 256))
-    same = (shards[lane][1:] == shards[lane][:-1]).mean()
+    same = (shards[stream][1:] == shards[stream][:-1]).mean()
     assert same < 0.15  # 1 / 40 of other blocks and 1 / 32 of the same
 
 
@@ -104,20 +123,20 @@ def test_any_split_of_a_step_is_the_same_step(batch_size):
             np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-def test_a_rank_reads_its_own_lanes():
-    lanes = [
+def test_a_rank_reads_its_own_streams():
+    streams = [
         {int(p) % 64 for step in range(5) for p in step_positions(step, 256, rank=rank, world_size=8)}
         for rank in range(8)
     ]
-    assert all(len(one) == 8 for one in lanes)
-    assert set.union(*lanes) == set(range(64))
-    with pytest.raises(ValueError, match="do not split"):
+    assert all(len(one) == 8 for one in streams)
+    assert set.union(*streams) == set(range(64))
+    with pytest.raises(ValueError, match="does not split"):
         step_positions(0, 10, world_size=4)
 
 
 def test_a_mixture_keeps_its_shares_and_the_epochs_of_its_sources():
     counts = [[30, 50], [700], [20]]
-    mixture = Mixture([Order(c, 9, source=s) for s, c in enumerate(counts)], [0.2, 3, 0.001], seed=9)
+    mixture = MixtureSampler([ShuffledSampler(c, 9, source=s) for s, c in enumerate(counts)], [0.2, 3, 0.001], seed=9)
     assert mixture.quotas.tolist() == [64, 959, 1]
     positions = np.arange(20 * 1024)
     sources, shards, samples = mixture(positions)
@@ -131,10 +150,10 @@ def test_a_mixture_keeps_its_shares_and_the_epochs_of_its_sources():
     np.testing.assert_array_equal(np.stack(mixture(pick)), np.stack([sources, shards, samples])[:, pick])
 
 
-def test_one_source_is_its_order_and_later_is_further_in_the_lane():
-    order = Order([100, 37], 4)
+def test_one_source_is_its_order_and_later_is_further_in_the_stream():
+    order = ShuffledSampler([100, 37], 4)
     positions = np.arange(400)
-    mixture = Mixture([order], [0.3], 4)
+    mixture = MixtureSampler([order], [0.3], 4)
     np.testing.assert_array_equal(np.stack(mixture(positions)[1:]), np.stack(order(positions)[1:]))
     np.testing.assert_array_equal(np.stack(mixture(positions, later=2)[1:]), np.stack(order(positions + 128)[1:]))
 
@@ -158,7 +177,7 @@ def test_a_billion_samples_in_a_hundred_thousand_shards():
     counts = np.full(100_000, 10_000)
     tracemalloc.start()
     start = time.perf_counter()
-    order = Order(counts, seed=0)
+    order = ShuffledSampler(counts, seed=0)
     _, shards, samples = order(np.arange(10**9 - 128, 10**9 + 128))  # two epochs
     elapsed = time.perf_counter() - start
     _, peak = tracemalloc.get_traced_memory()
@@ -171,10 +190,10 @@ def test_a_billion_samples_in_a_hundred_thousand_shards():
     assert samples.max() < 10_000
 
 
-def test_windows_are_bounded_in_bytes():
-    assert bounded_windows([110_000], 1024, None) == [1024]
-    assert bounded_windows([110_000], 1024, 8) == [1024]  # 64 x 1,024 x 110 kB = 7.2 GB
-    assert bounded_windows([220_000], 1024, 8) == [568]  # 64 x 568 x 220 kB = 8.0 GB
-    assert bounded_windows([110_000, 1_000], 1024, 2) == [142, 1024]  # a gigabyte each
-    assert bounded_windows([10**9], 1024, 1) == [1]
-    assert bounded_windows([5000], 100, 1e-4, lanes=4) == [5]
+def test_buffers_are_bounded_in_bytes():
+    assert bounded_buffers([110_000], 1024, None) == [1024]
+    assert bounded_buffers([110_000], 1024, 8) == [1024]  # 64 x 1,024 x 110 kB = 7.2 GB
+    assert bounded_buffers([220_000], 1024, 8) == [568]  # 64 x 568 x 220 kB = 8.0 GB
+    assert bounded_buffers([110_000, 1_000], 1024, 2) == [142, 1024]  # a gigabyte each
+    assert bounded_buffers([10**9], 1024, 1) == [1]
+    assert bounded_buffers([5000], 100, 1e-4, streams=4) == [5]

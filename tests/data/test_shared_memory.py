@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import data.shared_memory
-from data.batch import Batch, Cut, Drawn
-from data.collate import collate
+from data.batch import Batch, CropParameters, ViewParameters
+from data.collate import ViewShape
 from data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
-from data.loader import LoaderConfig, evaluation_batches, training_batches
+from data.loader import LoaderConfig
 from data.masking import MaskedCrop
-from data.shared_memory import Parcel, Pool
+from data.shared_memory import BufferRing, SharedBatch
+from tests.data.batches import collated, evaluation_batches, training_batches
 
 SMALL = MultiCrop(MultiCropConfig(global_size=8, local_size=4, local_crops=2))
 MASKED = MaskedCrop(RandomCrop(RandomCropConfig(size=8)), 4, "random", 0.5)
@@ -22,58 +23,60 @@ MASKED = MaskedCrop(RandomCrop(RandomCropConfig(size=8)), 4, "random", 0.5)
 
 def batch(memory=None, seed=0):
     image = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (3, 9, 9), dtype=np.uint8))
-    made = collate(SMALL, [image] * 3, [np.random.default_rng(b) for b in range(3)], list("abc"))
+    made = collated(SMALL, [image] * 3, [np.random.default_rng(b) for b in range(3)], list("abc"))
     if memory is None:
         return made
     memory[: len(made.memory)] = made.memory
-    return made.over(memory[: len(made.memory)])
+    return made.in_memory(memory[: len(made.memory)])
 
 
 def equal(one, other):
-    return one.keys == other.keys and all(torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True))
+    return one.keys == other.keys and all(
+        torch.equal(a.images, b.images) for a, b in zip(one.views, other.views, strict=True)
+    )
 
 
-def test_a_slot_is_taken_until_it_was_opened():
-    pool = Pool(workers=2, slots=2, size=5000)
-    first, second = pool.take(1), pool.take(1)
-    assert pool.take(1) is None
-    assert pool.take(0) is not None
-    assert len({slot.memory.data_ptr() for slot in (first, second)}) == 2
-    parcel = Parcel.packed(batch(first.memory), first)
-    sent = pickle.loads(pickle.dumps(parcel.slot))
-    assert sent.pool is pool
-    assert pool.take(1) is None
-    opened = Parcel(parcel.batch, sent).open()
+def test_a_buffer_is_taken_until_it_was_opened():
+    ring = BufferRing(workers=2, buffers=2, size=5000)
+    first, second = ring.take(1), ring.take(1)
+    assert ring.take(1) is None
+    assert ring.take(0) is not None
+    assert len({buffer.memory.data_ptr() for buffer in (first, second)}) == 2
+    shared_batch = SharedBatch.from_batch(batch(first.memory), first)
+    sent = pickle.loads(pickle.dumps(shared_batch.buffer))
+    assert sent.ring is ring
+    assert ring.take(1) is None
+    opened = SharedBatch(shared_batch.batch, sent).open()
     assert equal(opened, batch())
-    assert pool.take(1).index == first.index
+    assert ring.take(1).index == first.index
     first.memory.zero_()
     assert equal(opened, batch())
 
 
 def test_pixels_stay_behind():
-    pool = Pool(1, 1, 50_000)
-    slot = pool.take(0)
-    parcel = Parcel.packed(batch(slot.memory), slot)
-    assert all(view.device.type == "meta" for view in parcel.batch.views)
-    assert parcel.batch.memory.device.type == "meta"
+    ring = BufferRing(1, 1, 50_000)
+    buffer = ring.take(0)
+    shared_batch = SharedBatch.from_batch(batch(buffer.memory), buffer)
+    assert all(view.images.device.type == "meta" for view in shared_batch.batch.views)
+    assert shared_batch.batch.memory.device.type == "meta"
 
 
 def test_a_batch_that_did_not_fit_is_sent_as_it_is():
-    pool = Pool(1, 1, 64)
-    slot = pool.take(0)
+    ring = BufferRing(1, 1, 64)
+    buffer = ring.take(0)
     made = batch()
-    assert Parcel.packed(made, slot) is made
-    assert pool.take(0) is not None
+    assert SharedBatch.from_batch(made, buffer) is made
+    assert ring.take(0) is not None
 
 
 def test_memory_is_given_back():
     gc.collect()  # those of other tests
-    before = len(data.shared_memory._pools)
-    pool = Pool(1, 3, 2**40)  # nothing is committed
-    assert len(data.shared_memory._pools) == before + 1
-    del pool
+    before = len(data.shared_memory._rings)
+    ring = BufferRing(1, 3, 2**40)  # nothing is committed
+    assert len(data.shared_memory._rings) == before + 1
+    del ring
     gc.collect()
-    assert len(data.shared_memory._pools) == before
+    assert len(data.shared_memory._rings) == before
 
 
 @pytest.fixture
@@ -93,7 +96,7 @@ def pictures(write_tar):
 
 def batches(shards, workers, crops="workers", transform=SMALL, **settings):
     config = LoaderConfig(crops=crops)
-    given = {"batch_size": 5, "seed": 3, "steps": 24, "lanes": 4} | settings
+    given = {"batch_size": 5, "seed": 3, "steps": 24, "streams": 4} | settings
     return training_batches(shards, transform, workers=workers, config=config, **given)
 
 
@@ -103,9 +106,9 @@ def contents(found):
         (
             one.keys,
             bytes(one.memory.numpy()),
-            [view.clone() for view in one.views],
-            None if one.masks is None else one.masks.hidden.clone(),
-            None if one.uncut is None else [cut.boxes.tolist() for cut in one.uncut.cuts],
+            [view.images.clone() for view in one.views],
+            [mask.hidden.clone() for view in one.views for mask in view.masks],
+            [view.boxes.boxes.tolist() for view in one.views if view.boxes],
         )
         for one in found
     ]
@@ -115,7 +118,7 @@ def same(one, other):
     for (keys, pixels, views, hidden, boxes), others in zip(one, other, strict=True):
         assert (keys, pixels, boxes) == (others[0], others[1], others[4])
         assert all(torch.equal(a, b) for a, b in zip(views, others[2], strict=True))
-        assert hidden is None or torch.equal(hidden, others[3])
+        assert all(torch.equal(a, b) for a, b in zip(hidden, others[3], strict=True))
 
 
 @pytest.mark.medium
@@ -142,31 +145,33 @@ def test_two_iterations_at_once_do_not_meet(pictures):
     same(contents(second for _, second in pairs), expected)
 
 
-def test_workers_leave_pixels_in_the_slots(pictures, monkeypatch):
+def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
     opened = []
-    monkeypatch.setattr(Parcel, "open", lambda self, whole=Parcel.open: opened.append(self.slot.index) or whole(self))
+    monkeypatch.setattr(
+        SharedBatch, "open", lambda self, whole=SharedBatch.open: opened.append(self.buffer.index) or whole(self)
+    )
     assert len(list(batches(pictures, 2, steps=20))) == 20
     assert len(opened) == 20
     assert set(opened) <= set(range(6))
 
 
 @pytest.mark.parametrize("crops", ["workers", "device"])
-def test_batches_that_do_not_fit_their_slots_arrive_all_the_same(pictures, crops, monkeypatch):
+def test_batches_that_do_not_fit_their_buffers_arrive_all_the_same(pictures, crops, monkeypatch):
     expected = contents(batches(pictures, 0, crops))
-    pool = data.loader.Pool
-    monkeypatch.setattr("data.loader.Pool", lambda workers, slots, size: pool(workers, slots, 1))
+    ring = data.loader.BufferRing
+    monkeypatch.setattr("data.loader.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
     same(contents(list(batches(pictures, 2, crops))), expected)
-    monkeypatch.setattr("data.loader.Pool", lambda workers, slots, size: pool(workers, 1, size))  # too few
+    monkeypatch.setattr("data.loader.BufferRing", lambda workers, buffers, size: ring(workers, 1, size))  # too few
     same(contents(list(batches(pictures, 2, crops))), expected)
 
 
 class Large:
     """A crop larger than the images' own size."""
 
-    crops, sizes, packing = (1,), (64,), None
+    views, packing = (ViewShape(1, 64),), None
 
     def draw(self, size, rng):
-        return Drawn([Cut(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool))], [None])
+        return [ViewParameters(CropParameters(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool)))]
 
 
 def test_evaluation_with_missing_images_and_a_short_last_batch(pictures, write_tar, png):
@@ -174,7 +179,7 @@ def test_evaluation_with_missing_images_and_a_short_last_batch(pictures, write_t
     shards = [*pictures, bad]
     alone = list(evaluation_batches(shards, Large(), batch_size=8, labels=False))
     shared = list(evaluation_batches(shards, Large(), batch_size=8, labels=False, workers=2))
-    assert sum(one.images for one in alone) == 62
+    assert sum(len(one) for one in alone) == 62
     same(contents(shared), contents(alone))
     assert [one.skipped for one in shared] == [one.skipped for one in alone]
     assert all(isinstance(one, Batch) for one in shared)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from data.sampler import Order
+from data.sampler import ShuffledSampler
 
 BATCH = 1024
 
 
 def turns(shards, samples, seed):
     """When each sample of an epoch comes, and when in a full shuffle: (shards, samples) each."""
-    order = Order([samples] * shards, seed)
+    order = ShuffledSampler([samples] * shards, seed)
     _, which, place = order(np.arange(shards * samples))
     found = np.empty((shards, samples), dtype=np.int64)
     found[which, place] = np.arange(shards * samples)
@@ -40,6 +40,6 @@ def test_a_large_epoch_draws_its_batches_from_most_shards():
     found, full = turns(1000, 1281, seed=0)
     assert sources(found) > 0.9 * sources(full)
     together = (apart(found) < BATCH).mean()
-    # Lanes shuffle 1,024 of their samples at a time, which lie 64 x 1,024 positions apart at most.
+    # Streams shuffle 1,024 of their samples at a time, which lie 64 x 1,024 positions apart at most.
     assert together < 2.2 * BATCH / (64 * 1024)
     assert np.median(apart(found)) > 16 * BATCH

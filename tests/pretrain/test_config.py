@@ -199,3 +199,15 @@ def test_help_imports_no_heavy_module() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--optim.lr float" in done.stdout
     assert set(HEAVY.split()) & set(done.stderr.split()) == set()
+
+
+def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
+    gray = ["--data.channels", "1", "--data.mean", "0.5", "--data.std", "0.2"]
+    config = resolve(load([*SHARDS, "--method", "dino", *gray]), 100_000)
+    assert (config.dino.saturation, config.dino.hue, config.dino.grayscale) == (0, 0, 0)
+    assert config.dino.brightness > 0
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = resolve(load([*SHARDS, "--config", str(tmp_path / "config.yaml")]), 100_000)
+    assert again.dino == config.dino
+    with pytest.raises(SettingsError, match=r"dino: These settings need RGB images.*1 channels: hue\."):
+        resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)

@@ -184,7 +184,7 @@ def test_cache_folder(monkeypatch, tmp_path):
 
 def test_images_that_are_not_read_are_said(tmp_path, caplog):
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name in ("a.jpg", "b.1.jpg", "c.tiff", "d.txt", "e.cls"):
+        for name in ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls"):
             member = tarfile.TarInfo(name)
             member.size = 1
             archive.addfile(member, io.BytesIO(b"0"))

@@ -1,0 +1,99 @@
+"""Pixel statistics: histograms of channels, and the mean and standard deviation that follow from them.
+
+C channels, H x W pixels.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from data.decode import ImageError, decode
+from data.shards import Reader, ShardError, ShardList, Sources
+from data.shards.reader import UnreadableError
+from encoders.base import Preprocessing
+
+READ_TOGETHER = 64
+"""Images that are downloaded together."""
+LEAST_STD = 1 / 255
+"""Standard deviation of a constant channel, for example of alpha where all images are opaque: one level."""
+
+
+def histogram(pixels: Tensor) -> np.ndarray:
+    """Count the values of each channel: (C, H, W) uint8 -> (C, 256) int64."""
+    return np.array([Image.fromarray(channel.contiguous().numpy()).histogram() for channel in pixels], dtype=np.int64)
+
+
+def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
+    """Return mean and standard deviation of each channel over all pixels, in [0, 1]; None without pixels.
+
+    mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v pixels have the value v. The sums are integers,
+    so the result does not depend on the order of images.
+
+    Args:
+        counts: (C, 256) int64 histograms.
+    """
+    means, deviations = [], []
+    for channel in counts.tolist():
+        total, first, second = (sum(count * value**power for value, count in enumerate(channel)) for power in range(3))
+        if not total:
+            return None
+        means.append(first / total / 255)
+        deviations.append(((second * total - first * first) / total**2) ** 0.5 / 255)
+    return means, deviations
+
+
+def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Preprocessing:
+    """Return mean and standard deviation of each channel over all pixels, in [0, 1].
+
+    The statistics of a source come from its `index.json`, else from `images` of its images, evenly spread over all its
+    shards. The result is a function of the shards and their weights alone. Corrupt images are left out.
+
+    Raises:
+        ShardError: the shards cannot be read, or none of the images is good.
+    """
+    found = [_source_statistics(source, channels, images) for source in sources.lists]
+    means, stds = (np.array(values) for values in zip(*found, strict=True))  # (S, C) each
+    mean = np.average(means, axis=0, weights=sources.weights)
+    std = np.sqrt(np.average(stds**2 + (means - mean) ** 2, axis=0, weights=sources.weights))
+    return Preprocessing(tuple(mean.tolist()), tuple(np.maximum(std, LEAST_STD).tolist()))
+
+
+def _source_statistics(source: ShardList, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Return mean and standard deviation of each channel of one source."""
+    if source.mean is not None and source.std is not None and len(source.mean) == channels:
+        return source.mean, source.std
+    counts, reasons = np.zeros((channels, 256), dtype=np.int64), []
+    for image in _sampled(source, images):
+        if isinstance(image, str):
+            reasons.append(image)
+            continue
+        try:
+            counts += histogram(decode(image, channels=channels))
+        except ImageError as error:
+            reasons.append(str(error))
+    found = moments(counts)
+    if found is None:
+        raise ShardError(f"none of {len(reasons)} sampled images is good. The first reason: {reasons[0]}.")
+    return found
+
+
+def _sampled(source: ShardList, images: int) -> Iterator[bytes | str]:
+    """Yield encoded images that are evenly spread over the shards of a source, or the reason why one is unreadable."""
+    reader, ends = Reader(source), np.cumsum(source.counts)
+    numbers = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64)
+    for start in range(0, len(numbers), READ_TOGETHER):
+        some = numbers[start : start + READ_TOGETHER]
+        shards = np.searchsorted(ends, some, side="right")
+        within = some - (ends - source.counts)[shards]
+        reader.prepare(shards, within)
+        yield from _read(reader, shards.tolist(), within.tolist())
+
+
+def _read(reader: Reader, shards: Sequence[int], samples: Sequence[int]) -> Iterator[bytes | str]:
+    for shard, sample in zip(shards, samples, strict=True):
+        try:
+            yield reader.image(shard, sample)
+        except UnreadableError as error:
+            yield str(error)

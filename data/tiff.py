@@ -1,0 +1,103 @@
+"""TIFF images of any number of bands, read by tifffile.
+
+Images come from strangers. Only the listed compressions are decoded, and everything that decides how much memory is
+needed is compared with a limit before any pixel is decoded. H x W pixels.
+"""
+
+from io import BytesIO
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tifffile import TiffPage
+
+SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+"""First bytes of a TIFF: two byte orders, TIFF and BigTIFF."""
+COMPRESSIONS = (1, 5, 8, 32946, 32773)
+"""Compressions that are read: none, LZW, deflate under two numbers, PackBits."""
+GRAY, RGB = 1, 2
+"""Photometric interpretations that are read. Bands without a meaning are marked as gray."""
+ORIENTATION = 274
+"""Number of the orientation tag."""
+ALPHA = 2
+"""Kind of an extra band: alpha with which the colours are not multiplied."""
+
+
+class TiffError(ValueError):
+    """Bytes that are not a good TIFF, or a TIFF that is not read. The message is the reason."""
+
+
+class Tiff(NamedTuple):
+    """First page of a TIFF."""
+
+    pixels: np.ndarray
+    """(H, W, bands) uint8 as stored, not turned upright."""
+    orientation: int
+    """EXIF orientation; 1 is upright."""
+    mode: str | None
+    """Pillow's name for gray or RGB bands, with or without alpha; None for bands without a meaning."""
+
+
+def is_tiff(encoded: bytes) -> bool:
+    """Return True if the bytes begin like a TIFF."""
+    return encoded[:4] in SIGNATURES
+
+
+def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
+    """Read the first page of a TIFF with 8 or 16 bits per band. Values of 16 bits are divided by 257.
+
+    Raises:
+        TiffError: a damaged TIFF, a TIFF that is not read, one above a limit, or a package is missing.
+    """
+    try:
+        import imagecodecs  # noqa: F401 - its decoders write no more bytes than a strip should have; tifffile's own do
+        from tifffile import TiffFile
+    except ImportError as error:
+        raise TiffError(
+            f"TIFF images need the package {error.name}. Install it with: pip install 'tessera-ssl[tiff]'"
+        ) from error
+    try:
+        with TiffFile(BytesIO(encoded)) as file:
+            page = file.pages.first
+            _check(page, most_bands, max_pixels)
+            values = page.asarray(squeeze=False, maxworkers=1)  # (bands, 1, H, W, 1) or (1, 1, H, W, bands)
+            orientation = int(page.tags.valueof(ORIENTATION, 1))
+            mode = _mode(page)
+    except (TiffError, MemoryError):
+        raise
+    except Exception as error:  # tifffile fails in many ways on a damaged file
+        raise TiffError(f"a damaged TIFF image: {error}") from error
+    pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
+    if pixels.dtype == np.uint16:
+        pixels = ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    return Tiff(pixels, orientation, mode)
+
+
+def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
+    """Check the header of a page."""
+    height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
+    if min(height, width, bands) < 1:
+        raise TiffError(f"its header says {width} x {height} pixels of {bands} bands")
+    if max(height * width, prod(page.tile or ())) > max_pixels:  # a tile may be larger than its image
+        raise TiffError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
+    if bands > most_bands:
+        raise TiffError(f"a TIFF image of {bands} bands, more than the {most_bands} that can be used")
+    if prod(page.shaped) != height * width * bands:
+        raise TiffError("a TIFF image with depth")
+    if page.compression not in COMPRESSIONS:
+        raise TiffError(f"a TIFF image compressed with {page.compression!r}")
+    if page.photometric not in (GRAY, RGB):
+        raise TiffError(f"a TIFF image with the colours {page.photometric!r}")
+    if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
+        raise TiffError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype})")
+
+
+def _mode(page: "TiffPage") -> str | None:
+    """Pillow's name for the bands of a page."""
+    colors = "RGB" if page.photometric == RGB else "L"
+    extra = page.samplesperpixel - len(colors)
+    if extra == 0:
+        return colors
+    return f"{colors}A" if extra == 1 and tuple(page.extrasamples)[:1] == (ALPHA,) else None

@@ -1,0 +1,289 @@
+"""Images of one to many channels, from the file to the normalised batch."""
+
+import builtins
+import struct
+from io import BytesIO
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+
+import data.decode
+from data.augment import to_model_input
+from data.crops import RandomCrop, RandomCropConfig
+from data.decode import ImageError, Picture, decode
+from data.loader import LoaderConfig
+from data.masking import MaskedCrop
+from encoders.base import Preprocessing
+from tests.data.batches import pixels, training_batches
+
+RNG = np.random.default_rng(0)
+COLORS = RNG.integers(0, 256, (25, 35, 4), dtype=np.uint8)
+
+
+def saved(values: np.ndarray, kind: str, **options) -> bytes:
+    file = BytesIO()
+    Image.fromarray(values).save(file, kind, **options)
+    return file.getvalue()
+
+
+def tiff(values: np.ndarray, **options) -> bytes:
+    file = BytesIO()
+    tifffile.imwrite(file, values, **options)
+    return file.getvalue()
+
+
+def array(encoded: bytes, channels: int) -> np.ndarray:
+    """(H, W, C)."""
+    tensor = decode(encoded, channels=channels)
+    assert tensor.dtype == torch.uint8
+    assert tensor.permute(1, 2, 0).is_contiguous()  # the memory order that resizing takes
+    return tensor.permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_alpha_is_kept_in_four_channels_and_opaque_without(kind):
+    lossless = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    assert np.array_equal(array(saved(COLORS, kind, **lossless), 4), COLORS)
+    opaque = array(saved(COLORS[..., :3], kind, **lossless), 4)
+    assert np.array_equal(opaque[..., :3], COLORS[..., :3])
+    assert (opaque[..., 3] == 255).all()
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
+def test_a_jpeg_in_one_and_four_channels(options, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    y, x = np.mgrid[0:25, 0:35]
+    smooth = np.stack([128 + 90 * np.sin(x / 9 + c) * np.cos(y / 7 - c) for c in range(3)], axis=2).astype(np.uint8)
+    encoded = saved(smooth, "JPEG", quality=95, exif=exif, **options)
+    four = array(encoded, 4)
+    assert np.array_equal(four[..., :3], array(encoded, 3))
+    assert (four[..., 3] == 255).all()
+    gray = np.asarray(Image.fromarray(array(encoded, 3)).convert("L")).astype(int)
+    assert np.abs(array(encoded, 1)[..., 0] - gray).max() <= 2
+    stored = saved(COLORS[..., 0], "JPEG", exif=exif)
+    assert np.array_equal(array(stored, 1), array(stored, 3)[..., :1])
+
+
+def test_luminance_of_a_jpeg_is_the_same_from_both_decoders(monkeypatch):
+    for options in ({}, {"keep_rgb": True}, {"progressive": True}):
+        encoded = saved(COLORS[..., :3], "JPEG", **options)
+        by_torchvision = array(encoded, 1)
+        with monkeypatch.context() as without:
+            without.setattr(data.decode, "jpeg_decoder", lambda: None)
+            assert np.array_equal(array(encoded, 1), by_torchvision)
+
+
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_a_jpeg_at_a_fraction_of_its_size(channels, shrink):
+    encoded = saved(np.full((64, 96, 3), (200, 100, 50), dtype=np.uint8), "JPEG", quality=95)
+    picture = Picture(encoded, channels=channels)
+    small = picture.pixels(picture.fraction(shrink))
+    assert small.shape == (channels, 64 // shrink, 96 // shrink)
+    assert (small.int() - picture.pixels()[:, :1, :1].int()).abs().max() <= 2
+
+
+def test_gray_is_the_luminance_over_white():
+    gray = np.asarray(Image.fromarray(COLORS[..., :3]).convert("L"))
+    assert np.array_equal(array(saved(COLORS[..., :3], "PNG"), 1)[..., 0], gray)
+    assert np.array_equal(array(saved(COLORS[..., 0], "PNG"), 1)[..., 0], COLORS[..., 0])
+    over_white = Image.fromarray(array(saved(COLORS, "PNG"), 3)).convert("L")
+    assert np.array_equal(array(saved(COLORS, "PNG"), 1)[..., 0], np.asarray(over_white))
+
+
+def test_sixteen_bit_gray_is_divided_by_257():
+    values = RNG.integers(0, 65536, (9, 11)).astype(np.uint16)
+    expected = np.round(values / 257).astype(np.uint8)
+    encoded = saved(values, "PNG")
+    assert np.array_equal(array(encoded, 1)[..., 0], expected)
+    assert np.array_equal(array(encoded, 3), expected[..., None].repeat(3, 2))
+    assert np.array_equal(array(encoded, 4)[..., 3], np.full((9, 11), 255))
+    assert np.array_equal(array(tiff(values), 1)[..., 0], expected)
+
+
+@pytest.mark.parametrize("compression", [None, "lzw", "deflate", "adobe_deflate", "packbits"])
+@pytest.mark.parametrize("layout", ["interleaved", "separate", "tiled"])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_bands_of_a_tiff(bits, layout, compression):
+    values = RNG.integers(0, 2**bits, (25, 35, 12)).astype(f"uint{bits}")
+    expected = values if bits == 8 else np.round(values / 257).astype(np.uint8)
+    separate = layout == "separate"
+    options = {"tile": (16, 16)} if layout == "tiled" else {"rowsperstrip": 7}
+    if compression in ("lzw", "deflate"):
+        options["predictor"] = True
+    encoded = tiff(
+        np.moveaxis(values, 2, 0) if separate else values,
+        photometric="minisblack", planarconfig="separate" if separate else "contig", compression=compression, **options,
+    )  # fmt: skip
+    assert np.array_equal(array(encoded, 12), expected)
+    for channels in (1, 3, 4, 11, 13):
+        with pytest.raises(ImageError, match="12 bands"):
+            decode(encoded, channels=channels)
+
+
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_gray_and_colour_tiffs_are_images_like_others(byteorder, bigtiff):
+    options = {"byteorder": byteorder, "bigtiff": bigtiff}
+    color = tiff(COLORS[..., :3], photometric="rgb", **options)
+    alpha = tiff(COLORS, photometric="rgb", extrasamples=["unassalpha"], **options)
+    gray = tiff(COLORS[..., 0], **options)
+    gray_alpha = tiff(COLORS[..., :2], photometric="minisblack", planarconfig="contig", extrasamples=["unassalpha"])
+    for encoded, values in ((color, COLORS[..., :3]), (alpha, COLORS), (gray, COLORS[..., 0])):
+        for channels in (1, 3, 4):
+            assert np.array_equal(array(encoded, channels), array(saved(values, "PNG"), channels))
+    assert np.array_equal(array(gray_alpha, 2), COLORS[..., :2])
+    file = BytesIO()
+    Image.merge("LA", [Image.fromarray(COLORS[..., band]) for band in (0, 1)]).save(file, "PNG")
+    for channels in (1, 3, 4):
+        assert np.array_equal(array(gray_alpha, channels), array(file.getvalue(), channels))
+    infrared = tiff(COLORS, photometric="rgb", extrasamples=["unspecified"])
+    assert np.array_equal(array(infrared, 4), COLORS)
+    with pytest.raises(ImageError, match="4 bands cannot become an image of 3 channels"):
+        decode(infrared)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_is_turned_upright(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    expected = array(saved(COLORS[..., :3], "PNG", exif=exif), 3)
+    encoded = tiff(COLORS[..., :3], photometric="rgb", extratags=[(274, "H", 1, orientation, True)])
+    assert np.array_equal(array(encoded, 3), expected)
+    picture = Picture(encoded)
+    assert picture.size == expected.shape[:2]
+    assert picture.fraction(8) == 1
+
+
+@pytest.mark.parametrize("channels", [2, 5])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_channels_that_an_image_cannot_have(kind, channels):
+    with pytest.raises(ImageError, match=f"cannot become an image of {channels} channels"):
+        Picture(saved(COLORS[..., :3], kind), channels=channels)
+
+
+def patched(encoded: bytes, tag: int, value: int) -> bytes:
+    """Little-endian TIFF with another value of a tag."""
+    (start,) = struct.unpack_from("<I", encoded, 4)
+    (count,) = struct.unpack_from("<H", encoded, start)
+    for entry in range(start + 2, start + 2 + 12 * count, 12):
+        if struct.unpack_from("<H", encoded, entry)[0] == tag:
+            return encoded[: entry + 2] + struct.pack("<HII", 4, 1, value) + encoded[entry + 12 :]
+    raise KeyError(tag)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (tiff(np.zeros((8, 8), np.float32)), "32 bits per band"),
+        (tiff(np.zeros((8, 8), np.int16)), "int16"),
+        (tiff(np.zeros((8, 8), bool), photometric="minisblack"), "1 bits per band"),
+        (tiff(np.zeros((8, 8), np.uint8), photometric="miniswhite"), "MINISWHITE"),
+        (tiff(COLORS[..., :3], photometric="rgb", compression="jpeg"), "compressed with <COMPRESSION.JPEG"),
+        (tiff(COLORS, photometric="separated"), "SEPARATED"),
+        (tiff(np.zeros((8, 8, 8), np.uint8), volumetric=True, tile=(16, 16, 16)), "depth|pixels"),
+        (tiff(COLORS[..., 0])[:-300], "damaged"),
+        (tiff(COLORS[..., 0], compression="deflate")[:-60], "damaged"),
+        (tiff(COLORS[..., 0], compression="lzw")[:-60], "damaged"),
+        (tiff(COLORS[..., 0])[:20], "damaged"),
+        (b"II*\0" + b"\xff" * 100, "damaged"),
+        (patched(tiff(COLORS[..., 0]), 257, 10**6), "pixels are more than"),
+        (patched(tiff(COLORS[..., 0], tile=(16, 16)), 323, 2**24), "pixels are more than"),
+        (patched(tiff(COLORS[..., 0]), 277, 60_000), "60000 bands"),
+        (patched(tiff(COLORS[..., 0]), 257, 0), "35 x 0 pixels"),
+    ],
+)
+def test_tiffs_that_are_not_read_say_why(encoded, reason):
+    with pytest.raises(ImageError, match=reason):
+        decode(encoded, max_pixels=100_000)
+
+
+def test_a_strip_that_inflates_is_refused():
+    """Deflate turns 16 kB into 16 MB. The decoder stops once the strip has the bytes that it should have."""
+    encoded = patched(tiff(np.zeros((4096, 4096), np.uint8), compression="deflate", rowsperstrip=4096), 257, 4)
+    with pytest.raises(ImageError, match="INSUFFICIENT_SPACE"):
+        decode(encoded, channels=1, max_pixels=4 * 4096)
+
+
+def test_random_damage_of_a_tiff_ends_in_pixels_or_an_image_error():
+    good = [
+        tiff(COLORS, photometric="rgb", compression=compression, **options)
+        for compression in (None, "lzw", "deflate", "packbits")
+        for options in ({}, {"tile": (16, 16)})
+    ]
+    outcomes = {True: 0, False: 0}
+    for trial in range(600):
+        encoded = bytearray(good[trial % len(good)])
+        for place in RNG.integers(0, 200 if trial % 2 else len(encoded), 2):
+            encoded[place] = RNG.integers(0, 256)
+        try:
+            outcomes[True] += decode(bytes(encoded), channels=4, max_pixels=100_000).shape[0] == 4
+        except ImageError as error:
+            outcomes[False] += bool(str(error))
+    assert sum(outcomes.values()) == 600
+    assert min(outcomes.values()) > 30
+
+
+def test_without_the_extra_a_tiff_says_how_to_read_it(monkeypatch):
+    encoded, plain = tiff(COLORS[..., 0]), builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "tifffile":
+            raise ImportError(name=name)
+        return plain(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImageError, match=r"need the package tifffile. Install it .* 'tessera-ssl\[tiff\]'"):
+        decode(encoded)
+    assert decode(saved(COLORS, "PNG")).shape == (3, 25, 35)
+
+
+@pytest.mark.parametrize("crops", ["workers", "device"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("channels", [1, 4, 5])
+def test_batches_of_other_channels(write_tar, channels, workers, crops):
+    """All pixels of an image have one colour, so every crop has this colour."""
+    colors = RNG.integers(0, 256, (16, channels), dtype=np.uint8)
+    images = [np.broadcast_to(color, (20, 30, channels)) for color in colors]
+    files = [
+        (f"{n:02d}.png", saved(image.squeeze(), "PNG"))
+        if channels < 5
+        else (f"{n:02d}.tif", tiff(image, photometric="minisblack", planarconfig="contig"))
+        for n, image in enumerate(images)
+    ]
+    preprocessing = Preprocessing(tuple(np.linspace(0.2, 0.6, channels)), tuple(np.linspace(0.1, 0.3, channels)))
+    transform = MaskedCrop(RandomCrop(RandomCropConfig(size=8)), 4, "random", 0.5)
+    batches = training_batches(
+        write_tar("a.tar", files), transform, batch_size=8, seed=0, steps=2, workers=workers,
+        config=LoaderConfig(crops=crops), preprocessing=preprocessing,
+    )  # fmt: skip
+    seen = []
+    for batch in batches:
+        assert not batch.skipped
+        assert batch.preprocessing == preprocessing
+        (view,) = pixels(to_model_input(batch))
+        assert view.shape == (8, channels, 8, 8)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+        for key, image in zip(batch.keys, view, strict=True):
+            number = int(key.rpartition("/")[2])
+            expected = torch.from_numpy(colors[number]).view(-1, 1, 1) / 255
+            torch.testing.assert_close(image, ((expected - mean) / std).float().expand(-1, 8, 8), rtol=0, atol=1e-5)
+            seen.append(number)
+    assert sorted(seen) == list(range(16))
+
+
+def test_an_image_of_too_few_channels_is_named(write_tar):
+    good = tiff(np.zeros((9, 9, 5), np.uint8), photometric="minisblack", planarconfig="contig")
+    path = write_tar("a.tar", [("a.tif", good), ("b.jpg", saved(COLORS[..., :3], "JPEG")), ("c.tiff", good)])
+    preprocessing = Preprocessing((0.5,) * 5, (0.5,) * 5)
+    batches = training_batches(
+        path, RandomCrop(RandomCropConfig(size=4)), batch_size=3, seed=0, steps=1, preprocessing=preprocessing
+    )
+    (batch,) = batches
+    assert any("a.tar/b: a JPEG, PNG or WebP image cannot become" in reason for reason in batch.skipped)
+    assert len(batch) == 3

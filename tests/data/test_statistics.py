@@ -1,0 +1,114 @@
+"""Pixel statistics of shards against numpy."""
+
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+
+from data.decode import decode
+from data.shards import Reader, ShardError, open_shards, open_sources
+from data.statistics import histogram, pixel_statistics
+from data.tools.check import main
+from tests.data.made import picture
+
+
+@pytest.fixture
+def shards(write_tar):
+    """Three shards of 37 images of many sizes and brightnesses."""
+    rng, members = np.random.default_rng(0), []
+    for number in range(37):
+        pixels = rng.integers(5 * number, 5 * number + 60, (*rng.integers(5, 30, 2), 4), dtype=np.uint8)
+        file = BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        members.append((f"{number:02d}.png", file.getvalue()))
+    return [
+        write_tar(f"{name}.tar", some) for name, some in (("a", members[:3]), ("b", members[3:30]), ("c", members[30:]))
+    ]
+
+
+def values(paths, channels, numbers=None):
+    """(P, C): pixels of some images, from 0 to 1."""
+    opened = open_shards(paths)
+    places = [(shard, sample) for shard, count in enumerate(opened.counts) for sample in range(count)]
+    reader = Reader(opened)
+    images = [reader.image(*places[number]) for number in (range(len(places)) if numbers is None else numbers)]
+    return np.concatenate([decode(image, channels=channels).flatten(1).T.numpy() / 255 for image in images])
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_statistics_are_those_of_the_decoded_pixels(shards, channels):
+    found = pixel_statistics(open_sources(shards), channels)
+    expected = values(shards, channels)
+    np.testing.assert_allclose(found.mean, expected.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found.std, expected.std(0), rtol=1e-12)
+    assert found == pixel_statistics(open_sources(shards), channels)
+
+
+def test_a_sample_is_spread_over_all_shards(shards):
+    found = pixel_statistics(open_sources(shards), 3, images=5)
+    expected = values(shards, 3, [0, 9, 18, 27, 36])
+    np.testing.assert_allclose(found.mean, expected.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found.std, expected.std(0), rtol=1e-12)
+
+
+def test_sources_count_by_their_weights(shards):
+    found = pixel_statistics(open_sources({shards[1]: 3, shards[2]: 1}), 3)
+    one, other = values(shards[1], 3), values(shards[2], 3)
+    mean = (3 * one.mean(0) + other.mean(0)) / 4
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-12)
+    square = (3 * (one**2).mean(0) + (other**2).mean(0)) / 4
+    np.testing.assert_allclose(found.std, np.sqrt(square - mean**2), rtol=1e-9)
+
+
+def test_statistics_of_index_json_are_taken_where_channels_agree(shards):
+    opened = replace(open_shards(shards), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    sources = open_sources(shards)._replace(lists=[opened])
+    found = pixel_statistics(sources, 3)
+    np.testing.assert_allclose((found.mean, found.std), ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)), rtol=1e-15)
+    np.testing.assert_allclose(pixel_statistics(sources, 1).mean, values(shards, 1).mean(0), rtol=1e-12)
+
+
+def test_corrupt_images_are_left_out(write_tar):
+    good = picture(1, format="PNG")
+    path = write_tar("bad.tar", [("a.png", good), ("b.png", b"text"), ("c.png", good[:-40]), ("d.png", good)])
+    np.testing.assert_allclose(pixel_statistics(open_sources(path), 3).mean, values(path, 3, [0]).mean(0), rtol=1e-12)
+    none = write_tar("none.tar", [("b.png", b"text"), ("c.png", good[:-40])])
+    with pytest.raises(ShardError, match=r"none of 2 sampled images is good\. The first reason: not a JPEG"):
+        pixel_statistics(open_sources(none), 3)
+
+
+def test_a_constant_channel_has_a_standard_deviation_of_one_level(write_tar):
+    found = pixel_statistics(open_sources(write_tar("a.tar", [("a.png", picture(1, format="PNG"))])), 4)
+    assert found.mean[3] == 1
+    assert found.std[3] == 1 / 255
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_a_histogram_counts_the_values_of_each_channel(channels):
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (9, 7, channels), dtype=np.uint8)).permute(
+        2, 0, 1
+    )
+    expected = [np.bincount(channel.numpy().ravel(), minlength=256) for channel in pixels]
+    assert np.array_equal(histogram(pixels), expected)
+
+
+def test_shards_of_tiffs_are_checked_in_their_channels(write_tar, tmp_path):
+    file = BytesIO()
+    tifffile.imwrite(file, np.zeros((9, 7, 3), np.uint8), photometric="rgb")
+    assert main([write_tar("b.tar", [("a.tiff", file.getvalue())]), "--workers", "1"]) == 0
+    values = np.random.default_rng(0).integers(0, 256, (4, 9, 7, 5), dtype=np.uint8)
+    members = []
+    for number, image in enumerate(values):
+        file = BytesIO()
+        tifffile.imwrite(file, image, photometric="minisblack", planarconfig="contig")
+        members.append((f"{number}.tif", file.getvalue()))
+    path = write_tar("a.tar", members)
+    assert main([path, "--workers", "1"]) == 1  # as RGB images they are corrupt
+    assert main([path, "--workers", "1", "--channels", "5", "--write_index"]) == 0
+    opened = open_shards(path)
+    np.testing.assert_allclose(opened.mean, (values / 255).mean((0, 1, 2)), rtol=1e-12)
+    assert pixel_statistics(open_sources(path), 5).mean == opened.mean
