@@ -13,8 +13,6 @@ Shape letters: N images of this process's part of the bank, M of its part of the
 features per image, K neighbours.
 """
 
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -279,5 +277,4 @@ def run(settings: KNNSettings) -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        # the parser gives settings of one letter a single dash
-        run(parse(KNNSettings, [re.sub(r"^--k(?==|$)", "-k", argument) for argument in sys.argv[1:]]))
+        run(parse(KNNSettings))

@@ -128,7 +128,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def peek(argv: Sequence[str], name: str) -> str | None:
     """Return the last value of `--name` on a command line, before a model is known."""
     found = None
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
         flag, equals, value = word.partition("=")
         if flag == f"--{name}":
             found = value if equals else following

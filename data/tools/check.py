@@ -264,16 +264,11 @@ def _show_problems(title: str, lines: list[str], count: int) -> None:
             print(f"  and {count - MOST_SHOWN:,} more (--output FILE names up to {NAMED_IMAGES})")
 
 
-def _quote_commas(argv: list[str]) -> list[str]:
-    """Write words with a comma as JSON lists, because a comma would otherwise split `{a,b}.tar`."""
-    return [json.dumps([word]) if "," in word and not word.startswith(("-", "[")) else word for word in argv]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
 
     def command() -> int:
-        words = _quote_commas(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else argv
         settings = validate(CheckShards, flags(CheckShards, words, PROGRAM))
         report = check(settings)
         if settings.output:

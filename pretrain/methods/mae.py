@@ -162,9 +162,7 @@ class Decoder(nn.Module):
             ValueError: a grid is longer than `LONGEST_SIDE`.
         """
         if int(grids.max()) > LONGEST_SIDE:
-            raise ValueError(
-                f"A grid has a side of {int(grids.max())} tokens. The limit is {LONGEST_SIDE}."
-            )
+            raise ValueError(f"A grid has a side of {int(grids.max())} tokens. The limit is {LONGEST_SIDE}.")
         (row, column), _ = token_positions(grids, segments)  # (T,) each
         return torch.cat([self.waves[column], self.waves[row]], 1)
 

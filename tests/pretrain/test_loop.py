@@ -130,8 +130,8 @@ def test_accumulation_equals_one_big_batch_exactly(clip_by: str) -> None:
             GradientState().plugin_kwargs["num_steps"] = n  # accelerate shares it between the two
             results.append(training_step(run, iter(split(integers(8, step), n))))
         a, b = results
-        assert a.finite
-        assert b.finite
+        assert a.updated
+        assert b.updated
         if step == 0:  # later the weights are no round numbers any more
             assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
             assert torch.equal(a.metrics["output"], b.metrics["output"])
@@ -182,7 +182,7 @@ def test_weights_teacher_and_moments_stay_float32(precision: str, dtype: torch.d
     for step in range(2):
         before = [t.double() for t in method.teacher.parameters()]
         result = training_step(run, [integers(8, step)])
-        assert result.finite
+        assert result.updated
         for t, old, s in zip(method.teacher.parameters(), before, method.student.parameters(), strict=True):
             torch.testing.assert_close(t.double(), MOMENTUM * old + (1 - MOMENTUM) * s.double(), rtol=1e-6, atol=1e-7)
     assert method.dtypes == {dtype}
@@ -200,7 +200,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
         training_step(other, [integers(8, 0)])
     before, moments = state(run.method), copy.deepcopy(run.engine.optimizer.state_dict()["state"])
     result = training_step(run, [bad])
-    assert not result.finite
+    assert not result.updated
     assert (result.loss == result.loss) == (poison == "gradient")  # a finite loss is reported as it is
     assert not torch.tensor(result.grad_norm).isfinite()
     assert equal(state(run.method), before)
@@ -209,7 +209,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
     twin.state.step = run.state.step  # the schedules went on
     assert run.state.step == 2
     for other in (run, twin):
-        assert training_step(other, [integers(8, 1)]).finite
+        assert training_step(other, [integers(8, 1)]).updated
     assert equal(state(run.method), state(twin.method))
     assert run.method.steps_after == [0, 2]  # pyright: ignore
 
@@ -229,7 +229,7 @@ def test_loss_scaling_changes_nothing_but_the_scale(monkeypatch: pytest.MonkeyPa
         if step == 2:
             halves[1].keys.append("bad")
         results = [training_step(run, iter(halves)) for run in (plain, scaled)]
-        assert [r.finite for r in results] == [step != 2] * 2
+        assert [r.updated for r in results] == [step != 2] * 2
         assert results[0].loss == results[1].loss
         assert accelerator.scaler.get_scale() == (1024.0 if step < 2 else 512.0)
         if step != 2:
@@ -313,7 +313,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     def batches() -> Iterator[Batch]:
         for step in range(8):
             if stopped and step == 4:  # the checkpoint of step 4 is being written
-                monkeypatch.setattr(preemption, "asked", lambda: True)
+                monkeypatch.setattr(preemption, "stop_requested", lambda: True)
             yield raw(step, 0, 8)
 
     if stopped:
@@ -326,7 +326,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     found = resume.list_checkpoints(tmp_path / "checkpoints")
     assert [int(p.name[5:]) for p in found] == [step for step, _ in ahead]
     for path in found:
-        assert manifest.faults(path) == manifest.altered(path) == []
+        assert manifest.wrong_sizes(path) == manifest.wrong_checksums(path) == []
 
 
 def _process(rank: int, port: int, folder: str) -> None:

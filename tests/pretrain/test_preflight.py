@@ -115,9 +115,9 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--dino.local_size 3", "images of 3 x 3 pixels are smaller than one patch"),
+        ("--dino.local_size 3", "Images of 3 x 3 pixels are smaller than one patch"),
         ("--encoder navit_micro --dino.local_size 10", "do not divide into patches of 4"),
-        ("--encoder navit_micro --encoder.image_size 8", "build the encoder with image_size"),
+        ("--encoder navit_micro --encoder.image_size 8", "Build the encoder with image_size"),
     ],
 )
 def test_crops_that_the_encoder_does_not_take_are_refused_before_the_start(arguments: str, message: str) -> None:

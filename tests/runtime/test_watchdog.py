@@ -128,14 +128,14 @@ def _hold_the_interpreter(seconds: float) -> None:
 
 
 def _be_process(rank: int, port: int, block: str, done) -> None:
-    watch = Watch(rank, 2, ("127.0.0.1", port), block, watchdog._exit, Timing(0.1, 2.0))
+    watch = Watch(rank, 2, ("127.0.0.1", port), block, watchdog._exit, Timing(0.1, 4.0))
     if rank == 1:
-        {"sleep": time.sleep, "hold": lambda s: _hold_the_interpreter(s / 4), "freeze": time.sleep}[block](5)
+        {"sleep": time.sleep, "hold": lambda s: _hold_the_interpreter(s / 4), "freeze": time.sleep}[block](9)
     done.wait()
     watch.close()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_busy_process_is_not_lost(room: Room) -> None:
     """Three runs of two processes at once: in one a process sleeps, in one it holds the interpreter's lock, and one run
     is suspended as a whole, so that no process could hear another."""
@@ -152,7 +152,7 @@ def test_a_busy_process_is_not_lost(room: Room) -> None:
     for process in processes:
         process.start()
     time.sleep(1)
-    for signal_, seconds in ((signal.SIGSTOP, 3), (signal.SIGCONT, 3)):
+    for signal_, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 6)):
         for process in runs["freeze"]:
             assert process.pid
             os.kill(process.pid, signal_)

@@ -162,7 +162,7 @@ def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
     (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     accelerator, engine = make()
     engine.method.center = torch.zeros(33)
-    with pytest.raises(CheckpointError, match=r"step-00000001 does not fit this run: .*center \(32 .*33 here\)"):
+    with pytest.raises(CheckpointError, match=r"step-00000001 does not fit this run: .*center \(64 .*33 here\)"):
         resume.restore(path, accelerator, engine)
 
 

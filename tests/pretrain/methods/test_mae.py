@@ -223,12 +223,12 @@ def test_panels_show_the_image_what_is_visible_and_what_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("variant", "encoder", "settings", "message"),
     [
-        ("vit_micro", TINY, {"size": 30}, "mae.size 30 is not a multiple of 8, .* take 24 or 32"),
-        ("vit_micro", TINY, {"native": True}, "ViT takes images of one size: mae.native needs an encoder that packs"),
-        ("vit_micro", TINY, {"token_budget": 100}, "for images of many sizes: set mae.native true"),
-        ("vit_micro", TINY, {"decoder_heads": 3}, "decoder_dim 16 does not split into 3"),
-        ("vit_micro", TINY, {"decoder_depth": 0}, "predicts from tokens that are there"),
-        ("swin_micro", {}, {"drop": True}, "Swin cannot leave hidden tokens out"),
+        ("vit_micro", TINY, {"size": 30}, "mae.size 30 is not a multiple of 8, .* Set it to 24 or 32"),
+        ("vit_micro", TINY, {"native": True}, "ViT takes images of one size. Set mae.native to false"),
+        ("vit_micro", TINY, {"token_budget": 100}, "need images of many sizes. Set mae.native to true"),
+        ("vit_micro", TINY, {"decoder_heads": 3}, "mae.decoder_dim 16 is not a multiple of mae.decoder_heads 3"),
+        ("vit_micro", TINY, {"decoder_depth": 0}, "needs features of all tokens"),
+        ("swin_micro", {}, {"drop": True}, "Swin cannot drop hidden tokens"),
     ],
 )
 def test_what_cannot_be_is_refused(variant, encoder, settings, message) -> None:
@@ -240,8 +240,8 @@ def test_what_cannot_be_is_refused(variant, encoder, settings, message) -> None:
 
 def test_native_sizes_that_cannot_be_are_refused() -> None:
     for settings, message in (
-        ({"smallest_size": 3}, "smallest_size 3 must lie between a patch, 4, and size, 16"),
-        ({"token_budget": 15}, "an image of 16 tokens does not fit a token_budget of 15"),
+        ({"smallest_size": 3}, "smallest_size is 3. Set it to 4"),
+        ({"token_budget": 15}, "An image of 16 tokens does not fit a token_budget of 15"),
     ):
         with pytest.raises(ValueError, match=message):
             make("navit_micro", {}, native=True, size=16, **settings).transform()

@@ -77,7 +77,7 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     known = json.loads((output / "tracking.json").read_text())["wandb"]
     assert known["name"] == "my run"
     folders = sorted((output / "wandb").glob("offline-run-*"))
-    assert {folder.name.rpartition("-")[2] for folder in folders} == {known["id"]}
+    assert {folder.name.split("-")[3] for folder in folders} == {known["id"]}
     assert all(list(folder.glob("*.wandb")) for folder in folders)
     assert list((output / "wandb").glob("offline-run-*/files/media/images/crops_*.png"))
 
