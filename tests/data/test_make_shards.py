@@ -79,6 +79,7 @@ def in_process(words):
 
     def run():
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored SIGINT
         os._exit(main(words))
 
     process = multiprocessing.get_context("fork").Process(target=run)
