@@ -1,4 +1,4 @@
-"""Import order of the folders: runtime <- encoders <- data <- evaluation <- pretrain, each only from its left."""
+"""Import order of the folders (runtime <- encoders <- data <- evaluation <- pretrain) and limits on sizes."""
 
 import ast
 import sys
@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = ["runtime", "encoders", "data", "evaluation", "pretrain"]
+LINES_OF_A_MODULE, LINES_OF_A_FUNCTION, PARAMETERS = 400, 60, 6
 OUTSIDE_OF_ENCODERS = {"torch", "einops", "safetensors"}
 
 
@@ -55,3 +56,17 @@ def test_scripts_hide_no_module() -> None:
         assert not names & (dependencies | sys.stdlib_module_names | {"evaluate", "datasets", "tests", "launch"}), (
             folder
         )
+
+
+@pytest.mark.parametrize("folder", [*ORDER, "launch"])
+def test_modules_functions_and_parameter_lists_are_short(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= LINES_OF_A_MODULE, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                where = f"{path}:{node.lineno} {node.name}"
+                assert (node.end_lineno or 0) - node.lineno < LINES_OF_A_FUNCTION, where
+                arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                of_an_encoder = folder == "encoders" and node.name == "__init__"  # its settings
+                assert of_an_encoder or len({*arguments} - {"self", "cls"}) <= PARAMETERS, where
