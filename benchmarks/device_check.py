@@ -50,13 +50,13 @@ class DeviceCheck(Settings):
     """Check and measure on a CUDA device."""
 
     data: str | None = None
-    """SHARDS of full-size images, to measure the loader; default: not measured"""
+    """SHARDS of full-size images for measuring the loader; default: the loader is not measured"""
     cifar: str | None = None
-    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz; default: no runs"""
+    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz; default: no training runs"""
     steps: int = Field(default=20, ge=1)
     """steps of each measurement"""
     batch_size: int = Field(default=128, ge=2)
-    """images per step of ViT-S/16; ViT-B/16 has half of them"""
+    """images per step of ViT-S/16; ViT-B/16 takes half as many"""
     workers: int = Field(default=14, ge=0)
     """loader workers"""
     output: Path = ROOT / "benchmarks" / "results" / "device_check.md"
@@ -84,7 +84,7 @@ def random_batch(transform: Transform, images: int, seed: int) -> Batch:
 
 
 def whole_images(transform: Transform, images: int) -> Batch:
-    """Return a batch of whole noise images of ImageNet's size, for crops cut on the device."""
+    """Return a batch of uncropped noise images of ImageNet's size. The device cuts the crops."""
     rng, builder = np.random.default_rng(0), RawBuilder()
     for _ in range(images):
         with BytesIO() as file:
@@ -96,7 +96,7 @@ def whole_images(transform: Transform, images: int) -> Batch:
 
 
 def milliseconds(work: Callable[[], object], times: int) -> float:
-    """Return the median time of a call on the device, after three calls to warm up."""
+    """Return the median time of a call on the device, after three warm-up calls."""
     taken = []
     for _ in range(times + 3):
         torch.cuda.synchronize()
@@ -115,17 +115,17 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     optim: ResolvedOptim
     steps: int
-    """Length of the run."""
+    """Number of steps of the run."""
     bf16: bool
     """Run the forward pass in bfloat16 autocast."""
 
     def step(self, batch: Batch, number: int) -> Tensor:
-        """Train on a batch of the loader; return the loss ()."""
+        """Train on a batch of the loader and return the loss, a scalar."""
         device = next(self.method.parameters()).device
         return self.train(to_model_input(batch.to(device, non_blocking=True)), number)
 
     def train(self, batch: Batch, number: int) -> Tensor:
-        """Train on a normalised batch that is already on the device; return the loss ()."""
+        """Train on a normalised batch that is already on the device, and return the loss, a scalar."""
         method = self.method
         apply_schedules(self.optimizer, self.optim, number, self.steps, 256)
         with torch.autocast(next(method.parameters()).device.type, torch.bfloat16, enabled=self.bf16):
@@ -158,7 +158,7 @@ def agreement(settings: DeviceCheck) -> list[str]:
 
 
 def throughput(settings: DeviceCheck) -> list[str]:
-    """Measure steps on prepared batches, and the work on the pixels as a share of a step."""
+    """Measure training steps on prepared batches, and cutting and colour augmentation as a share of a step."""
     lines = [
         "| method | encoder | images | images/s | ms a step | copy and cut | photometric | peak memory | data wait |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -192,7 +192,7 @@ def throughput(settings: DeviceCheck) -> list[str]:
 
 
 def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, images: int) -> str:
-    """Return the share of the time that the device waits for the loader, or `-` without shards."""
+    """Return the share of time in which the device waits for the loader, or `-` if no shards are given."""
     if settings.data is None:
         return "-"
     steps = settings.steps + 5
@@ -201,7 +201,7 @@ def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, i
     waited = 0.0
     start = before = time.perf_counter()
     for number, batch in enumerate(batches):
-        if number == 5:  # the workers have started
+        if number == 5:  # the loader workers have started
             start, waited = before, 0.0
         waited += time.perf_counter() - before
         replace(trainer, steps=steps).step(batch, number).item()
@@ -218,7 +218,7 @@ def pairs(settings: DeviceCheck) -> list[str]:
 
 
 def cifar(settings: DeviceCheck) -> list[str]:
-    """Run each method that has a preset on CIFAR-10 with the command of the README."""
+    """Pretrain on CIFAR-10 with each method that has a preset configs/cifar10_METHOD.yaml."""
     if settings.cifar is None:
         return ["not run; give --cifar FOLDER"]
     lines = ["| method | step | images | loss | 20-NN | s, evaluations included |", "|---|---|---|---|---|---|"]

@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py [--output benchmarks/results/engines.md]
 
-Every row is a launch of its own with a file of configs/accelerate/. It trains on noise images that are ready in memory.
+Every row of the table is a separate launch with a file of configs/accelerate/. It trains on noise images in memory.
 The benchmark measures the memory of a process between steps and at the peak, and the time of a step. On a GPU memory is
 what torch allocated; on a CPU it is the growth of the process since before the method was built. On Linux without a GPU
 the benchmark also counts the bytes sent over the loopback device, which no other program should use. `costs` has the
@@ -90,20 +90,20 @@ def costs(engine: str, trained: float, teacher: float, block: float, processes: 
 
     Args:
         trained: number of parameters with gradients.
-        teacher: number of parameters without.
+        teacher: number of parameters without gradients.
         block: number of parameters of the largest unit that FSDP2 gathers at once.
         passes: forward passes of the trained encoder in a step.
     """
     n, ring = processes, 4 * (processes - 1) / processes
     if engine == "ddp":  # gradients stay allocated in the buckets of DDP
         return Costs(16 * trained + 4 * teacher, 0, 2 * ring * trained)
-    if engine in ("zero1", "zero2"):  # all-reduces gradients, gathers weights
+    if engine in ("zero1", "zero2"):  # sends an all-reduce of gradients and an all-gather of weights
         step = 4 * trained / n + (4 * trained if engine == "zero1" else 0)
         return Costs(4 * trained + 12 * trained / n + 4 * teacher, step, 3 * ring * trained)
     if engine == "zero3":  # gradients stay allocated; weights of the next pass stay gathered
         gathered = min(4 * (trained + teacher), 4 * KEPT)
         return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
-    # gathers weights in each forward and backward pass and once for the teacher, and reduces gradients
+    # FSDP2 gathers weights in each forward and backward pass and once for the teacher, and reduces gradients
     sent = ring * (2 * passes * trained + teacher + trained)
     return Costs((12 * trained + 4 * teacher) / n, 4 * trained / n + 2 * 4 * block, sent)
 
@@ -153,7 +153,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
 
 
 def count_passes(parts: list[nn.Module]) -> list[int]:
-    """Return a list whose only element counts the forward passes of the encoder in `parts` from now on."""
+    """Return a one-element list. Its element counts the forward passes of the encoder in `parts` from now on."""
     count = [0]
 
     def increment(*_: object) -> None:
@@ -230,7 +230,7 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
 
 
 def paper_rows() -> list[list[str]]:
-    """Return the costs of DINO on many GPUs by the formulas."""
+    """Return the headings and rows with the costs of DINO on many GPUs, by the formulas of `costs`."""
     rows = [["encoder", "engine", *(f"{count} GPUs: held + step, GB" for count in GPUS), "sent a step, GB"]]
     for name, (encoder, head, blocks) in PAPER.items():
         both = encoder + head
@@ -264,7 +264,7 @@ def main(settings: EnginesBenchmark) -> None:
         return
     for given, known in ((settings.methods, METHODS), (settings.engines, ENGINES)):
         if unknown := set(given) - set(known):
-            raise SettingsError(f"unknown name {', '.join(sorted(unknown))} (known: {', '.join(known)})")
+            raise SettingsError(f"Unknown name: {', '.join(sorted(unknown))}. Choose from: {', '.join(known)}.")
     started = time.perf_counter()
     rows = measured_rows(settings)
     tables = {"Measured": rows, "DINO on paper": paper_rows()}

@@ -38,18 +38,18 @@ from runtime.settings import Settings, parse
 
 MOST_PIXELS = 2**20
 CASES_PER_CHUNK = 1000  # cases between two steps of the progress bar
-MEMORY = 2**31  # bytes that the cases may take in addition to the imported libraries
+MEMORY = 2**31  # memory limit in bytes, in addition to the memory of the imported libraries
 FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
 """Fields of a tar header: offset and size in bytes."""
 
 
 class FuzzBenchmark(Settings):
-    """Damaged shards, images and indices."""
+    """Fuzz test of the reader with damaged shards, images and indices."""
 
     cases: int = Field(default=100_000, ge=1)
-    """number of cases of all kinds together"""
+    """total number of cases"""
     seed: int = Field(default=0, ge=0)
-    """seed of the first thousand cases"""
+    """seed of the first thousand cases; each further thousand uses the next seed"""
     output: Path | None = None
     """Markdown file for the result"""
 
@@ -104,7 +104,7 @@ header = st.one_of(
 
 
 def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
-    """Return a file with bytes that are overwritten, inserted, removed, repeated, or missing at the end."""
+    """Return a damaged copy of a file, with bytes overwritten, inserted, removed, repeated, or cut off at the end."""
     for kind, where, what in changes:
         place = int(where * len(content))
         if kind == "set":

@@ -3,8 +3,8 @@
     python benchmarks/loader.py --data 'shards/*.tar' [--output benchmarks/results/loader.md]
 
 Single stages run in one process with one thread. The whole loader, from shards to batches, runs with worker processes.
-All rows are measured in turn, in several rounds, so that other work on the machine affects all of them alike. The table
-shows medians over rounds. "ms of a core" is processor time per image, of one worker if there are workers. Ratios
+All rows are measured one after the other, in several rounds, so that other work on the machine affects all rows. The
+table shows medians over rounds. "ms of a core" is processor time per image, of one worker if there are workers. Ratios
 compare this time within a round.
 """
 
@@ -103,7 +103,7 @@ class Row:
 
     name: str
     measure: Callable[[list[bytes], float], Measured]
-    """Measure some encoded images for some seconds."""
+    """Function that measures the work on encoded images for some seconds."""
     baseline: str | None = None
     """Name of the row in which Pillow does the same work."""
 
@@ -205,7 +205,7 @@ def cameras(files: list[bytes]) -> list[Row]:
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:
-    """Repeat `work`, which returns its number of images, for some seconds."""
+    """Repeat `work` for some seconds and return the time per image. `work` returns its number of images."""
     work()
     done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
@@ -214,7 +214,7 @@ def timed(work: Callable[[], int], seconds: float) -> Measured:
 
 
 def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Measured]:
-    """Return a measurement of work on one encoded image after the other."""
+    """Return a function that measures `work` on one encoded image after the other."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         def once() -> int:
@@ -228,20 +228,20 @@ def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Meas
 
 
 def drawing() -> Callable[[bytes], object]:
-    """Return work that reads a header and draws parameters."""
+    """Return a function that reads the header of an image and draws augmentation parameters."""
     rng = np.random.default_rng(0)
     return lambda file: DINO.draw(Picture(file).size, rng)
 
 
 def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
-    """Return a measurement of reading the first images of the first shard, which the page cache holds."""
+    """Return a function that measures reading the first images of the first shard from the page cache."""
     opened = open_shards(shards)
     reader, count = Reader(opened), min(int(opened.counts[0]), BATCH)
     return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
 
 
 def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
-    """Return a measurement of a builder, after decoding and drawing, in memory that was used before."""
+    """Return a function that measures a batch builder on decoded images, in memory that was used before."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         images, rng = [decode(file) for file in files], np.random.default_rng(0)
@@ -270,7 +270,7 @@ def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder
 
 
 def collating(files: list[bytes], seconds: float) -> Measured:
-    """Measure how a batch is put together once all crops are cut."""
+    """Measure the completion of a batch after all crops are cut."""
     builder = filled(CropBuilder(DINO.views, BATCH), files)
     return timed(lambda: len(builder.build()[0]), seconds)
 
@@ -287,7 +287,7 @@ def change(batch: Batch) -> None:
 
 
 def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
-    """Return a measurement of work on a batch that is on the device, as whole images or with its crops `cut`."""
+    """Return a function that measures `work` on a batch on the device: whole images, or crops if `cut` is True."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         batch = filled(RawBuilder(), files).build()[0].to(device())
@@ -311,13 +311,13 @@ def worker_counts(most: int) -> list[int]:
 
 
 def by(crops: str, count: int) -> str:
-    """Describe a row of the whole loader."""
+    """Return the part of a row's name that says how many workers there are and what cuts the crops."""
     workers = "1 worker" if count == 1 else f"{count} workers"
     return f"{workers}, which cut" if crops == "workers" else f"{workers}, the device to cut"
 
 
 def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callable[[list[bytes], float], Measured]:
-    """Return a measurement of training batches."""
+    """Return a function that measures the time per image of training batches."""
     config = LoaderConfig.model_validate({"crops": crops})
 
     def measure(_files: list[bytes], seconds: float) -> Measured:
@@ -328,7 +328,7 @@ def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callab
 
 
 def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
-    """Measure a loader, after the batches that its workers prepared at the start."""
+    """Measure a loader. The batches that its workers prepared before the measurement are not counted."""
     batch = next(batches)
     for _ in range(3 * workers):
         next(batches)

@@ -93,7 +93,7 @@ def fill(folder: Path, files: int, pictures: list[Path]) -> None:
 
 
 def run(command: list[str | Path], shards: Path) -> tuple[float, float, int]:
-    """Return the seconds to the start of the first shard and to the end, and the largest resident set in bytes."""
+    """Run the command. Return the seconds to the first shard and to the end, and the largest resident set in bytes."""
     start, first = time.monotonic(), 0.0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:

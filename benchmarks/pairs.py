@@ -54,24 +54,24 @@ class PairsBenchmark(Settings):
     """Time and memory of a step of every encoder under every method."""
 
     encoders: tuple[str, ...] = Field(default_factory=one_per_family)
-    """variants; all are compared with the first. Default: one of every family"""
+    """encoder variants; each is compared with the first one; default: one per family"""
     methods: tuple[str, ...] = Field(default_factory=lambda: tuple(METHODS))
-    """methods; mae adds the table of dropping. Default: all"""
+    """methods; mae adds the table of dropped tokens; default: all"""
     dropping: tuple[str, ...] = ("vit_base", "navit_base")
-    """variants of the table of dropping"""
+    """encoder variants in the table of dropped tokens"""
     batch_size: int | None = Field(default=None, ge=1)
     """images per step; default: 4 on a CPU and 64 on a GPU"""
     steps: int = Field(default=1, ge=1)
-    """steps per turn, after one step to warm up"""
+    """steps per turn, after one warm-up step"""
     rounds: int = Field(default=3, ge=1)
-    """turns of every row"""
+    """number of turns of every row"""
     output: Path | None = None
     """Markdown file for the tables"""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Measurements of one pair in one round."""
+    """Measurements of one encoder under one method in one round."""
 
     encoder_parameters: int
     trained_parameters: int
@@ -101,7 +101,7 @@ def main(settings: PairsBenchmark) -> None:
 
 
 def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
-    """Return the headings and a row for each pair."""
+    """Return the headings and a row for each encoder under each method."""
     pairs = [(method, variant) for method in settings.methods for variant in settings.encoders]
     turns: dict[tuple[str, str], list[Turn]] = {pair: [] for pair in pairs}
     spawn = multiprocessing.get_context("spawn")
@@ -128,7 +128,7 @@ def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
 
 
 def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Turn:
-    """Measure some steps of one pair, in a new process."""
+    """Measure some steps of one encoder under one method, in a new process."""
     method, optim, transform = build(method_name, variant, batch_size, steps + 1)
     method.to(device())
     optimizer = adamw(method, optim, method.frozen(), method.lr_factors())
@@ -153,7 +153,7 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
 
 
 def peak_memory(before: int) -> int:
-    """Return the peak memory in bytes: of torch on a GPU; on a CPU of the process, minus `before`."""
+    """Return the peak memory in bytes: on a GPU that of torch, on a CPU that of the process minus `before`."""
     if device().type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -201,7 +201,7 @@ def masks(encoder: Encoder, images: Tensor, ratio: float) -> Mask:
 
 @torch.no_grad()
 def forward_seconds(encoder: Encoder, images: Tensor, mask: Mask | None) -> float:
-    """Return the median time of `PASSES` forward passes, after one to warm up."""
+    """Return the median time of `PASSES` forward passes, after one warm-up pass."""
     seconds = []
     for _ in range(PASSES + 1):
         start = time.perf_counter()

@@ -32,7 +32,7 @@ LEGEND = (
 
 
 class ShuffleBenchmark(Settings):
-    """Distances of neighbours in the order of an epoch."""
+    """Distances in the shuffled order between samples that are neighbours in a shard."""
 
     data_sets: list[tuple[int, int]] = Field(default=[(40, 250), (1000, 1281), (10_000, 1000)])
     """number of shards and of samples in each shard, one pair per data set"""
@@ -77,7 +77,7 @@ def buffered(counts: np.ndarray, seed: int) -> np.ndarray:
 
 
 def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str, float]:
-    """Return the measures of an order of N samples."""
+    """Return the quality measures of a shuffled order of N samples."""
     turns = np.empty_like(order)
     turns[order] = np.arange(len(order))  # position of each sample in the epoch
     inside = np.ones(len(order), dtype=bool)
@@ -95,7 +95,7 @@ def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str
 
 
 def places(counts: np.ndarray, name: str) -> str:
-    """Return the number of positions in shards that are read at the same time."""
+    """Return the number of shard positions that a shuffle reads at the same time."""
     if name == "full shuffle":
         return f"{counts.sum():,}"
     order = ShuffledSampler(counts, 0)
