@@ -23,7 +23,7 @@ class EmbedSettings(FeatureSettings):
     """Write an encoder's features of all images to a file."""
 
     data: str | list[str]
-    """SHARDS"""
+    """SHARDS of the images to encode"""
     output: str
     """file to write, .npz"""
 

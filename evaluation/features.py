@@ -42,13 +42,14 @@ class FeatureSettings(Settings):
     """Settings of every command that computes features."""
 
     checkpoint: str
-    """run folder, checkpoint in it, or exported encoder; `pixels` uses the pixels themselves as features"""
+    """run folder, checkpoint in a run folder, or exported encoder; `pixels` uses the pixels as features"""
     image_size: int | None = Field(None, ge=1)
     """side of the images in pixels; default: the size that the encoder was built for"""
     resize: int | None = Field(None, ge=1)
-    """short side before the centre crop, in pixels; default: 8/7 of image_size from 128 pixels on, else image_size"""
+    """short side of the resized images before the centre crop, in pixels; default: 8/7 of image_size if that is at
+    least 128, else image_size"""
     channels: int = Field(3, ge=1)
-    """channels of the images for --checkpoint pixels; an encoder has its own number"""
+    """channels of the images for --checkpoint pixels; an encoder defines its own number of channels"""
     batch_size: int = Field(256, ge=1)
     """images per forward pass in each process"""
     workers: int | None = Field(None, ge=0)
@@ -58,7 +59,7 @@ class FeatureSettings(Settings):
     source: SourceConfig = SourceConfig()
 
     def extraction(self) -> "Extraction":
-        """Return the arguments of `extract`."""
+        """Return the settings as an argument for `extract`."""
         return Extraction(
             image_size=self.image_size,
             resize=self.resize,
@@ -87,12 +88,12 @@ def pooled(encoder: Encoder, images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Extraction:
-    """How `extract` computes features."""
+    """Options of `extract`."""
 
     image_size: int | None = None
     """Side of the images in pixels. None: the size that the encoder was built for."""
     resize: int | None = None
-    """Short side before the centre crop, in pixels. None: see `resize_size`."""
+    """Short side of the resized images before the centre crop, in pixels. None: see `resize_size`."""
     batch_size: int = 256
     """Images per forward pass."""
     workers: int | None = None
@@ -100,19 +101,19 @@ class Extraction:
     precision: str = "fp32"
     """`fp32`, or `bf16` for autocast."""
     source: SourceConfig = DEFAULT
-    """How to reach remote shards."""
+    """Options for reading remote shards."""
     feature: Callable[[Encoder, Tensor], Tensor] = pooled
     """Function from the encoder and its input (B, C, S, S) to features (B, D)."""
     transform: Transform | None = None
     """Transform of the images. None: the centre crop."""
     labels: bool = True
-    """Read labels. Without them all labels are -1."""
+    """True to read labels. If False, all labels are -1."""
     progress: bool = True
-    """Show a progress bar on the main process."""
+    """True to show a progress bar on the main process."""
 
 
 class Pixels(Encoder):
-    """An encoder whose features are the normalised pixels. It serves to check an evaluation."""
+    """An encoder whose features are the normalised pixels. Used to check an evaluation."""
 
     stride = 1
 
@@ -131,7 +132,7 @@ class Pixels(Encoder):
 def resolve_checkpoint(path: str | Path) -> Path:
     """Return the `encoder.safetensors` of a run folder or of a checkpoint, or `path` itself if it is such a file.
 
-    An unfinished run has no `encoder.safetensors`; then the newest checkpoint counts.
+    A run folder without `encoder.safetensors` belongs to an unfinished run; its newest checkpoint is used.
 
     Raises:
         EvaluationError: there is no encoder at `path`.
@@ -153,7 +154,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
 
 
 def load_encoder(settings: FeatureSettings) -> tuple[Encoder, Path | None]:
-    """Return the encoder of `--checkpoint` in eval mode, and its file; `pixels` has no file.
+    """Return the encoder of `--checkpoint` in eval mode, and its file. The file is None for `pixels`.
 
     Raises:
         EvaluationError: the encoder cannot be found or loaded.
@@ -191,8 +192,7 @@ def input_size(encoder: Encoder, image_size: int | None) -> int:
 def resize_size(size: int, resize: int | None) -> int:
     """Return the short side before the centre crop, in pixels.
 
-    The default is that of DINO: 256 for crops of 224 pixels, and the same ratio for all crops of 128 pixels or more.
-    Smaller crops show the whole image.
+    The default is DINO's ratio of 256 to 224 for crops of 128 pixels or more. For smaller crops it is the crop size.
 
     Raises:
         EvaluationError: `resize` is smaller than the crop.
@@ -208,8 +208,8 @@ def extract(
 ) -> LabelledFeatures:
     """Compute the features of this process's part of `shards`, and return them on the CPU.
 
-    The parts follow each other in order of rank. Images are resized, cropped at the centre and normalised with
-    `encoder.preprocessing`. The encoder stays on its device and in its mode.
+    Each process takes a contiguous part, in order of rank. Images are resized, cropped at the centre and normalised
+    with `encoder.preprocessing`. The encoder stays on its device and in its mode.
 
     Raises:
         ShardError: the shards cannot be read, or have no labels.
@@ -227,7 +227,7 @@ def extract(
         reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
     )
     totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
-    if len(totals) > 1:  # the parts of the processes would overlap or leave gaps
+    if len(totals) > 1:  # the processes disagree on the images, so their parts would overlap or leave gaps
         raise ShardError(
             f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
             "Some shards are missing on some nodes. Check the shards and start again."
@@ -240,7 +240,7 @@ def extract(
         features.append(_features(encoder, images, extraction))
         labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
-    if not features:  # fewer images than processes, or only corrupt images
+    if not features:  # this process has no image: fewer images than processes, or only corrupt images
         empty = torch.zeros(1, encoder.preprocessing.channels, size, size, device=device)
         features = [_features(encoder, empty, extraction)[:0]]
         labels = [torch.zeros(0, dtype=torch.int64)]

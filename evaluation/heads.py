@@ -17,12 +17,12 @@ from evaluation.results import true_class_rank
 from runtime.collectives import all_reduce_sum, rank
 
 MOMENTUM = 0.9
-EPSILON = 1e-6  # that of the batch norm in MAE's probe
+EPSILON = 1e-6  # epsilon of the batch norm in MAE's linear probe
 
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """How `train_heads` trains."""
+    """Options of `train_heads`."""
 
     epochs: int
     """Passes over the training images."""
@@ -31,7 +31,7 @@ class HeadTraining:
     seed: int
     """Seed of the order of the images."""
     progress: bool = False
-    """Show a progress bar."""
+    """True to show a progress bar."""
 
 
 class Heads:
@@ -92,13 +92,13 @@ def train_heads(
 ) -> None:
     """Train groups of heads, each on the images that its mask selects. Call it on all processes.
 
-    Every step uses the same images whatever the number of processes: each process handles those in its own part, and
-    the gradients are summed. The learning rates fall to 0 along a cosine.
+    The images of a step do not depend on the number of processes. Each process computes the gradient for the images in
+    its own part, and the gradients are summed. The learning rates fall to 0 along a cosine.
 
     Args:
         features_of_epoch: returns this process's part with the features of an epoch, on any device.
         counts: number of images of each process.
-        groups: pairs of heads and a mask (images of all processes,) bool.
+        groups: pairs of heads and a bool mask over the images of all processes.
         training: epochs, batch size and seed.
     """
     before = sum(counts[: rank()])

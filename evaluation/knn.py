@@ -61,27 +61,27 @@ class KNNSettings(FeatureSettings):
     val: str | list[str]
     """labelled SHARDS of the queries"""
     k: list[int] = Field([10, 20, 100, 200], min_length=1)
-    """numbers of neighbours; top1 of the result is that of 20, or of the first number if 20 is not given"""
+    """numbers of neighbours k; `top1` in the result is for k = 20, or for the first k if 20 is not given"""
     temperature: float = Field(0.07, gt=0)
-    """a neighbour votes with weight exp(similarity / temperature)"""
+    """temperature of the vote: a neighbour has weight exp(similarity / temperature)"""
     output: str | None = None
     """JSON file; default: evaluation/knn.json in the run folder, or a file next to the encoder"""
 
 
 @dataclass(frozen=True)
 class KNNProtocol:
-    """How `knn_accuracy` votes."""
+    """Options of `knn_accuracy`."""
 
     k: Sequence[int] = (10, 20, 100, 200)
     """Numbers of neighbours."""
     temperature: float = 0.07
-    """A neighbour votes with weight exp(similarity / temperature)."""
+    """Temperature of the vote. A neighbour has weight exp(similarity / temperature)."""
     classes: int | None = None
     """Number of classes. None: the largest label plus one."""
     queries: int = 2048
-    """Queries compared at a time."""
+    """Number of queries that are compared at a time."""
     chunk: int = 8192
-    """Images of the bank compared at a time."""
+    """Number of bank images that are compared at a time."""
 
 
 def knn_accuracy(
@@ -93,8 +93,9 @@ def knn_accuracy(
     """Return the top-1 and top-5 accuracy, 0 to 1, for each k. Call it on all processes.
 
     The parts of the processes, in order of rank, form the bank and the queries. The computation is in float32 on the
-    accelerator's device, and its memory does not grow with the bank. Of equally near neighbours the first in the bank
-    counts, and of classes with equal votes the lowest, so that the result does not depend on the number of processes.
+    accelerator's device, and its memory does not grow with the bank. Ties between neighbours go to the first image in
+    the bank, and ties between classes to the lowest class, so that the result does not depend on the number of
+    processes.
 
     Args:
         train: this process's part of the bank, (N, D) and (N,).
@@ -127,12 +128,17 @@ def knn_accuracy(
 
 
 def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
-    """Return the number of classes. All processes check the labels of all processes, so that all stop together."""
+    """Return the number of classes. Every process checks the labels of all processes, so that all raise the same
+    error."""
     k, classes = protocol.k, protocol.classes
     if not len(labels) or not len(targets):
-        raise EvaluationError(f"The bank has {len(labels)} images and there are {len(targets)} queries. Give both.")
+        raise EvaluationError(
+            f"The bank has {len(labels)} images and there are {len(targets)} queries. Give at least one of each."
+        )
     if min(k) < 1 or max(k) > len(labels):
-        raise EvaluationError(f"k is {list(k)}. It must lie between 1 and the {len(labels)} images of the bank.")
+        raise EvaluationError(
+            f"k is {list(k)}. Each k must be from 1 to {len(labels)}, the number of images in the bank."
+        )
     both = torch.cat([labels, targets])
     largest = int(both.max())
     if int(both.min()) < 0 or (classes is not None and largest >= classes):
@@ -141,7 +147,7 @@ def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
 
 
 def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
-    """Return the index in the whole bank of this process's first image."""
+    """Return the index of this process's first image in the bank of all processes."""
     if accelerator is None:
         return 0
     counts = all_gather(torch.tensor([len(labels)], device=accelerator.device))
@@ -150,7 +156,7 @@ def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
 
 @contextmanager
 def _full_float32() -> Iterator[None]:
-    """Multiply float32 matrices without TF32, whose precision of three digits changes the neighbours."""
+    """Multiply float32 matrices without TF32, whose low precision would change the neighbours."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -162,8 +168,7 @@ def _full_float32() -> Iterator[None]:
 def _queries(
     val: LabelledFeatures, size: int, device: torch.device, accelerator: Accelerator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the queries of all processes, `size` at a time: (Q, D) of length 1 and labels (Q,). All processes get the
-    same."""
+    """Yield the queries of all processes, `size` at a time, on every process: unit vectors (Q, D) and labels (Q,)."""
     features = val.features.float()
     rank, processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     counts = [len(labels) for labels in all_gather(val.labels)]
@@ -183,7 +188,8 @@ def _queries(
 
 
 def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Tensor:
-    """Return the k nearest images of this process's bank as sort keys in any order: (Q, D), (N, D) -> (Q, K) int64."""
+    """Return the k nearest images of this process's part of the bank, as unsorted sort keys: (Q, D), (N, D) -> (Q, K)
+    int64."""
     best = query.new_full((len(query), k), NONE, dtype=torch.int64)
     for start in range(0, len(bank), chunk):
         part = F.normalize(bank[start : start + chunk].to(query.device), dim=1)
@@ -196,11 +202,11 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 def _pack(similarity: Tensor, offset: int) -> Tensor:
     """Pack similarity and index in the bank into one integer, the sort key: (Q, chunk) float32 -> (Q, chunk) int64.
 
-    The key is larger for a nearer image and, among equals, for an earlier one. All keys differ, so the largest keys do
-    not depend on how the bank is split. `similarity` is overwritten.
+    The key is larger for a nearer image and, among equally near images, for an earlier one. All keys differ, so the
+    largest keys do not depend on how the bank is split. `similarity` is overwritten.
     """
     bits = similarity.add_(0.0).view(torch.int32)  # + 0.0 turns a negative zero into zero
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # the integers have the order of the floats
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # makes the order of the integers equal to the order of the floats
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
     return bits.to(torch.int64).mul_(2**32).add_(LOW - index)
 
@@ -212,9 +218,10 @@ def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, protocol: KNNProtocol) -> dict[int, Tensor]:
-    """Return the rank of the true class for each k: (Q, K) and (Q, K), nearest first, and (Q,) -> (Q,)."""
+    """Return the rank of the true class (Q,) for each k. `similarity` and `labels` (Q, K) have the nearest neighbour
+    first."""
     votes = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
-    relative = similarity.double() - similarity[:, :1].double()  # a common factor keeps the weights in range
+    relative = similarity.double() - similarity[:, :1].double()  # dividing all weights by the largest prevents overflow
     weights = (relative / protocol.temperature).exp()
     found = {}
     for n in range(1, max(protocol.k) + 1):  # one neighbour at a time fixes the order of the sums
@@ -234,7 +241,7 @@ def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run(settings: KNNSettings) -> None:
-    """Run the command."""
+    """Compute the k-NN accuracy, print it and write it to a file."""
     accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
     train_shards = open_labelled(settings.train, settings.source, accelerate)

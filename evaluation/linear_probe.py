@@ -69,9 +69,9 @@ class ProbeSettings(FeatureSettings):
     blocks: list[int] = Field([1], min_length=1)
     """inputs to try: the concatenated pooled outputs (class tokens) of this many last blocks"""
     average_pool: Literal["no", "yes", "both"] = "no"
-    """append the mean of the last block's tokens to the input; both: try either"""
+    """append the mean of the last block's tokens to the input; both: try with and without"""
     augment: bool = True
-    """encode new random crops and flips in every epoch; without, encode the centre crops once"""
+    """true: encode new random crops and flips in every epoch; false: encode the centre crops once"""
     batch_norm: bool = False
     """normalise each feature to mean 0 and variance 1"""
     rates: list[float] = Field(RATES, min_length=1)
@@ -95,7 +95,7 @@ class HeadInput:
     blocks: int
     """Number of last blocks."""
     average_pool: bool
-    """Whether the mean of the last tokens is part of the input."""
+    """True if the mean of the last block's tokens is part of the input."""
     columns: slice
     """Columns of the extracted features."""
 
@@ -138,7 +138,7 @@ def head_inputs(blocks: Sequence[int], average_pool: str, dim: int) -> list[Head
 
 
 def held_out(keys: Sequence[str], share: float) -> Tensor:
-    """Return which samples are held out, (N,) bool. The choice depends on the name of each sample only."""
+    """Return a mask (N,) bool of the samples that are held out. The choice depends only on the name of each sample."""
     digests = (hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys)
     return torch.tensor([int.from_bytes(digest) < share * 2**64 for digest in digests], dtype=torch.bool)
 
@@ -176,7 +176,7 @@ def probe(
         features_of_epoch: returns `train` with the features of an epoch. None: always those of `train`.
 
     Raises:
-        EvaluationError: there are no images to choose by, or none to train on.
+        EvaluationError: no training image is held out, or none remains to train on.
     """
     tried = head_inputs(settings.blocks, settings.average_pool, dim)
     choose = len(tried) * len(settings.rates) > 1
@@ -229,7 +229,7 @@ def _chosen(
 
 
 def run(settings: ProbeSettings) -> None:
-    """Run the command."""
+    """Compute the linear-probe accuracy, print it and write it to a file."""
     accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
     train_shards = open_labelled(settings.train, settings.source, accelerate)

@@ -4,8 +4,8 @@ There are two differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
   printed after the trainer's last message.
-- SIGTERM and SIGUSR1 are passed on to the trainers, which may take any time to save. `accelerate launch` dies of
-  SIGUSR1. After SIGTERM it leaves one trainer running, or kills several trainers after 30 seconds.
+- SIGTERM and SIGUSR1 are forwarded to the trainers, which may take as long as they need to save. `accelerate launch`
+  is killed by SIGUSR1. After SIGTERM it leaves one trainer running, or kills several trainers after 30 seconds.
 
 Before the trainers start, both signals end the launcher as they end any program, because nothing needs saving yet.
 """
@@ -69,7 +69,7 @@ class Trainers:
     def forward(self, number: int, _: FrameType | None) -> None:
         """Send a signal to the trainers only.
 
-        Each trainer leads a process group that also contains its loader workers, which must not get the signal.
+        Each trainer leads a process group that also contains its loader workers, which must not receive the signal.
         """
         self.received = signal.Signals(number)
         for process in self.context.pids().values() if self.context else ():
@@ -99,7 +99,8 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     """
     codes = list(codes)
     own = [code for code in codes if code != -signal.SIGTERM] or codes
-    if received and all(code in (-received, -signal.SIGTERM) for code in codes):  # died before they could listen
+    # the signal killed the trainers before they installed their handlers
+    if received and all(code in (-received, -signal.SIGTERM) for code in codes):
         return STOPPED_AND_SAVED
     code = next((code for code in own if code != STOPPED_AND_SAVED), STOPPED_AND_SAVED)
     return code if code > 0 else 128 - code

@@ -24,7 +24,7 @@ import yaml
 from webdataset.shardlists import expand_urls
 
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
-"""Settings of pretraining and of evaluations whose values are shards."""
+"""Names of the settings of pretraining and evaluations whose values are shards."""
 MAX_OPENED = 64
 """Largest number of shards that a node opens. More would make many nodes wait for one disk."""
 MIN_FREE_BYTES = 1e9
@@ -149,7 +149,7 @@ def check_shards(flags: list[str]) -> Iterator[str]:
 
 
 def shard_patterns(flags: list[str]) -> Iterator[str]:
-    """Yield the paths, globs and brace ranges of shards in the flags, or else in the settings file.
+    """Yield the paths, globs and brace ranges of shards in the flags, or, if the flags name none, in the settings file.
 
     Raises:
         OSError, yaml.YAMLError: the settings file cannot be read.
@@ -168,7 +168,7 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
         file = file if file.exists() else None
     settings = (yaml.safe_load(Path(file).read_text()) if file else None) or {}
     if not isinstance(settings, dict):
-        raise ValueError(f"{file} holds no settings")
+        raise ValueError(f"{file} does not hold `name: value` lines")
     for name in SHARD_SETTINGS:
         yield from as_patterns(given.get(name) or look_up(settings, name))
 

@@ -17,7 +17,7 @@ LAUNCH = Path(__file__).resolve().parent
 EVALUATIONS = {"knn": "knn", "probe": "linear_probe"}
 """Name of each evaluation on the command line, and the stem of its script and of its result file."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
-"""States that a job never leaves."""
+"""Final states of a SLURM job."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
 """State of a job that SLURM no longer knows."""
 
@@ -67,10 +67,10 @@ class Job:
 
 
 class Record(TypedDict):
-    """Contents of jobs.json, except for the jobs."""
+    """Settings of the evaluations of a run, stored in jobs.json together with the jobs."""
 
     every_checkpoint: list[str]
-    """Evaluations of each checkpoint."""
+    """Names of the evaluations that each checkpoint gets."""
     options: list[str]
     """Options of sbatch for evaluations."""
     flags: dict[str, list[str]]
@@ -89,7 +89,7 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
         kind: key of `EVALUATIONS`.
         record: options and flags of the evaluation.
         output: run folder.
-        step: name of the checkpoint folder, whose encoder lies in OUTPUT/evaluation/STEP.
+        step: name of the checkpoint folder, whose encoder is in OUTPUT/evaluation/STEP.
     """
     result = EVALUATIONS[kind]
     source, name, after = ["--checkpoint", str(output)], kind, "pretrain"
@@ -114,7 +114,7 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
     if done.returncode:
         answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
         raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {shlex.join(command)}")
-    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # ID;CLUSTER where there are several clusters
+    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters sbatch prints ID;CLUSTER
 
 
 def submit_chain(jobs: Sequence[Job]) -> None:
@@ -138,7 +138,7 @@ def release(jobs: Sequence[Job]) -> None:
     """Let the first job of a chain start.
 
     Raises:
-        LaunchError: SLURM refuses.
+        LaunchError: SLURM does not release the job.
     """
     if len(jobs) > 1:
         done = _run(["scontrol", "release", jobs[0].id])
@@ -150,7 +150,7 @@ def scancel(ids: Sequence[str]) -> None:
     """Cancel jobs. Jobs that have ended already are not an error.
 
     Raises:
-        LaunchError: SLURM refuses. The message quotes SLURM.
+        LaunchError: SLURM does not cancel a job. The message quotes SLURM.
     """
     if ids:
         done = _run(["scancel", *ids])
@@ -174,7 +174,7 @@ def states(ids: Sequence[str]) -> dict[str, str]:
         number, state, reason = line.split("|", 2)
         found[number] = f"{state} ({reason})" if state == "PENDING" else state
     gone = [number for number in ids if found[number] == FORGOTTEN]
-    if gone and shutil.which("sacct"):  # some minutes after the end of a job only the accounting knows its state
+    if gone and shutil.which("sacct"):  # squeue forgets a job some minutes after its end; sacct still knows its state
         done = _run(
             ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(gone)}", "-o", "JobID,State"]
         )
@@ -205,7 +205,7 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
-        raise LaunchError(f"{output} has no jobs: there is no {path}. `submit` creates that file") from None
+        raise LaunchError(f"{output} has no jobs: {path} does not exist. Call `submit` first") from None
     except (OSError, ValueError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     entries = [{name: value for name, value in entry.items() if name != "command"} for entry in stored.pop("jobs")]
@@ -241,7 +241,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
     Args:
         config: settings of pretrain/run.py.
         engine: accelerate's file.
-        folder: OUTPUT/submitted, where the files will lie.
+        folder: OUTPUT/submitted, to which the files will be copied.
 
     Raises:
         LaunchError: the engine file names a DeepSpeed file that does not exist.
@@ -261,7 +261,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """Make `folder` empty for the block. Restore its previous contents if the block raises.
+    """Make `folder` empty for a `with` block. Restore the previous contents of the folder if the block raises.
 
     Raises:
         LaunchError: the folder cannot be made.

@@ -1,4 +1,4 @@
-"""Progress of a run: its position, its jobs and results, and the checkpoints that still have to be evaluated."""
+"""Progress of a run: its current step, its jobs and results, and the checkpoints that still have to be evaluated."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def follow(output: Path) -> None:
 
     The encoder of each checkpoint is kept in OUTPUT/evaluation/step-..., because pretraining may remove the checkpoint
     before its evaluation starts. The encoder is removed once all its results exist. Only one process may call this
-    function at a time; it may call the function again at any moment.
+    function at a time. Repeated calls do not submit an evaluation twice.
 
     Raises:
         LaunchError: SLURM refuses a job. The next call submits that job again.
@@ -74,7 +74,7 @@ def _link(file: Path, name: Path) -> None:
 
 
 def status(output: Path) -> None:
-    """Print the position of a run, the states of its jobs and its results.
+    """Print the current step of a run, the states of its jobs and its results.
 
     Raises:
         LaunchError: the run has no jobs, or SLURM does not answer.

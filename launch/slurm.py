@@ -44,7 +44,7 @@ from progress import follow, status
 CPUS_PER_GPU = 8
 DDP = LAUNCH.parent / "configs" / "accelerate" / "ddp.yaml"
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
-"""Flags of pretrain/run.py that `submit` takes before the separator `--`."""
+"""Flags of pretrain/run.py that are options of `submit`, given before the separator `--`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +157,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         try:
             write_record(folder, record, jobs)
             release(jobs)
-        except BaseException:  # without a record `cancel` could not find these jobs
+        except BaseException:  # without jobs.json `cancel` could not find these jobs
             scancel([job.id for job in jobs])
             raise
     for job in jobs:
@@ -179,7 +179,7 @@ def evaluation_names(text: str) -> list[str]:
 
 
 def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: list[str]) -> None:
-    """Find mistakes that would otherwise only show when the job runs.
+    """Check options and flags before submission, because a job may wait for days before it finds a mistake.
 
     Raises:
         LaunchError: an option or a flag is missing, misplaced or out of range.
@@ -189,19 +189,21 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
             raise LaunchError(f"{name} is an option of `submit`. Give {name} before --")
     if any(flag.partition("=")[0] == "--dry_run" for flag in flags):
         raise LaunchError(
-            "--dry_run is an option of `submit`. Give --dry_run before --; to see what a run needs, call "
+            "--dry_run is an option of `submit`. Give --dry_run before --. To see what a run needs, call "
             "`python pretrain/run.py --dry_run`"
         )
     if "data" not in settings and not flag_values("data", flags):
         raise LaunchError(f"{options.config} names no data. Add `data: SHARDS` there, or give `-- --data SHARDS`")
     if not options.accelerate.is_file():
-        raise LaunchError(f"there is no engine file {options.accelerate}. See configs/accelerate/")
+        raise LaunchError(f"there is no engine file {options.accelerate}. Choose a file of configs/accelerate/")
     for name, least in (("nodes", 1), ("gpus", 0), ("processes", 1), ("cpus", 1), ("evaluation_gpus", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise LaunchError(f"--{name.replace('_', '-')} is {value}. It must be {least} or more")
     if options.processes and options.gpus:
-        raise LaunchError("--processes is only for nodes without GPUs (--gpus 0). Each GPU has one trainer; remove it")
+        raise LaunchError(
+            "--processes is only for nodes without GPUs (--gpus 0). Each GPU has one trainer. Remove --processes"
+        )
 
 
 def check_folder(output: Path, resume: bool) -> None:
@@ -324,7 +326,7 @@ def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
 def cancel(output: Path) -> None:
     """Cancel all jobs of a run."""
     cancelled: list[str] = []
-    for _ in range(2):  # the pretraining job may have submitted evaluations before it ended
+    for _ in range(2):  # the pretraining job may submit evaluations until it ends
         _, jobs = read_record(output)
         known = states([job.id for job in jobs])
         active = [number for number, state in known.items() if not is_over(state) and number not in cancelled]

@@ -1,7 +1,7 @@
 """Collectives of the default process group. All of them also work with one process and no process group.
 
 Every function is collective: all ranks call it, in the same order. A tensor on a device that the backend does not
-reach, such as one on the CPU under NCCL, is moved there and back.
+support, such as the CPU under NCCL, is copied to a supported device and back.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from runtime.errors import UserError
 
 VISIBILITY_TIMEOUT = 35.0
-"""Seconds until a shared disk shows one node the files of another. NFS caches the entries of a folder for up to 30."""
+"""Seconds to wait until one node sees a file of another node on a shared disk. NFS caches folders for up to 30 s."""
 T = TypeVar("T")
 
 
@@ -97,10 +97,10 @@ def broadcast_object(value: T) -> T:
 def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `function` on every rank and return its local result, once it has succeeded on all ranks.
 
-    An exception of one rank becomes an exception of all, so that no rank waits for another in the next collective.
+    If one rank raises an exception, all ranks raise one, so that no rank waits for another in the next collective.
 
     Raises:
-        RankError: `function` failed on a rank. The class is that of the failure where it is a kind of `RankError`.
+        RankError: `function` failed on a rank. An exception that is a subclass of `RankError` keeps its class.
     """
     results: list[T] = []
     failure: tuple[type[RankError], str] | None = None
@@ -135,14 +135,14 @@ def wait_for_path(path: Path) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a parameter or gradient: rows under FSDP2, a flat range under ZeRO-3, else all."""
-    if hasattr(tensor, "to_local"):  # a DTensor, whose import takes most of a second
+    """Return the local shard of a parameter or gradient: rows under FSDP2, a flat range under ZeRO-3, otherwise all."""
+    if hasattr(tensor, "to_local"):  # a DTensor, recognised without its import, which takes most of a second
         return tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return getattr(tensor, "ds_tensor", tensor)
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return `device` if the backend of the default group works on it, else a device on which the backend does."""
+    """Return `device` if the backend of the default group supports it, else a device that the backend supports."""
     reached = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     if device.type in reached:
         return device
@@ -158,13 +158,13 @@ def _all_reduce(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 def _collected_failures(error: BaseException) -> dict[int, BaseException]:
     """Return the exceptions by rank that torch.distributed.checkpoint collects in its `CheckpointException`.
 
-    The class derives from `BaseException` and is recognised by its attribute: its import takes most of a second.
+    `CheckpointException` is recognised by its attribute `failures`, because importing it takes most of a second.
     """
     return {failed: cause for failed, (cause, _) in getattr(error, "failures", {}).items()}
 
 
 def _describe(error: BaseException) -> str:
-    """Return one line for the user about an exception of this rank, or about the first that torch collected."""
+    """Return a one-line message about an exception of this rank, or about the first exception that torch collected."""
     failed = rank()
     if collected := _collected_failures(error):
         failed, error = next(iter(collected.items()))

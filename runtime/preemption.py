@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: no error, try again later."""
+"""Exit code of a run that stopped and saved: EX_TEMPFAIL of sysexits.h (try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _received: list[signal.Signals] = []
 
@@ -31,7 +31,7 @@ def ignore() -> None:
 def listening() -> Iterator[None]:
     """Call `listen`; at the end of the context restore the old handlers and forget the signals.
 
-    Outside of the main thread, which alone may set handlers, the context does nothing.
+    Outside of the main thread the context does nothing, because Python sets signal handlers only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

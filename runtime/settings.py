@@ -63,7 +63,7 @@ class _PositionalMarker:
 
 T = TypeVar("T")
 Positional = Annotated[T, _PositionalMarker()]
-"""Type of a field that is given by position and not as a flag; a list takes all words that are left."""
+"""Type of a field that is given by position and not as a flag. A list takes all remaining words."""
 
 SettingsT = TypeVar("SettingsT", bound=Section)
 
@@ -75,7 +75,7 @@ def section_type(field: FieldInfo | None) -> type[Section] | None:
 
 
 def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Return all settings of a model by dotted name, those of its sections included."""
+    """Return all settings of a model and of its sections, by dotted name."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section = section_type(field)
@@ -126,7 +126,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def peek(argv: Sequence[str], name: str) -> str | None:
-    """Return the last value of `--name` on a command line, before a model is known."""
+    """Return the last value of `--name` on a command line, for use before the other flags can be parsed."""
     found = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         flag, equals, value = word.partition("=")
@@ -156,7 +156,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
             open_names = (n for n in positional if n not in words or list in _kinds(known[n].annotation))
             name, value = next(open_names, None), word
             if name is None:
-                raise SettingsError(f"unexpected argument '{word}'. Settings are flags: --name VALUE")
+                raise SettingsError(f"unexpected argument '{word}'. Give settings as --name VALUE")
         words.setdefault(name, []).append(value)
     values: dict[str, Any] = {}
     for name, given in words.items():
@@ -168,7 +168,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
 
 
 def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
-    """Return the dotted name and the value of one flag, given without its dashes; take the value off `rest`."""
+    """Return the dotted name and the value of one flag, given without its dashes. Remove the value from `rest`."""
     flag, equals, value = flag.partition("=")
     section = section_type(model.model_fields.get(flag))
     name = f"{flag}.{section.short_form}" if section and section.short_form else flag
@@ -188,7 +188,7 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Return the members of a union, or the type alone; `list` for `list[str]`, the values of a literal."""
+    """Return the types that an annotation allows: members of a union, values of a literal, `list` for `list[str]`."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -214,7 +214,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     structured = kinds & {list, tuple, dict}
     if structured and _is_positional(field):
         return words
-    if structured and str in kinds:  # shards: a word stays as it was written unless it is JSON
+    if structured and str in kinds:  # shards: only a word in JSON is parsed, because patterns contain braces and commas
         values = [_yaml(name, word) if word.startswith(('["', '{"')) else word for word in words]
         return values[0] if len(values) == 1 else values
     if not structured:
@@ -223,7 +223,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     if text.startswith(("[", "{")):
         return _yaml(name, text)
     if text in kinds or (kinds & {int, float} and "," not in text):
-        return text  # one value where several may be given
+        return text  # a single value for a setting that may have several
     return [part.strip() for part in text.split(",")]
 
 

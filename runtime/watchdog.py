@@ -23,10 +23,10 @@ from runtime.errors import UserError
 from runtime.preemption import Preempted
 
 EXIT_CODE = 69
-"""EX_UNAVAILABLE of sysexits.h: another process is lost."""
+"""Exit code after the loss of another process: EX_UNAVAILABLE of sysexits.h."""
 CONTINUE = "--resume with this run's --output continues from its newest checkpoint"
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
-_contexts = itertools.count()  # equal on all processes, which enter the same contexts in the same order
+_contexts = itertools.count()  # numbers contexts; all processes enter the same contexts in the same order
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Timing:
     interval: float = 2.0
     """Time between two heartbeats."""
     timeout: float = 40.0
-    """Time without a heartbeat after which a process is lost. Only code that holds the interpreter's lock, such as the
-    import of a large library, delays heartbeats. All processes know of a loss within a minute."""
+    """Time without a heartbeat after which a process counts as lost. Only code that holds the interpreter's lock, such
+    as the import of a large library, delays heartbeats. All processes know of a loss within a minute."""
     exit_delay: float = 20.0
-    """Time in which the other processes may exit with an error of their own after one of them failed."""
+    """Time that the other processes have to exit by themselves after one process failed."""
 
 
 TIMING = Timing()
-"""Timing of `watched`."""
+"""Intervals that `watched` uses."""
 
 
 class LostError(UserError, RuntimeError):
@@ -62,14 +62,14 @@ def watched() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # The store of the process group exists under every launcher and needs no further port. Under a launcher it lies in
-    # the launcher's process and outlives process 0.
+    # The process group's store exists under every launcher and needs no further port. A launcher keeps the store in its
+    # own process, where the store outlives process 0.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"watchdog/{_restart_count()}/{next(_contexts)}"
     watch = Watch(dist.get_rank(), dist.get_world_size(), address, prefix, _exit, TIMING)
     try:
         yield
-    except Preempted:  # all processes stop at the same step
+    except Preempted:  # no failure to report, because all processes stop at the same step
         watch.close()
         raise
     except BaseException as error:
@@ -109,11 +109,12 @@ class Watch:
         self._closed = threading.Event()
         self._awake = 0.0  # seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
-        self._answered, self._answered_at = 0.0, time.time()  # last answer of the store, as in _Peer
+        # time of the store's last answer, on the clock `_awake` and since the epoch
+        self._answered, self._answered_at = 0.0, time.time()
         self._peers = {peer: _Peer(time.time()) for peer in (others if rank == 0 else [0])}
         self._failure: str | None = None
-        self._found = ""  # loss that this process found, to be written to the store
-        self._lost = self._failed = ""  # loss and failure in the store
+        self._found = ""  # message about a loss that this process found
+        self._lost = self._failed = ""  # messages about a loss and a failure, read from the store
         self._talker = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
         self._talker.start()
@@ -123,7 +124,7 @@ class Watch:
         """Sign off, so that no process waits for further heartbeats of this one.
 
         Args:
-            failure: the error with which this process exits; told to the others.
+            failure: the error with which this process exits. It is sent to the other processes.
 
         Returns:
             The message about a failed or lost process in the store, or an empty string.
@@ -144,13 +145,15 @@ class Watch:
                     self._exchange(store)
                     over = self._closed.wait(self._timing.interval)
                 self._leave(store)
-            except (RuntimeError, OSError):  # counts as silence, which the other thread measures
+            except (RuntimeError, OSError):  # no heartbeat was read; the other thread measures how long
                 store = None
                 over = over or self._closed.wait(self._timing.interval)
 
     def _connect(self) -> Store:
-        """Return a connection of its own, because the main thread may block that of the process group."""
-        socket.create_connection(self._address, 10).close()  # torch prints a page for each failed attempt
+        """Return a separate connection to the store, because the main thread may block the process group's
+        connection."""
+        # raises first if the store cannot be reached, because torch prints a page for each failed attempt
+        socket.create_connection(self._address, 10).close()
         limit = datetime.timedelta(seconds=10)
         store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=limit)
         return PrefixStore(self._prefix, store)
@@ -190,7 +193,8 @@ class Watch:
             }
             if silent:
                 self._found = self._describe(silent)
-                self._closed.wait(2 * interval)  # lets the others read the message: the store may end with this process
+                # gives others time to read the message, because the store may end with this process
+                self._closed.wait(2 * interval)
             told = self._found or self._lost or (self._failed if failed_for > self._timing.exit_delay else "")
             if told and not self._closed.is_set():
                 self._closed.set()
@@ -225,7 +229,8 @@ class _Peer:
 
 
 def _restart_count() -> str:
-    """Return the launcher's count of restarts: restarted processes use the same store as those before them."""
+    """Return the launcher's count of restarts. Processes before and after a restart share one store, so keys contain
+    it."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -238,13 +243,13 @@ def _clock(seconds: float) -> str:
 
 
 def _exit(message: str) -> None:
-    # no clean exit: the main thread may hold any lock, also those of the output streams and of the process group
+    # A clean exit could block: the main thread may hold the locks of the output streams or of the process group.
     os.write(2, f"\nrun.py: {message}\n".encode())
     os._exit(EXIT_CODE)
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Return whether gloo or NCCL raised the error because another process is lost."""
+    """Return True if gloo or NCCL raised the error because another process is lost."""
     while error is not None:
         of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if of_torch and any(word in str(error).lower() for word in _BROKEN):

@@ -94,12 +94,12 @@ def test_scale_of_features_and_precision_settings_do_not_matter():
 
 def test_what_cannot_be_scored_is_refused():
     (train, val), (train_labels, val_labels) = made_up(bank=30)
-    for k, message in (((31,), "30 images"), ((0,), "between 1")):
+    for k, message in (((31,), "from 1 to 30"), ((0,), "from 1 to")):
         with pytest.raises(EvaluationError, match=message):
             accuracy(train, train_labels, val, val_labels, k=k)
     with pytest.raises(EvaluationError, match="do not fit 3 classes"):
         accuracy(train, train_labels, val, val_labels, classes=3, k=(5,))
-    with pytest.raises(EvaluationError, match="Give both"):
+    with pytest.raises(EvaluationError, match="Give at least one of each"):
         accuracy(train, train_labels, val[:0], val_labels[:0], k=(5,))
     val[3, 2] = torch.nan
     with pytest.raises(EvaluationError, match="NaN or infinite"):
