@@ -45,7 +45,7 @@ class DataConfig(Section, frozen=True):
         return any(given == "auto" or (given is None and self.channels != 3) for given in (self.mean, self.std))
 
     def resolve(self, measured: Preprocessing | None = None) -> "ResolvedData":
-        """Return the section with numbers for `mean` and `std`.
+        """Return the data settings with numbers for `mean` and `std`.
 
         Args:
             measured: Statistics of the shards, for settings that are `auto`.
@@ -59,7 +59,9 @@ class DataConfig(Section, frozen=True):
             fallback = measured if given == "auto" or self.channels != 3 else IMAGENET
             if given in (None, "auto"):
                 if fallback is None:
-                    raise SettingsError(f"data.{name} is auto, but the shards were not measured. Give numbers")
+                    raise SettingsError(
+                        f"data.{name} is auto, but the shards were not measured. Give numbers to data.{name}"
+                    )
                 given = getattr(fallback, name)
             if len(given) != self.channels:
                 raise SettingsError(
@@ -87,11 +89,11 @@ class CheckpointConfig(Section):
     """Checkpoints."""
 
     keep: int = Field(default=2, ge=1)
-    """newest checkpoints that are kept"""
+    """number of newest checkpoints to keep"""
     keep_every: int | None = Field(default=None, ge=1)
     """checkpoints at multiples of this many steps are kept too"""
     background: bool = False
-    """write while the training continues, from a copy in the host's memory"""
+    """write checkpoints while training continues, from a copy in host memory"""
 
 
 class EvaluationConfig(Section):
@@ -102,15 +104,15 @@ class EvaluationConfig(Section):
     val: str | list[str] | None = None
     """labelled SHARDS that are scored; default: no evaluation"""
     k: int = Field(default=20, ge=1)
-    """neighbours"""
+    """number of neighbours"""
     batch_size: int = Field(default=256, ge=1)
-    """images that each process encodes at once"""
+    """images per forward pass in each process"""
     pictures: int = Field(default=8, ge=0)
-    """held-out images shown as attention and PCA maps"""
+    """number of held-out images shown as attention and PCA maps"""
 
 
 class EncoderConfig(Section):
-    """Encoder. A run has the subclass of its variant, whose fields are the arguments of the constructor."""
+    """Encoder settings. A run uses a subclass whose fields are the arguments of the encoder's constructor."""
 
     short_form = "variant"
 
@@ -124,26 +126,26 @@ class RunConfig(Settings, frozen=True):
     method: str = "dino"
     """pretraining method"""
     config: str | None = None
-    """YAML file of settings; flags win over it"""
+    """YAML file of settings; flags override the file"""
     data: DataConfig = DataConfig()
     output: str | None = None
-    """run folder; default: a fresh folder under runs/"""
+    """run folder; default: a new folder under runs/"""
     steps: int | None = Field(default=None, ge=1)
     """optimizer steps; default: 100 epochs"""
     batch_size: int = Field(default=512, ge=1)
     """images of one optimizer step over all processes"""
     accumulate: int = Field(default=1, ge=1)
-    """forward passes that share one optimizer step"""
+    """forward passes per optimizer step (gradient accumulation)"""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """seed of everything random"""
+    """seed of all random generators"""
     workers: int | None = Field(default=None, ge=0)
-    """loader processes of each training process; default: one per free core, at most 8"""
+    """loader workers per training process; default: one per free core, at most 8"""
     resume: bool = False
-    """continue the newest complete checkpoint of --output; without one, start from the beginning"""
+    """resume from the newest complete checkpoint of --output; start from the beginning if there is none"""
     dry_run: bool = False
     """print the resolved settings, steps, memory and shards per worker, and stop"""
     init_from: str | None = None
-    """run folder or file of weights, ours or published, that the encoder starts from"""
+    """initial weights of the encoder: a run folder, or a file of own or published weights"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: bf16 on a GPU that has it, else fp32"""
     compile: bool = False
@@ -166,12 +168,12 @@ class RunConfig(Settings, frozen=True):
 
     @property
     def encoder_settings(self) -> dict[str, Any]:
-        """Settings of the encoder that the user, a preset or the method gave, and its variant."""
+        """Encoder variant, and the encoder settings that the user, a preset or the method has set."""
         return {"variant": self.encoder.variant} | self.encoder.model_dump(exclude_unset=True)
 
     @property
     def method_config(self) -> Section:
-        """Section of the chosen method."""
+        """Settings of the chosen method."""
         return getattr(self, self.method)
 
 
@@ -211,10 +213,10 @@ def settings_model(variant: str) -> type[RunConfig]:
 
 
 def load(argv: Sequence[str]) -> RunConfig:
-    """Return the settings of a command line and the files it names.
+    """Return the settings of a command line and of its settings file.
 
-    Without shards, the preset of the embedded digits lies below the file. `--resume` reads the run's own config.yaml
-    unless a file is given.
+    If no shards are given, the preset of the embedded digits supplies the defaults. `--resume` reads the run's own
+    config.yaml unless --config names another file.
 
     Raises:
         SettingsError: an unknown name or a value out of range.
@@ -222,7 +224,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     config, output = peek(argv, "config"), peek(argv, "output")
     own = Path(output) / "config.yaml" if output and "--resume" in argv else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
-    file = merge(RunConfig, file)  # short forms are written out
+    file = merge(RunConfig, file)  # expands short forms
     method = peek(argv, "method") or file.get("method", "dino")
     if method not in METHODS:
         raise SettingsError(
@@ -231,7 +233,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     file_data = file.get("data") or {}
     shards = peek(argv, "data") or peek(argv, "data.shards")
     if config and not shards and "shards" not in file_data:  # a run's own config.yaml has `shards: null`
-        raise SettingsError(f"{config} names no data: give --data SHARDS")
+        raise SettingsError(f"{config} names no data. Give --data SHARDS")
     digits = PRESETS / f"digits_{method}.yaml"
     use_preset = not (shards or file_data.get("shards")) and digits.exists()
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
@@ -240,8 +242,10 @@ def load(argv: Sequence[str]) -> RunConfig:
     preset_variant = preset.get("encoder", {}).get("variant")
     variant = asked or saved or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
-        raise SettingsError(f"this run trains {saved}, not {variant}: leave --encoder away, or choose another --output")
-    if variant != preset_variant:  # the preset's details belong to its own variant
+        raise SettingsError(
+            f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
+        )
+    if variant != preset_variant:  # the preset's encoder settings are for the preset's own variant only
         preset.pop("encoder", None)
     model = settings_model(variant)
     chosen = {"encoder": {"variant": variant}}
@@ -249,7 +253,7 @@ def load(argv: Sequence[str]) -> RunConfig:
 
 
 def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = None) -> ResolvedRun:
-    """Return the settings with the values that follow from the data: steps, and those of the method and the encoder.
+    """Return the settings with all derived values: steps, normalisation, and settings of the method and the encoder.
 
     Args:
         images: Number of training images.
@@ -287,7 +291,7 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
     given = defaults | config.encoder_settings
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
-        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Leave encoder.channels out")
+        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")
     if own != channels:
         given["channels"] = channels
     return type(config.encoder)(**given)

@@ -2,7 +2,7 @@
 
     python -m pretrain.export CHECKPOINT OUTPUT.safetensors [--part encoder|student|teacher|method]
 
-CHECKPOINT is a run folder, of which the newest checkpoint is used, or a checkpoint in it. `encoders.load` and
+CHECKPOINT is a checkpoint, or a run folder, whose newest checkpoint is used. `encoders.load` and
 `--init_from` read an exported encoder. An exported method has all of its tensors under their own names: student,
 teacher, heads and centre for DINO, encoder and decoder for MAE. `load` reads it. The optimizer is not exported.
 """
@@ -34,9 +34,11 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m pretrain.export",
         description="Export the encoder of a checkpoint, or the whole method. Runs in one process.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="run folder, or a checkpoint in it")
     parser.add_argument(
-        "output", metavar="OUTPUT", type=Path, help="file to write, .safetensors, with a .json beside it"
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="run folder, or a checkpoint in a run folder"
+    )
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=Path, help="file to write (.safetensors); a .json file is written next to it"
     )
     parser.add_argument(
         "--part",
@@ -114,7 +116,7 @@ def load(path: str | Path) -> Method:
         method = build(json.loads(beside.read_text()))
         method.load_state_dict(load_file(path))
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path} with {beside.name} beside it is not an exported method: {error}") from error
+        raise ValueError(f"{path} together with {beside.name} is not an exported method: {error}") from error
     return method
 
 
@@ -142,7 +144,7 @@ def _module_name(method: Method, part: str) -> str:
 
 
 def _fill(module: nn.Module, prefix: str, checkpoint: Path) -> None:
-    """Fill a module on the meta device from a checkpoint, where its tensors have names with `prefix`."""
+    """Load a module on the meta device from a checkpoint, in which the names of its tensors start with `prefix`."""
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
     try:

@@ -55,7 +55,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     """Train, export and score an encoder; the process group is initialised."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
-    with accelerator.local_main_process_first():  # the first one fills the caches of indices and of the embedded data
+    with accelerator.local_main_process_first():  # the first process fills the caches
         shards, given = training_shards(given)
         opened = open_sources(shards, source=given.source)
     sizes = [one.mean_bytes for one in opened.lists]
@@ -73,7 +73,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     config = resolve_crops(config, method)
     settings["loader"] = config.loader.model_dump(mode="json")
     if config.data.shards is not None:
-        jpeg_decoder()  # workers share the pages of what is imported before they are forked; the digits are PNG
+        jpeg_decoder()  # imported before the fork, so that workers share its memory; not needed for the digits (PNG)
     batches = loader(config, method, opened, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:
@@ -91,7 +91,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
-        with atomic_write(output / "config.yaml") as part:  # --resume reads it
+        with atomic_write(output / "config.yaml") as part:  # --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
@@ -102,7 +102,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
 
 
 def resolve_precision(precision: str) -> str:
-    """Return the precision of the forward pass; `auto` is the launcher's, else bf16 on a GPU that has it, else fp32.
+    """Return the precision of the forward pass. `auto` takes the launcher's, then bf16 if the GPU supports it, then
+    fp32.
 
     Raises:
         SettingsError: fp16 without CUDA.
@@ -112,7 +113,7 @@ def resolve_precision(precision: str) -> str:
         if precision == "no" and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
-        raise SettingsError("precision fp16 needs a CUDA device: use bf16 or fp32 on this machine")
+        raise SettingsError("--precision fp16 needs a CUDA device, and this machine has none. Use bf16 or fp32")
     return {"no": "fp32"}.get(precision, precision)
 
 
@@ -124,20 +125,20 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
     """
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = processes.make_accelerator(
-        # DeepSpeed's own low precision would cast the teacher; ours is autocast (engines/zero.py)
+        # DeepSpeed's own low precision would cast the teacher; the engine uses autocast (engines/zero.py)
         mixed_precision="no" if deepspeed or config.precision == "fp32" else config.precision,
-        # the loader is not prepared, so its end must not trigger a step of its own
+        # accelerate must not make a step at the end of the loader, which it does not prepare
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
-        # gradients are views of the buckets that are summed, and take no second memory
+        # gradients are views of DDP's buckets and take no additional memory
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     return accelerator, engines.select(accelerator, config.precision, config.accumulate)
 
 
 def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
-    """Return the SHARDS to train on, and the settings. Without data, both name those of the embedded digits."""
+    """Return the SHARDS to train on, and the settings. Without --data, both refer to the embedded digits."""
     if config.data.shards is not None:
         return config.data.shards, config
     train_shards, val_shards = demo_shards()
@@ -160,7 +161,7 @@ def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator)
         try:
             statistics = importlib.import_module("data.statistics")
             found = statistics.pixel_statistics(opened, config.data.channels)
-        except (ValueError, OSError) as error:  # the other processes wait for an answer
+        except (ValueError, OSError) as error:  # sent to the other processes, which wait for the result
             found = ShardError(f"data: the pixel statistics cannot be measured: {error}")
     measured = broadcast_object(found)
     if isinstance(measured, ShardError):
@@ -169,7 +170,7 @@ def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator)
 
 
 def agree(opened: list[ShardList], buffers: list[int]) -> str:
-    """Return the fingerprint of the order of the samples, which is equal on all processes.
+    """Return the fingerprint of the order of the samples. It must be equal on all processes.
 
     Raises:
         ShardError: two processes see different shards.
@@ -180,16 +181,17 @@ def agree(opened: list[ShardList], buffers: list[int]) -> str:
     for rank, (other, images, lacking) in enumerate(seen):
         if other != seen[0][0]:
             message = (
-                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}: all must see the same shards"
+                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, but all must see the same shards"
             )
             if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
-                message += f"; left out by one of the two: {', '.join(differ)}"
-            raise ShardError(f"{message}; start again, or look at the disks of the nodes")
+                message += f"; only one of the two can read: {', '.join(differ)}"
+            raise ShardError(f"{message}. Start again, or check the disks of the nodes")
     return own
 
 
 def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
-    """Return a hash of what fixes the order of the samples: names, sizes and order of the shards, shuffle buffers."""
+    """Return a hash of all that determines the order of the samples: names, sizes and order of the shards, and shuffle
+    buffers."""
     counts: list[Any] = [
         [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
     ]
@@ -203,17 +205,17 @@ def run_folder(config: ResolvedRun) -> tuple[Path, Path | None]:
         SettingsError: the folder holds another run, or `--resume` without `--output`.
     """
     if config.resume and not config.output:
-        raise SettingsError("--resume needs --output FOLDER: the run to continue")
+        raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
     name = f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(broadcast_object(config.output or str(Path("runs") / name)))
-    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # without a shared disk: rank 0's
+    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # those that rank 0 sees
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
-        raise SettingsError(f"{output} holds another run: continue it with --resume, or choose another --output")
+        raise SettingsError(f"{output} holds another run. Continue that run with --resume, or choose another --output")
     if config.resume and not holds_run and config.data.shards is None and config.config is None:
-        raise SettingsError(f"{output} holds no run to continue; to begin one there, name its --data or --config too")
+        raise SettingsError(f"{output} holds no run to continue. To start a run there, also give --data or --config")
     if config.resume and not found:
-        log.info("%s has no checkpoint yet: starting from the beginning", output)
+        log.info("%s has no checkpoint yet. The run starts from the beginning", output)
     return output, found[-1] if found else None
 
 
@@ -226,9 +228,9 @@ def make_folder(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"cannot create {output}: {error.strerror}; choose another --output") from error
+        raise SettingsError(f"cannot create {output}: {error.strerror}. Choose another --output") from error
     if not os.access(output, os.W_OK | os.X_OK):
-        raise SettingsError(f"{output} cannot be written to: choose another --output")
+        raise SettingsError(f"{output} cannot be written to. Choose another --output")
 
 
 def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
@@ -262,9 +264,9 @@ def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
 
 def compile_blocks(method: Method) -> None:
     """Compile each block of the encoders in a method."""
-    import torch._dynamo.config  # torch itself loads the compiler only when it is used: it takes seconds
+    import torch._dynamo.config  # imported here, because the import takes seconds
 
-    torch._dynamo.config.recompile_limit = 64  # shared by all blocks: stages times kinds times sizes of crops
+    torch._dynamo.config.recompile_limit = 64  # for all blocks together, of every stage and crop size
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:
@@ -316,7 +318,8 @@ def loader(config: ResolvedRun, method: Method, shards: Sources, first_step: int
 
 
 def workers(config: RunConfig, accelerator: Accelerator) -> int:
-    """Return the number of loader workers of this process. It depends on the machine and is not written down."""
+    """Return the number of loader workers of this process. The number depends on the machine and is not stored in
+    config.yaml."""
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
 
 
@@ -373,7 +376,7 @@ def finish_run(run: Run) -> None:
         f"accelerate launch evaluation/linear_probe.py --checkpoint {run.output} "
         f"--train '{train_shards}' --val '{val_shards}'"
     )
-    if run.config.data.shards is None:  # digits: a mirrored digit is another one
+    if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit
         command += " --no-augment --batch_norm"
     print(f"encoder: {path}")
     print(f"next:    {command}")

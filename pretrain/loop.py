@@ -49,16 +49,16 @@ class Run:
     method: Method
     engine: Engine
     recorder: Recorder | None
-    """None except on the main process"""
+    """Recorder of metrics and pictures; None except on the main process."""
     online_knn: OnlineKNN | None
-    """None without evaluation shards"""
+    """Online k-NN evaluation; None without evaluation shards."""
     saver: Saver
     state: TrainState = field(default_factory=TrainState)
     """progress of the run"""
 
     @property
     def steps(self) -> int:
-        """Length of the run."""
+        """Number of steps of the run."""
         return self.config.steps
 
 
@@ -86,7 +86,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
-        # drop path depends on the seed, the step and the sample: not on how samples are split over processes
+        # drop path depends on the seed, the step and the sample, not on the number of processes
         with nullcontext() if batch.positions is None else random_keys(config.seed, step, batch.positions):
             loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
         losses.append(loss)
@@ -111,7 +111,8 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
 
 
 def _agree(loss: Tensor, norm: Tensor) -> list[float]:
-    """Means over processes of loss, gradient norm, whether both are finite, and whether a stop was requested.
+    """Return means over processes: of the loss, of the gradient norm, and of flags (1 or 0) for both being finite and
+    for a requested stop.
 
     This is the only place in a step that waits for the device.
     """
@@ -128,7 +129,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     Raises:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
         CollapseError: the run looks collapsed and `health.on_collapse` is `stop`.
-        Preempted: a process received a stop signal; a checkpoint of this moment was written.
+        Preempted: a process received a stop signal; a checkpoint of the last completed step was written.
     """
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
@@ -153,7 +154,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
                 record = _record(run, result, window)
                 if stop and evaluate:
-                    state.unscored = record  # a stop must not wait for an evaluation: the resumed run makes it up
+                    state.unscored = record  # a stop must not wait for an evaluation; the resumed run does it
                 else:
                     _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
@@ -161,7 +162,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
             save_due = save_due or state.step % config.checkpoint_every == 0
-            # While steps are skipped, saving waits: it would remove checkpoints from before the trouble.
+            # Do not save after a skipped step: new checkpoints would replace those from before the steps were skipped.
             if (save_due and result.updated) or state.step == run.steps or stop:
                 save_due = False
                 _save(run, window, exiting=stop, keep_old=not result.updated)
@@ -171,7 +172,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
 
 
 def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
-    """Write a checkpoint; its time does not count as training."""
+    """Write a checkpoint, and subtract its time from the training time."""
     started = time.perf_counter()
     _count_corrupt(run, window)
     run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
@@ -187,19 +188,19 @@ def _exit(run: Run) -> NoReturn:
 
 
 class Window:
-    """Time, images and corrupt images since the last record."""
+    """Training time, images and corrupt images since the last record of metrics."""
 
     def __init__(self) -> None:
         self.started, self.images, self.waited, self.corrupt = time.perf_counter(), 0, 0.0, 0
 
     def add(self, images: int, waited: float, batches: Iterable[Batch]) -> None:
-        """Count a step, with the seconds that it waited for the loader."""
+        """Count the images of a step, and the seconds that the step waited for the loader."""
         self.images += images
         self.waited += waited
         self.corrupt += sum(len(batch.skipped) for batch in batches)
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract time that was not training."""
+        """Do not count the last `seconds` as training time."""
         self.started += seconds
 
     @property
@@ -209,12 +210,12 @@ class Window:
 
     @property
     def data_wait(self) -> float:
-        """Share of the time spent waiting for the loader, 0 to 1."""
+        """Share of training time spent waiting for the loader, 0 to 1."""
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
 
 
 def _count_corrupt(run: Run, window: Window) -> None:
-    """Add the corrupt images of all processes since the last record to the state."""
+    """Add the corrupt images of all processes since the last record to `run.state`."""
     run.state.corrupt_images += int(all_reduce_sum(torch.tensor(window.corrupt)))
     window.corrupt = 0
 
@@ -229,7 +230,7 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
-    """Metrics of this step without evaluations, averaged over processes. Collective."""
+    """Return the metrics of this step without evaluations, averaged over processes. Collective."""
     _count_corrupt(run, window)
     names = sorted(result.metrics)
     means: list[float] = []
@@ -281,7 +282,7 @@ def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
 
 
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
-    """Pictures of the crops of a batch, and of the method's predictions for them. Collective."""
+    """Return pictures of the crops of a batch, and of the method's predictions for them. Collective."""
     images = run.config.evaluation.pictures
     shown = {"crops": pictures.crops(batch, images)}
     if run.method.has_panels:

@@ -52,12 +52,12 @@ def dry_forward(method: Method) -> None:
     with torch.random.fork_rng(devices=[]):
         try:
             phantom(batch, 0)
-        except (NotImplementedError, RuntimeError) as error:  # a method may read values, which meta tensors lack
+        except (NotImplementedError, RuntimeError) as error:  # the method reads values, which meta tensors do not have
             log.debug("%s does not run on the meta device: %s", type(method).__name__, error)
 
 
 def _blank_batch(method: Method, sizes: Sequence[tuple[int, int]]) -> Batch:
-    """Return black images of the given heights and widths as the method's transform crops and masks them."""
+    """Return a batch of black images of the given heights and widths, cropped and masked by the method's transform."""
     preprocessing = next((part.preprocessing for part in method.modules() if isinstance(part, Encoder)), IMAGENET)
     images = [torch.zeros(preprocessing.channels, *size, dtype=torch.uint8) for size in sizes]
     rngs = [np.random.default_rng(0) for _ in images]
@@ -76,14 +76,14 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
 
     The number is extrapolated from real passes of two and of four images.
     """
-    method = copy.deepcopy(method)  # a pass changes the state of a method
+    method = copy.deepcopy(method)  # a copy, because a forward pass changes the state of a method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
     return two + (four - two) * (images - 2) // 2
 
 
 def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # a freed address would be given out twice
+    alive: list[Tensor] = []  # keeps tensors alive, so that no address is used twice
 
     def count(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -10,8 +10,8 @@ from runtime import preemption
 if __name__ == "__main__":
     preemption.listen()  # the imports below take seconds
 
-# Read once, when torch is loaded: threads that wait by spinning take the cores from the loader and from each other
-# (two cores, a second job beside: spinning fell to 38 images/s at times, waiting never below 275).
+# OpenMP reads this variable when torch is loaded. Without it, idle threads spin and take cores from the loader: on two
+# shared cores, training fell to 38 images/s at times, and with it never below 275.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from data.shards import ShardError
@@ -23,15 +23,15 @@ from runtime.errors import UserError
 def main(argv: list[str] | None = None) -> int:
     """Train, and return the exit code.
 
-    0: done. 2: the user has to change something. 69: another process is gone. 75: stopped and saved after SIGTERM or
-    SIGUSR1, --resume continues. 130: interrupted from the keyboard.
+    0: done. 2: the user has to change something. 69: another process was lost. 75: stopped and saved after SIGTERM or
+    SIGUSR1; --resume continues the run. 130: interrupted from the keyboard.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_log_handler()])
     rank = int(os.environ.get("RANK", "0"))
     try:
         with preemption.listening():
             config = load(sys.argv[1:] if argv is None else argv)
-            # accelerate and torch.distributed take seconds to import: --help and refused settings do not wait for them
+            # imported late, because accelerate and torch.distributed take seconds that --help does not need
             from pretrain.job import pretrain
 
             pretrain(config)
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if rank == 0:
             _complain(str(error))
-        elif isinstance(error, ShardError):  # perhaps only this process sees the shard
+        elif isinstance(error, ShardError):  # perhaps the shard is damaged only on this node
             _complain(f"process {rank}: {error}")
         return 2
     except preemption.Preempted as stop:
@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         return preemption.EXIT_CODE
     except KeyboardInterrupt:
         _complain(
-            "interrupted. --resume with its --output continues from the last checkpoint, if there is one. "
-            "SIGTERM lets a run save before it ends"
+            "interrupted. To continue from the last checkpoint, add --resume and the --output of this run. "
+            "A run that receives SIGTERM saves before it ends"
         )
         return 130
     except OSError as error:
@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _log_handler() -> logging.Handler:
-    """Return rich's handler for a terminal; in a log file its line breaks would be in the way."""
+    """Return rich's log handler for a terminal, or a plain handler for a log file, in which lines must not be
+    broken."""
     if not sys.stderr.isatty():
         return logging.StreamHandler()
     from rich.logging import RichHandler
@@ -78,8 +79,8 @@ def _complain(message: str) -> None:
 if __name__ == "__main__":
     code = main()
     preemption.ignore()
-    saver = sys.modules.get("pretrain.checkpoints.save")  # loaded only by a run that has started
+    saver = sys.modules.get("pretrain.checkpoints.save")  # not imported if the run has not started
     if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
-        os._exit(code)  # the process group's own end would wait for the process that is gone
+        os._exit(code)  # a normal exit would wait for the lost process
     sys.exit(code)

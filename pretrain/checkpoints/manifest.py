@@ -56,7 +56,7 @@ def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str
 
 
 def _read(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return bytes and SHA-256 by file name."""
+    """Return the size in bytes and the SHA-256 checksum of each file in the manifest of `folder`."""
     listed = json.loads((folder / NAME).read_text())["files"]
     return {name: (int(of["bytes"]), str(of["sha256"])) for name, of in sorted(dict(listed).items())}
 

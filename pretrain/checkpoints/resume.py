@@ -34,7 +34,7 @@ STEP = re.compile(r"step-(\d{8,})")
 TRAINER_KEYS = {"position", "processes", "engine", "optimizer_steps", "loss_scale", "settings", "versions"}
 """Keys of trainer.json. "position" holds the `TrainState`."""
 NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers")
-"""Settings that may change between a run and its continuation without a word."""
+"""Settings that may change between a run and its continuation without a warning."""
 
 
 class CheckpointError(RankError):
@@ -43,7 +43,7 @@ class CheckpointError(RankError):
 
 @dataclass
 class TrainState:
-    """Progress of a run, and the memory that a resumed run needs."""
+    """Progress of a run, and the other state that a resumed run needs."""
 
     step: int = 0
     """Number of steps done, skipped ones included."""
@@ -54,11 +54,12 @@ class TrainState:
     skipped_in_a_row: int = 0
     """Number of skipped steps since the last good step."""
     corrupt_images: int = 0
-    """Number of images that were replaced, over all processes."""
+    """Number of corrupt images that were replaced by other images, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
-    """Memory of the collapse alarm."""
+    """State of the collapse alarm."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """Record of this step, if its evaluation and its line in metrics.jsonl are left to the resumed run."""
+    """Metrics of the last step, if the run stopped before their evaluation. The resumed run evaluates and writes
+    them."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -75,11 +76,11 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     Raises:
         CheckpointError: the checkpoint belongs to another method or encoder, or its files are damaged.
     """
-    path = path.resolve()  # `latest` may be about to change
+    path = path.resolve()  # `latest` may change while the checkpoint is read
     trainer = read_trainer(path)
     verify(path)
     latest, main = path.parent / "latest", accelerator.is_main_process
-    # the run may have been killed after the checkpoint was renamed and before `latest` was
+    # the run may have been killed after the checkpoint was complete and before `latest` pointed to it
     run_on_all_ranks(lambda: os.replace(temporary_link(latest, path.name), latest) if main else None)
     state = engine.local_state()
     try:
@@ -93,7 +94,9 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
         states = path / f"random-{accelerator.process_index:05d}.pt"
         rng.set_states(torch.load(states, weights_only=True))
     else:
-        log.info("%s was written by %d processes: random states start anew", path.name, trainer["processes"])
+        log.info(
+            "%s was written by %d processes: the random generators start from the seed", path.name, trainer["processes"]
+        )
     return TrainState(**trainer["position"])
 
 
@@ -121,7 +124,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def read_train_state(path: Path) -> TrainState:
-    """Return the train state of a checkpoint. Collective. Raises as `read_trainer`."""
+    """Return the train state of a checkpoint. Collective. Raises the errors of `read_trainer`."""
     return TrainState(**read_trainer(path)["position"])
 
 
@@ -163,7 +166,7 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _encoder_defaults(variant: object) -> dict[str, Any]:
-    """Return the default settings of an encoder variant, as JSON holds them; empty for an unknown variant."""
+    """Return the default settings of an encoder variant as JSON values; empty for an unknown variant."""
     if not isinstance(variant, str) or variant not in encoders.VARIANTS:
         return {}
     parameters = inspect.signature(encoders.family(variant)).parameters
@@ -172,7 +175,7 @@ def _encoder_defaults(variant: object) -> dict[str, Any]:
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted names."""
+    """Flatten nested settings: return values by dotted names."""
     flat = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -198,18 +201,19 @@ def _read_trainer(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, faults: list[str]) -> CheckpointError:
-    path = path.resolve()  # the target of `latest`
+    path = path.resolve()  # resolves the link `latest`
     listed = list_checkpoints(path.parent)
     earlier = listed[: listed.index(path)] if path in listed else []
     intact = [p for p in earlier if not manifest.wrong_sizes(p)]
     start = intact[-1].name if intact else "the beginning, because no earlier checkpoint is complete"
     return CheckpointError(
-        f"{path} is damaged: {'; '.join(faults)}. Move this folder away; then --resume continues from {start}."
+        f"{path} is damaged: {'; '.join(faults)}. Move this folder away. Then --resume continues from {start}."
     )
 
 
 def temporary_link(link: Path, target: str) -> Path:
-    """Create a temporary symlink to `target` beside `link`. Renamed to `link`, it replaces `link` atomically."""
+    """Create a temporary symlink to `target` in the folder of `link`. Renaming it to `link` replaces `link`
+    atomically."""
     new = link.with_name(f".{link.name}.part")
     new.unlink(missing_ok=True)
     new.symlink_to(target)

@@ -1,4 +1,4 @@
-"""Writing of checkpoints, in a temporary folder that is renamed when complete, so that no reader sees a part of one."""
+"""Writing of checkpoints. A complete checkpoint is renamed from a temporary folder, so no reader sees a partial one."""
 
 import copy
 import datetime
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=nn.Module)
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
-"""Longest time that processes wait for one that still writes. The watchdog finds a lost process within a minute."""
+"""Longest time to wait for a process that writes slowly. The watchdog detects a lost process within a minute."""
 BACKGROUND_TIMEOUT = 30.0
 """Seconds that a failed run waits for a checkpoint that is being written in the background."""
 THREAD = "checkpoint"
@@ -55,10 +55,10 @@ class _Snapshot:
     bytes: int
     """Size of the checkpoint, over all processes."""
     keep_old: bool
-    """True if older checkpoints stay, whatever the settings."""
+    """True to keep all older checkpoints, whatever the settings."""
 
     def to_host(self) -> "_Snapshot":
-        """Return a copy in the host's memory, which later training steps do not change."""
+        """Return a copy in host memory, which later training steps do not change."""
         state = {name: tensor.to_host() for name, tensor in self.state.items()}
         return replace(self, state=state, encoder=None if self.encoder is None else _host_copy(self.encoder))
 
@@ -66,7 +66,8 @@ class _Snapshot:
 class Saver:
     """Writes the checkpoints of a run, one after the other. All methods are collective.
 
-    As a context manager it waits for the last checkpoint; after an exception, for at most `BACKGROUND_TIMEOUT` seconds.
+    On exit, the context manager waits for the last checkpoint; after an exception, at most `BACKGROUND_TIMEOUT`
+    seconds.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Saver:
         self.config = config
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # a process group of its own: collectives of the background thread must not meet those of the training
+        # a separate process group: collectives of the background thread must not mix with those of the training
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
@@ -105,7 +106,7 @@ class Saver:
         elif self._thread is not None:
             self._thread.join(BACKGROUND_TIMEOUT)
             if self._thread.is_alive() or self._error is not None:
-                log.warning("the checkpoint that was being written is lost: %s", self._error or "it took too long")
+                log.warning("a checkpoint was not completed: %s", self._error or "it took too long")
 
     def save(
         self, train_state: TrainState, encoder: encoders.Encoder, *, exiting: bool = False, keep_old: bool = False
@@ -119,8 +120,8 @@ class Saver:
             keep_old: do not remove old checkpoints.
 
         Raises:
-            CheckpointError: this checkpoint, or the one before it in the background, could not be written. Earlier ones
-                are intact, and `latest` points to the newest of them.
+            CheckpointError: this checkpoint, or the previous one in the background, could not be written. Earlier
+                checkpoints are intact, and `latest` points to the newest intact checkpoint.
         """
         try:
             self.wait()
@@ -129,14 +130,15 @@ class Saver:
                 raise
             log.warning("%s", error)
         folder = self.folder / f"step-{train_state.step:08d}"
-        if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:  # a shared disk may lag elsewhere
+        # rank 0 decides, because other nodes may see the folder late
+        if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:
             return
         snapshot = self._snapshot(folder, train_state, encoder, keep_old)
         if exiting or not self.config.background:
             self._write(snapshot)
             return
         copied = self._on_all_ranks(snapshot.to_host)
-        # a daemon thread: the interpreter must not wait for a thread that may wait for a lost process
+        # a daemon thread, because the thread may wait for a lost process and the interpreter must still exit
         self._thread = threading.Thread(target=self._in_background, args=(copied,), name=THREAD, daemon=True)
         self._thread.start()
 
@@ -144,7 +146,7 @@ class Saver:
         """Wait until the checkpoint in the background is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -175,7 +177,7 @@ class Saver:
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
             self._write(snapshot)
-        except BaseException as error:  # `wait` raises it on the main thread
+        except BaseException as error:  # `wait` raises the error on the main thread
             self._error = error
 
     def _write(self, snapshot: _Snapshot) -> None:
@@ -213,7 +215,7 @@ class Saver:
         return manifest.describe([*own, *stored])
 
     def _publish(self, part: Path, folder: Path, files: list[manifest.Files]) -> None:
-        """Write the manifest, give the checkpoint its name, and let `latest` point to it."""
+        """Write the manifest, rename the checkpoint to its final name, and point `latest` to it."""
         manifest.write(part, {name: described for of_rank in files for name, described in of_rank.items()})
         fsync(part / manifest.NAME)
         fsync(part)
@@ -235,16 +237,16 @@ class Saver:
 
 
 def has_unfinished_save() -> bool:
-    """Return whether the thread of an unfinished background save still runs. It may wait for a lost process forever."""
+    """Return True while a background save runs. Such a save may wait for a lost process forever."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
-    """Remove old checkpoints, and partial ones of killed runs. A failure to remove is logged.
+    """Remove old checkpoints, and partial checkpoints of killed runs. A failure to remove is only logged.
 
     Args:
-        keep: number of newest checkpoints that stay.
-        keep_every: checkpoints at multiples of this many steps stay too.
+        keep: number of newest checkpoints to keep.
+        keep_every: checkpoints at multiples of this many steps are kept too.
     """
     old = [p for p in list_checkpoints(folder)[:-keep] if not (keep_every and int(p.name[5:]) % keep_every == 0)]
     for path in [*folder.glob(".*.part"), *old]:
@@ -287,7 +289,7 @@ def _trainer(
 
 
 def _host_copy(module: E) -> E:
-    """Return a copy of `module` in the host's memory."""
+    """Return a copy of `module` in host memory."""
     tensors = [*module.parameters(), *module.buffers()]
     copies: dict[int, Any] = {id(t): t.detach().to("cpu", copy=True) for t in tensors}
     copies |= {id(t): nn.Parameter(copies[id(t)], requires_grad=False) for t in tensors if isinstance(t, nn.Parameter)}

@@ -27,9 +27,9 @@ class Engine(ABC):
     """
 
     name: str
-    """Name in logs and checkpoints."""
+    """Name of the engine in logs and checkpoints."""
     sharded: bool
-    """True if `local_gradients` are parts of tensors, so that their squares have to be summed over processes."""
+    """True if `local_gradients` returns shards, so that squared norms have to be summed over processes."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer
@@ -43,7 +43,7 @@ class Engine(ABC):
         """Return the loss and the metrics of a batch, and accumulate the gradient.
 
         Args:
-            last: the batch is the last one of the step, after which gradients are reduced over processes.
+            last: True for the last batch of the step. Gradients are then reduced over processes.
         """
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
@@ -60,7 +60,8 @@ class Engine(ABC):
         self.optimizer.zero_grad()
 
     def gather_full_parameters(self, module: M) -> M:
-        """Return `module`, the method or a part of it, with full parameters. A copy where the engine shards them."""
+        """Return the method, or a module of it, with full parameters. The result is a copy if the engine shards
+        parameters."""
         return module
 
     def gather_on_main(self, module: M) -> M | None:
@@ -74,7 +75,7 @@ class Engine(ABC):
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer updates so far."""
-        return next((int(state["step"]) for state in self.adamw_state.values()), 0)  # all parameters step together
+        return next((int(state["step"]) for state in self.adamw_state.values()), 0)  # equal for all parameters
 
     def after_load(self, optimizer_steps: int) -> None:
         """Complete the loading of a checkpoint, after `local_state` was filled from it.
@@ -111,7 +112,7 @@ def trainable(method: nn.Module) -> dict[str, nn.Parameter]:
 def local_state(
     method: nn.Module, state: AdamWState, to_local: Callable[[Tensor], LocalTensor]
 ) -> dict[str, LocalTensor]:
-    """Return the local state of an engine that distributes moments as it distributes weights.
+    """Return the local state of an engine that shards moments in the same way as weights.
 
     Args:
         state: AdamW's state by parameter.

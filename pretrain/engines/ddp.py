@@ -11,7 +11,7 @@ from pretrain.optim.adamw import ResolvedOptim
 
 
 class DDP(Engine):
-    """accelerate's own preparation: DDP with several processes, and a gradient scaler under fp16."""
+    """Engine that uses `Accelerator.prepare`: DDP with several processes, and a gradient scaler under fp16."""
 
     name = "ddp"
     sharded = False
@@ -22,7 +22,7 @@ class DDP(Engine):
         allocate_moments(self.adamw_state, trainable(method).values())
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        del last  # accelerate counts the batches of a step itself
+        del last  # accelerate itself counts the batches of a step
         with self.accelerator.accumulate(self.wrapped):
             loss, metrics = self.wrapped(batch, step)
             self.accelerator.backward(loss)
@@ -34,7 +34,7 @@ class DDP(Engine):
 
     def skip(self) -> None:
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()  # lowers the loss scale
+            self.accelerator.scaler.update()  # lowers the loss scale after an overflow
         super().skip()
 
     def local_state(self) -> dict[str, LocalTensor]:

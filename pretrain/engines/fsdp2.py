@@ -22,7 +22,7 @@ from runtime.settings import SettingsError
 
 
 class FSDP2(Engine):
-    """`fully_shard` of each block and of the rest of the method.
+    """Engine that applies `fully_shard` to each block and then to the whole method.
 
     Weights are gathered and gradients are reduced in float32; autocast sets the precision of the forward pass, as
     under DDP. accelerate's own `prepare` is not used: it finds blocks by class names of transformers and needs CUDA.
@@ -58,7 +58,7 @@ class FSDP2(Engine):
     def gather_on_main(self, module: M) -> M | None:
         if self.accelerator.is_main_process:
             return self.gather_full_parameters(module)
-        for _ in _full_parameters(module):  # takes part in the gathering
+        for _ in _full_parameters(module):  # every process has to take part in the gathering
             pass
         return None
 
@@ -73,7 +73,7 @@ def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _local_rows(tensor: Tensor) -> LocalTensor:
-    """Return this process's rows. All processes hold equally many, except the last ones, which hold fewer or none."""
+    """Return this process's rows of a tensor. The last processes may hold fewer rows than the others, or none."""
     if not isinstance(tensor, DTensor):
         return unsharded(tensor)
     rows = -(-len(tensor) // tensor.device_mesh.size())

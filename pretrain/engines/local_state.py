@@ -1,4 +1,4 @@
-"""This process's part of a run's tensors, saved and loaded by torch.distributed.checkpoint.
+"""Local state: this process's part of a run's tensors, saved and loaded by torch.distributed.checkpoint.
 
 Under DDP a process holds full tensors, under FSDP2 rows of them, under ZeRO-3 ranges of the flattened tensors, and
 under ZeRO-1 and 2 such ranges of the moments. All of these are contiguous ranges of a flattened tensor. A checkpoint
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-# a process without a process group is supported here, and needs no warning
+# torch warns without a process group, which is supported here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -44,9 +44,9 @@ class LocalTensor:
     """Elements `offset` to `offset + len(data)` of a flattened tensor of `numel` elements."""
 
     data: Tensor
-    """(n,) elements, a view that is saved or loaded into."""
+    """View of the elements (n,), from which a checkpoint is saved and into which it is loaded."""
     offset: int
-    """First element's position in the flattened tensor."""
+    """Position of the first element in the flattened tensor."""
     numel: int
     """Number of elements of the full tensor."""
     replicated: bool = False
@@ -148,7 +148,8 @@ def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState)
 
 
 class _Writer(FileSystemWriter):
-    """Raises the `OSError` of the disk, which torch's own error hides and loses on the way between processes."""
+    """Writer that raises the disk's `OSError` itself. Torch would wrap it in an error whose cause does not reach other
+    processes."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -172,7 +173,7 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
         CheckpointException: a process could not write. Raised on all processes.
     """
     save(
-        {},  # the planner holds the tensors
+        {},  # empty, because the planner holds the tensors
         storage_writer=_Writer(folder),
         planner=_SavePlanner(state),
         process_group=group,
@@ -181,10 +182,10 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
 
 
 def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
-    """Fill the local state of each process from what `write` left in `folder`. Collective.
+    """Load the local state of each process from the files that `write` made in `folder`. Collective.
 
     Args:
-        strict: the checkpoint must hold no other tensors.
+        strict: True if the checkpoint must hold no other tensors.
 
     Raises:
         CheckpointException: names or sizes differ from the checkpoint's, or a process could not read. Raised on all

@@ -1,4 +1,4 @@
-"""A copy of a method on the meta device, which gathered parameters turn into full modules where weights are sharded."""
+"""A copy of a method on the meta device. Engines that shard weights build full modules from it."""
 
 import copy
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class MetaCopy:
-    """A copy of a method whose parameters take no memory, made before the method is sharded."""
+    """A copy of a method without memory for parameters. It is made before the method is sharded."""
 
     def __init__(self, method: nn.Module) -> None:
         empty: dict[int, object] = {

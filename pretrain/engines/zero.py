@@ -17,7 +17,7 @@ from runtime.settings import SettingsError
 
 
 class ZeRO(Engine):
-    """DeepSpeed's engine, without its loss scaling, clipping and skipping of steps, which are as under DDP.
+    """DeepSpeed's engine. Loss scaling, clipping and skipping of steps are not DeepSpeed's, but those used under DDP.
 
     Weights stay float32 and autocast sets the precision of the forward pass. DeepSpeed's own bf16 would cast the
     teacher too, and a moving average in bf16 does not move.
@@ -52,25 +52,27 @@ class ZeRO(Engine):
         return loss.detach(), metrics
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """Return this process's ranges of the gradient, as views; empty for a tensor of which it has no range."""
+        """Return this process's ranges of the gradient, as views; empty for a tensor of which this process has no
+        range."""
         if self._offloads and self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # the copy of the gradients to the host may still be running
         return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
 
-    @torch.no_grad()  # DeepSpeed 0.18 fails otherwise, where it gathers weights into views
+    @torch.no_grad()  # without no_grad, DeepSpeed 0.18 fails when it gathers weights into views
     def step(self) -> None:
         self.engine.step()
         if not self.engine.was_step_applied():
-            raise RuntimeError("DeepSpeed dropped a step whose gradient is finite")
+            raise RuntimeError("DeepSpeed skipped a step whose gradient is finite")
 
     @torch.no_grad()
     def skip(self) -> None:
-        # DeepSpeed clears its gradients only in a step, which some versions drop and some make where it is not finite
+        # DeepSpeed clears gradients only in `step`. For a gradient that is not finite, some versions update the weights
+        # in `step` and others do not, so the update is disabled.
         self.zero.optimizer.step = lambda *_: None
         try:
             self.engine.step()
         finally:
-            del self.zero.optimizer.step  # uncovers the method of the class
+            del self.zero.optimizer.step  # restores the optimizer's own `step`
 
     def gather_full_parameters(self, module: M) -> M:
         if self.stage < 3:
@@ -80,7 +82,7 @@ class ZeRO(Engine):
     def gather_on_main(self, module: M) -> M | None:
         if self.stage < 3 or self.accelerator.is_main_process:
             return super().gather_on_main(self.gather_full_parameters(module))
-        for _ in _full_parameters(module):  # takes part in the gathering
+        for _ in _full_parameters(module):  # every process has to take part in the gathering
             pass
         return None
 
@@ -95,7 +97,7 @@ class ZeRO(Engine):
         return found
 
     def after_load(self, optimizer_steps: int) -> None:
-        self.zero.refresh_fp32_params()  # the optimizer updates a copy of the weights
+        self.zero.refresh_fp32_params()  # renews the optimizer's own copy of the weights
         super().after_load(optimizer_steps)
 
     @property
@@ -122,7 +124,7 @@ class ZeRO(Engine):
         return LocalTensor(fragment.get_hp_fragment(moment), fragment.lp_fragment_address.start, parameter.numel())
 
     def _gradient(self, parameter: Any) -> Tensor:
-        """Return the gradient with which DeepSpeed will step: (n,), or of the parameter's shape."""
+        """Return the gradient that DeepSpeed will use in its step: (n,), or of the parameter's shape."""
         if self.stage == 3:
             gradient, _ = self.zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
             return self._range(parameter, gradient).data
@@ -137,7 +139,7 @@ class ZeRO(Engine):
 
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of `module` in turn, each gathered from all processes. Collective."""
-    import deepspeed  # takes seconds, which runs under other engines do not pay
+    import deepspeed  # imported here, because the import takes seconds and other engines do not need it
 
     for parameter in module.parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -160,7 +162,7 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     _check_sections(config)
     _check_batch_sizes(config, accumulate)
     _check_zero_section(zero)
-    # gradients are reduced and weights gathered in float32, for which no module may count as safe in less
+    # with no module marked as safe, DeepSpeed reduces gradients and gathers weights in float32
     autocast = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     config |= {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires a value and only reports throughput with it
@@ -171,7 +173,7 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     }
     config.pop("train_batch_size", None)
     for name in [name for name, value in zero.items() if value == "auto"]:
-        del zero[name]  # accelerate would derive the value from a `hidden_size` of the model
+        del zero[name]  # accelerate would derive a value from `hidden_size`, which the models here lack
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device", "none") == "none":
             zero.pop(part, None)
@@ -225,15 +227,17 @@ def _check_sections(config: dict[str, Any]) -> None:
             "The DeepSpeed file reduces gradients in low precision. Remove communication_data_type and data_types."
         )
     if config.get("gradient_clipping", "auto") not in ("auto", 0, 0.0):
-        raise SettingsError("The DeepSpeed settings clip gradients. Remove that and set --optim.clip, --optim.clip_by.")
+        raise SettingsError(
+            "The DeepSpeed settings clip gradients. Remove gradient_clipping and set --optim.clip, --optim.clip_by."
+        )
 
 
 def _check_batch_sizes(config: dict[str, Any], accumulate: int) -> None:
     """Raise `SettingsError` for batch sizes and accumulation that differ from those of the run."""
     passes = config.get("gradient_accumulation_steps", "auto")
-    if passes not in ("auto", 1, accumulate):  # accelerate sets 1 where the user gave no value
+    if passes not in ("auto", 1, accumulate):  # accelerate sets 1 if the user gave no value
         raise SettingsError(
-            f"The DeepSpeed settings have gradient_accumulation_steps {passes}. Remove it and set "
+            f"The DeepSpeed settings have gradient_accumulation_steps {passes}. Remove this value and set "
             f"--accumulate {passes}."
         )
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
@@ -255,5 +259,4 @@ def _check_zero_section(zero: dict[str, Any]) -> None:
         if offload.get("device") == "nvme":
             raise SettingsError(f"zero_optimization.{part} to NVMe is not supported. Use device cpu.")
         if offload.get("ratio", 1) != 1 or offload.get("super_offload"):
-            raise SettingsError(f"zero_optimization.{part} offloads everything or nothing. Remove ratio and "
-                                "super_offload.")  # fmt: skip
+            raise SettingsError(f"zero_optimization.{part} cannot offload a part. Remove ratio and super_offload.")

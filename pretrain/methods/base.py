@@ -35,13 +35,14 @@ class Method(nn.Module):
     rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
     """advice of the collapse alarm when the rank of the features falls"""
     has_panels: bool = False
-    """True if the method draws pictures of its predictions (`panels`); gathers all weights on the main process"""
+    """True if the method has pictures of its predictions (`panels`), for which weights are gathered on the main
+    process"""
 
     @staticmethod
     def resolve(
         config: Any, optim: OptimConfig, images: int, batch_size: int, steps: int
     ) -> tuple[Section, ResolvedOptim]:
-        """Return the settings of the method and of the optimizer with a value for each that was not given.
+        """Return the settings of the method and of the optimizer, with values for all settings that were not given.
 
         A method may give a default to any setting of the optimizer; see `fill`.
 
@@ -49,18 +50,19 @@ class Method(nn.Module):
             config: `Config`, as the user gives it.
             images: Images of the data set.
             batch_size: Images of one optimizer step.
-            steps: Length of the run.
+            steps: Number of steps of the run.
         """
         raise NotImplementedError
 
     @staticmethod
     def encoder_defaults(config: Any, family: type[Encoder]) -> dict[str, Any]:
-        """Return encoder settings that hold unless the user gives others; `config` is resolved."""
+        """Return default encoder settings, which the user may override. `config` is resolved."""
         del config, family
         return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss () float32 of this process's images, and metrics () that need no wait for the device."""
+        """Return the loss of this process's images, a float32 scalar, and scalar metrics. Must not wait for the
+        device."""
         raise NotImplementedError
 
     def transform(self) -> Transform:
@@ -83,11 +85,11 @@ class Method(nn.Module):
         return [block for part in self.modules() if isinstance(part, Encoder) for block in flat_blocks(part)]
 
     def frozen(self) -> dict[str, int]:
-        """Return prefixes of parameter names, and the number of steps during which their learning rate is 0."""
+        """Return the number of first steps with learning rate 0, by prefix of parameter names."""
         return {}
 
     def lr_factors(self) -> dict[str, float]:
-        """Return factors on the learning rate by prefix of parameter names."""
+        """Return factors on the learning rate, by prefix of parameter names."""
         return {}
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
@@ -120,12 +122,13 @@ def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast on the device of `x`. The meta device of `dry_forward` knows no autocast."""
+    """Return a context without autocast on the device of `x`. The meta device, used by `dry_forward`, does not support
+    autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def supported(family: type[Encoder], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `settings` that the constructor of the encoder has."""
+    """Return the entries of `settings` that the encoder's constructor accepts."""
     known = inspect.signature(family).parameters
     return {name: value for name, value in settings.items() if name in known}
 

@@ -1,6 +1,6 @@
 """DINO (2104.14294): a student matches the centred, sharpened output of its own moving average, across crops.
 
-B images a process, G global and L local crops, S = G + L; D width of the encoder; K prototypes.
+B images per process, G global and L local crops, S = G + L; D width of the encoder; K prototypes.
 """
 
 import copy
@@ -43,7 +43,7 @@ class DINOConfig(MultiCropConfig, frozen=True):
     norm_last_layer: bool = True
     """fix the length of every prototype at 1"""
     freeze_steps: int | None = Field(default=None, ge=0)
-    """first steps during which the prototypes are not trained"""
+    """number of first steps during which the prototypes are not trained"""
     student_temperature: float = Field(default=0.1, gt=0)
     """temperature of the student"""
     teacher_temperature: float | None = Field(default=None, gt=0)
@@ -61,7 +61,7 @@ class DINOConfig(MultiCropConfig, frozen=True):
 
 
 class ResolvedDINO(DINOConfig, frozen=True):
-    """Settings of DINO after `resolve`: none is None."""
+    """Settings of DINO with all values set, as returned by `resolve`."""
 
     prototypes: int = Field()
     freeze_steps: int = Field()
@@ -186,7 +186,7 @@ def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
         logits: (N, K) float32; N may differ between processes.
     """
     scaled = logits / temperature
-    peak = all_reduce_max(scaled.max())  # without it, exp overflows
+    peak = all_reduce_max(scaled.max())  # subtracts the maximum, because exp would overflow
     assignment = (scaled - peak).exp()  # (N, K)
     rows = all_reduce_sum(scaled.new_full((), len(logits)))
     for _ in range(iterations):
@@ -234,7 +234,7 @@ class DINO(Method):
     rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
 
     def __init__(self, encoder: Encoder, config: ResolvedDINO, steps: int) -> None:
-        """`steps` is the length of the run."""
+        """Build the student, and copy it for the teacher. `steps` is the length of the run."""
         super().__init__()
         self.config = config
         self.steps = steps
@@ -283,7 +283,8 @@ class DINO(Method):
     def _targets(self, view: View, step: int) -> tuple[Tensor, Tensor]:
         """Return the teacher's distributions (G, B, K) for global crops (G * B, C, H, W), and the spread of its logits.
 
-        The spread () is the standard deviation over the rows, divided by the temperature.
+        The spread is a scalar: the standard deviation over the rows, averaged over prototypes, divided by the
+        temperature.
         """
         pooled = self.teacher["encoder"](view.images).pooled  # (G * B, D)
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
@@ -307,7 +308,7 @@ class DINO(Method):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Move the teacher towards the student, and the centre towards the mean of this step's teacher logits."""
+        """Update the teacher by the student, and the centre by the mean of this step's teacher logits."""
         if self._sums is None:
             raise RuntimeError("after_step needs a forward pass of the same step.")
         ema.update(

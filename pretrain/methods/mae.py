@@ -31,7 +31,7 @@ LONGEST_SIDE = 512
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
-    NaViT: {"pool": "mean"},  # nothing in MAE would train the attention pooling
+    NaViT: {"pool": "mean"},  # MAE's loss does not train attention pooling
 }
 """the paper's encoder settings, for encoders that have them"""
 
@@ -59,13 +59,13 @@ class MAEConfig(RandomCropConfig):
     smallest_size: int | None = Field(default=None, ge=1)
     """smallest native image, as the side in pixels of a square of equal area; default: `size`"""
     token_budget: int | None = Field(default=None, ge=1)
-    """tokens of a sequence of packed images; default: those of 2 images of `size`, or of 5 if sizes vary"""
+    """length in tokens of a packed sequence; default: the tokens of 2 images of `size`, or of 5 if image sizes vary"""
 
 
 def resolve(
     config: MAEConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
 ) -> tuple[MAEConfig, ResolvedOptim]:
-    """Return the settings with the published recipe for those that are not given; see `Method.resolve`.
+    """Return the settings, with values of the published recipe for those that are not given; see `Method.resolve`.
 
     The published warm-up is 40 of 800 epochs.
     """
@@ -93,11 +93,11 @@ class Decoder(nn.Module):
         pixels: pixel values of a token (P).
         config: settings of the decoder.
         depth: number of blocks.
-        drop: the encoder drops hidden tokens.
-        class_token: add the pooled features as a token.
+        drop: True if the encoder drops hidden tokens.
+        class_token: True to add the pooled features as a token.
 
     Raises:
-        ValueError: the width does not split into the heads, or depth 0 with dropped tokens.
+        ValueError: the width is not a multiple of the number of heads, or depth 0 is combined with dropped tokens.
     """
 
     def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
     def forward(self, features: Features, mask: Mask, sequences: Tensor | None = None) -> Tensor:
         """Predict pixels (T, P) from features of the visible tokens (V, D) or of all tokens (T, D).
 
-        `sequences` are those of `PackedImages`.
+        `sequences` is the attribute of that name of `PackedImages`.
         """
         x = self.embed(features.tokens)  # (V or T, E)
         if self.mask_token is not None:
@@ -156,13 +156,15 @@ class Decoder(nn.Module):
         return x[:, int(self.class_token) :].flatten(0, 1) if segments.uniform else x
 
     def _positions(self, grids: Tensor, segments: Segments) -> Tensor:
-        """Return fixed sine-cosine positions of all tokens, first half from the column: grids (B, 2) -> (T, E).
+        """Return fixed sine-cosine positions of all tokens: grids (B, 2) -> (T, E). The first half encodes the column.
 
         Raises:
             ValueError: a grid is longer than `LONGEST_SIDE`.
         """
         if int(grids.max()) > LONGEST_SIDE:
-            raise ValueError(f"A grid has a side of {int(grids.max())} tokens. The limit is {LONGEST_SIDE}.")
+            raise ValueError(
+                f"An image has a side of {int(grids.max())} tokens. The limit is {LONGEST_SIDE}. Lower mae.size."
+            )
         (row, column), _ = token_positions(grids, segments)  # (T,) each
         return torch.cat([self.waves[column], self.waves[row]], 1)
 
@@ -287,7 +289,7 @@ class MAE(Method):
 
 
 def _masked_view(batch: Batch) -> tuple[Images, Mask]:
-    """Images and mask of the only view."""
+    """Return the images and the mask of the only view."""
     (view,) = batch.views
     (mask,) = view.masks
     return view.images, mask

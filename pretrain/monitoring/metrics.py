@@ -25,7 +25,7 @@ class Recorder:
     ) -> None:
         """Open the sinks of a run that has done `step` steps.
 
-        Records of later steps are removed, because the run writes them again; all records if `step` is 0.
+        Records of later steps are removed, because the run writes them again. If `step` is 0, all records are removed.
 
         Args:
             config: metric sinks to use.

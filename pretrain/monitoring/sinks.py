@@ -1,7 +1,7 @@
-"""Metric sinks: the places that the numbers and pictures of a run are written to, one class each.
+"""Metric sinks: outputs for the numbers and pictures of a run, one class each.
 
-Every sink has the three calls of `Sink`. All sinks receive the same records. A resumed run repeats the steps after its
-checkpoint; each sink makes sure that no step appears twice.
+Every sink has the three methods of `Sink`. All sinks receive the same records. A resumed run repeats the steps after
+its checkpoint; each sink makes sure that no step appears twice.
 """
 
 import csv
@@ -23,7 +23,7 @@ SinkName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 Record = Mapping[str, float | None]
 """Numbers of one step. `step` and `images` are always present. None stands for a value that is not finite."""
 EXTRAS = ("wandb", "mlflow")
-"""Sinks that need a package of their own, which has the same name."""
+"""Sinks that need an optional package of the same name."""
 PARAMETERS_PER_CALL = 100
 """Largest number of parameters that MLflow accepts in one call."""
 LONGEST_PARAMETER = 500
@@ -47,10 +47,10 @@ def check_installed(sinks: tuple[str, ...]) -> None:
 
 
 class MetricsConfig(Section):
-    """Where the run writes its metrics."""
+    """Metric outputs of the run."""
 
     sinks: tuple[SinkName, ...] = Field(default=("jsonl", "tensorboard"))
-    """places to write metrics to: jsonl (metrics.jsonl), tensorboard, csv (metrics.csv), wandb, mlflow"""
+    """outputs for metrics: jsonl (metrics.jsonl), tensorboard, csv (metrics.csv), wandb, mlflow"""
 
     @field_validator("sinks")
     @classmethod
@@ -60,7 +60,7 @@ class MetricsConfig(Section):
 
 
 class Sink(Protocol):
-    """One place that metrics are written to."""
+    """Interface of one output for metrics."""
 
     def scalars(self, record: Record) -> None:
         """Write the numbers of one step."""

@@ -35,15 +35,16 @@ class OptimConfig(Section, frozen=True):
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
     """factor on the learning rate of the patch embedding, times that of layer_decay"""
     weight_decay: float | None = Field(default=None, ge=0)
-    """weight decay at the start; biases, norms, other vectors and what the encoder's paper exempts have none"""
+    """weight decay at the start; not used for biases, norms, other vectors and parameters that the encoder's paper
+    exempts"""
     weight_decay_end: float | None = Field(default=None, ge=0)
     """weight decay at the end (cosine in between)"""
     betas: tuple[float, float] | None = None
     """AdamW's decay rates of the two moments"""
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW's term in the denominator"""
+    """AdamW's epsilon, the term added to the denominator"""
     clip: float | None = Field(default=None, ge=0)
-    """largest gradient norm; 0 leaves gradients as they are"""
+    """largest gradient norm; 0 disables clipping"""
     clip_by: Literal["tensor", "module", "global"] = "tensor"
     """unit of the norm: each parameter tensor (DINO), each part of the student (DINOv2), or all parameters"""
     nonfinite_limit: int = Field(default=20, ge=1)
@@ -51,7 +52,7 @@ class OptimConfig(Section, frozen=True):
 
 
 class ResolvedOptim(OptimConfig, frozen=True):
-    """Settings of AdamW with a value for each."""
+    """Settings of AdamW with all values set."""
 
     lr: float = Field()
     min_lr: float = Field()
@@ -62,7 +63,7 @@ class ResolvedOptim(OptimConfig, frozen=True):
     clip: float = Field()
 
     def scaled_lr(self, batch_size: int) -> float:
-        """Return the peak learning rate for `batch_size` images a step."""
+        """Return the peak learning rate for `batch_size` images per step."""
         if self.lr_scaling == "linear":
             return self.lr * batch_size / 256
         if self.lr_scaling == "sqrt":
@@ -130,7 +131,7 @@ def parameter_groups(
     """Return AdamW's parameter groups: trainable parameters split by weight decay, freezing and learning-rate factor.
 
     Biases, vectors and `Encoder.no_weight_decay` parameters have no weight decay. A frozen group has learning rate 0,
-    which works under every engine; ZeRO would ignore deleted gradients, DINO's way.
+    which works under every engine. DINO's official code deletes gradients instead, which has no effect under ZeRO.
 
     Args:
         frozen: Steps of learning rate 0 by prefix of parameter names, `Method.frozen()`.
@@ -171,7 +172,7 @@ def apply_schedules(
 
 @torch.no_grad()
 def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False) -> Tensor:
-    """Scale gradients so that no norm is above `limit` (0: no limit); return the global norm before, () float32.
+    """Scale gradients so that no norm is above `limit` (0: no limit). Return the global norm before scaling, float32.
 
     Does not wait for the device.
 

@@ -8,11 +8,11 @@ def cosine(
 ) -> float:
     """Return a value that rises linearly from 0 to `start`, then follows half a cosine towards `end`.
 
-    The first value of a warm-up is 0. `end` is never reached within `steps`, and holds afterwards.
+    The first value of a warm-up is 0. The value reaches `end` at step `steps` and stays there.
 
     Args:
-        reach_in_warmup: True to reach `start` in the last step of the warm-up, so that it comes twice, as in DINO
-            (2104.14294); False to reach `start` in the step after the warm-up, as in MAE (2111.06377).
+        reach_in_warmup: True to reach `start` in the last step of the warm-up, so that two steps have this value, as
+            in DINO (2104.14294); False to reach `start` in the step after the warm-up, as in MAE (2111.06377).
     """
     if step < warmup_steps:
         return start * step / (max(warmup_steps - 1, 1) if reach_in_warmup else warmup_steps)
@@ -23,7 +23,7 @@ def cosine(
 def linear(step: int, steps: int, start: float, end: float) -> float:
     """Return a value that goes linearly from `start` to `end` over `steps` values, both included, and then stays.
 
-    One value alone is `start`, as in `np.linspace(start, end, 1)`.
+    If `steps` is 1, the only value is `start`, as in `np.linspace(start, end, 1)`.
     """
     if steps <= 0:
         return end

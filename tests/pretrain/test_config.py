@@ -118,7 +118,7 @@ def undescribed(model: type[BaseModel]) -> list[str]:
 
 
 def test_a_file_without_data_does_not_train_the_embedded_digits() -> None:
-    with pytest.raises(SettingsError, match="names no data: give --data SHARDS"):
+    with pytest.raises(SettingsError, match=r"names no data\. Give --data SHARDS"):
         load(["--config", str(PRESETS / "imagenet_dino_vit_small.yaml")])
 
 

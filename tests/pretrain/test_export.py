@@ -92,7 +92,7 @@ def test_a_whole_method_goes_on_where_it_was(run, tmp_path: Path) -> None:
     else:
         assert "decoder.pred.weight" in load_file(output)
     output.with_suffix(".json").unlink()
-    with pytest.raises(ValueError, match=r"method\.json beside it is not an exported method"):
+    with pytest.raises(ValueError, match=r"together with method\.json is not an exported method"):
         export.load(output)
 
 
