@@ -58,7 +58,7 @@ class DeviceCheck(Settings):
     batch_size: int = Field(default=128, ge=2)
     """images per step of ViT-S/16; ViT-B/16 takes half as many"""
     workers: int = Field(default=14, ge=0)
-    """loader workers"""
+    """number of loader workers"""
     output: Path = ROOT / "benchmarks" / "results" / "device_check.md"
     """Markdown file for the tables"""
 

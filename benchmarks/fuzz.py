@@ -93,7 +93,9 @@ damage = st.one_of(
     st.tuples(st.just("repeat"), share, st.integers(1, 600)),
 )
 sizes = st.sampled_from([b"77777777777", b"\x80" + b"\xff" * 11, b"00000000000", b"00000001000"])
-types = st.sampled_from([b"x", b"g", b"L", b"K", b"S", b"2", b"5", b"3"])  # extended headers, sparse, links, devices
+types = st.sampled_from(
+    [b"x", b"g", b"L", b"K", b"S", b"2", b"5", b"3"]
+)  # types: extended headers, sparse files, links, devices
 names = st.sampled_from([b"../../a.jpg\0", b"/a.png\0", b"\0", b"sample0.jpg\0"])
 header = st.one_of(
     st.tuples(st.integers(0, 9), st.sampled_from(sorted(FIELDS)), st.binary(min_size=1, max_size=12)),

@@ -97,7 +97,7 @@ class HeadInput:
     average_pool: bool
     """True if the mean of the last block's tokens is part of the input."""
     columns: slice
-    """Columns of the extracted features."""
+    """Columns of the extracted features that form the input."""
 
 
 class LastBlocks:

@@ -37,9 +37,9 @@ def result_path(encoder: Path | None, name: str) -> Path | None:
 
     | encoder | result |
     |---|---|
-    | of a run | OUTPUT/evaluation/NAME.json |
-    | of a checkpoint | OUTPUT/evaluation/step-00001000/NAME.json |
-    | any other file | ENCODER.NAME.json next to the encoder |
+    | encoder of a run | OUTPUT/evaluation/NAME.json |
+    | encoder of a checkpoint | OUTPUT/evaluation/step-00001000/NAME.json |
+    | any other encoder file | ENCODER.NAME.json next to the encoder |
     """
     if encoder is None:
         return None

@@ -64,7 +64,7 @@ def check_packages() -> Iterator[str]:
 
 
 def check_gpus(count: int) -> Iterator[str]:
-    """Yield the problems of the `count` GPUs that SLURM allocated. Every GPU multiplies two matrices."""
+    """Yield the problems of the `count` GPUs that SLURM allocated. Each GPU is tested with a matrix product."""
     if not count:
         return
     import torch  # the import takes seconds that a node without GPUs does not need

@@ -252,7 +252,9 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
     deepspeed = section.get("deepspeed_config_file")
     if deepspeed:
         if not Path(deepspeed).is_file():
-            raise LaunchError(f"{engine} names {deepspeed}, which does not exist. Submit from the folder that holds it")
+            raise LaunchError(
+                f"{engine} names {deepspeed}, which does not exist. Submit from the folder that contains this file"
+            )
         texts["deepspeed.json"] = Path(deepspeed).read_text()
         settings["deepspeed_config"] = section | {"deepspeed_config_file": str(folder / "deepspeed.json")}
         texts["engine.yaml"] = yaml.safe_dump(settings, sort_keys=False)

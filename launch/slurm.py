@@ -169,7 +169,7 @@ def evaluation_names(text: str) -> list[str]:
     """Split a list of evaluations such as `probe,knn`.
 
     Raises:
-        LaunchError: an evaluation does not exist.
+        LaunchError: the list names an unknown evaluation.
     """
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:

@@ -189,7 +189,7 @@ def settings_model(variant: str) -> type[RunConfig]:
     """Return `RunConfig` with a section for the variant's encoder and one for each method.
 
     Raises:
-        SettingsError: unknown variant.
+        SettingsError: the variant is unknown.
     """
     if variant not in encoders.VARIANTS:
         known = list(encoders.VARIANTS)

@@ -266,7 +266,7 @@ def compile_blocks(method: Method) -> None:
     """Compile each block of the encoders in a method."""
     import torch._dynamo.config  # imported here, because the import takes seconds
 
-    torch._dynamo.config.recompile_limit = 64  # for all blocks together, of every stage and crop size
+    torch._dynamo.config.recompile_limit = 64  # one limit for the blocks of all stages and crop sizes
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:

@@ -223,7 +223,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     if text.startswith(("[", "{")):
         return _yaml(name, text)
     if text in kinds or (kinds & {int, float} and "," not in text):
-        return text  # a single value for a setting that may have several
+        return text  # a single value for a setting that takes several values
     return [part.strip() for part in text.split(",")]
 
 
@@ -304,7 +304,7 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
 
 
 def parse(model: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
-    """Return the settings of a simple command from its flags; print what is wrong and exit with 2."""
+    """Return the settings of a command from its flags. If a setting is wrong, print the error and exit with 2."""
     program = Path(sys.argv[0]).name
     try:
         return validate(model, flags(model, sys.argv[1:] if argv is None else argv, program))

@@ -131,7 +131,7 @@ class Watch:
         """
         self._failure = failure
         self._closed.set()
-        self._talker.join(5.0)  # the store may be lost
+        self._talker.join(5.0)  # with a timeout, because the store may be lost
         return self._lost or self._failed
 
     def _talk(self) -> None:

@@ -77,7 +77,7 @@ def unsharded(tensor: Tensor) -> LocalTensor:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes a local state."""
+    """Planner that saves a local state."""
 
     def __init__(self, state: LocalState) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads into a local state, whose names and sizes must be those of the checkpoint."""
+    """Planner that loads a checkpoint into a local state. Names and sizes of tensors must be equal in both."""
 
     def __init__(self, state: LocalState, *, strict: bool) -> None:
         super().__init__()
