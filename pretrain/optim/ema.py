@@ -25,7 +25,7 @@ def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float
     low = {t.dtype for t in teacher if torch.finfo(t.dtype).bits < 32}
     if low:
         raise TypeError(
-            f"The teacher's weights are {', '.join(map(str, low))}. Keep them in float32. Lower precision rounds updates to 0."
+            f"The teacher's weights are {', '.join(map(str, low))}. Keep them in float32, or updates round to 0."
         )
     torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
         teacher, [s.to(t.dtype) for s, t in zip(student, teacher, strict=True)], 1.0 - momentum

@@ -34,7 +34,9 @@ OTHERS = ("swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro")
 def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | None = None, steps: int = 10) -> Run:
     """A command line without --output, and its poison: step -> process, forward pass of the step, what."""
     shards, _ = demo_shards()
-    common = "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
+    common = (
+        "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
+    )
     encoder = "" if "--encoder " in more else f"--encoder vit_micro {NARROW}"
     words = f"--method {method} {SMALL[method]} {encoder} {common} --evaluation.pictures 0 --steps {steps} {more}"
     return ["--data", shards, *words.split()], poison or {}
