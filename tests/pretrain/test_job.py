@@ -26,7 +26,8 @@ def test_processes_that_see_other_shards(monkeypatch):
     assert job.agree([both], [1024]) == seen
     others = [(job.fingerprint([one], [1024]), 3, ["http://h/b.tar"])]
     with pytest.raises(
-        ShardError, match=r"process 1 sees 3 images and process 0 sees 6.*one of the two: http://h/b.tar;"
+        ShardError,
+        match=r"process 1 sees 3 images and process 0 sees 6.*only one of the two can read: http://h/b\.tar\.",
     ):
         job.agree([both], [1024])
 
