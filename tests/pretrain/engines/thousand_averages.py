@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from data.demo import demo_shards
 from pretrain.config import load, resolve
 from pretrain.engines import Engine
-from pretrain.job import build_method, processes
+from pretrain.job import build_method, make_accelerator
 from pretrain.optim import ema
 
 MOMENTUM = 0.9999
@@ -20,7 +20,7 @@ HEAD = "--dino.prototypes 32 --dino.bottleneck_dim 16"
 def run(folder: Path) -> None:
     """Write FOLDER/PROCESS.pt: three state dictionaries of the teacher, at the start, at the end, and in float64."""
     config = resolve(load(["--data", demo_shards()[0], "--precision", "fp32", *SMALL.split(), *HEAD.split()]), 1000)
-    accelerator, engine_class = processes(config)
+    accelerator, engine_class = make_accelerator(config)
     torch.manual_seed(0)
     method = build_method(config, fresh=True)
     engine = engine_class(accelerator, method, config.optim)
