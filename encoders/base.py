@@ -77,7 +77,7 @@ class Encoder(nn.Module):
     takes_packed: bool = False
     """True if the encoder takes `PackedImages`."""
     no_weight_decay: tuple[str, ...] = ()
-    """Parts of names of matrices that the paper trains without weight decay. Vectors never have weight decay."""
+    """Name parts of the matrices that the paper trains without weight decay. Vectors never have weight decay."""
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images, (B, C, H, W) or packed.
@@ -146,7 +146,7 @@ class Encoder(nn.Module):
 
     def _check_mask(self, images: Images, mask: Mask | None, drop: bool) -> None:
         if drop and mask is None:
-            raise EncoderError("drop=True needs a mask, and there is no mask.")
+            raise EncoderError("drop=True needs a mask. Pass a mask, or drop=False.")
         if drop and not self.can_drop:
             raise EncoderError(
                 f"{type(self).__name__} cannot drop hidden tokens, because its windows need the full grid. "
@@ -160,9 +160,10 @@ class Encoder(nn.Module):
                 raise EncoderError(f"Hiding tokens in place needs a mask token. {hint}")
 
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
-        """Draw the drop path factors of a forward pass, and return those of each block in order: (2, images).
+        """Draw the drop path factors of a forward pass. Yield the factors of each block in order: (2, images).
 
-        The iterator returns None if nothing is dropped, or if torch's generator decides (`encoders.randomness`).
+        The iterator yields None if nothing is dropped, or if the block draws from torch's generator
+        (`encoders.randomness`).
         """
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
         drops = [block.drop_path for part in parts for block in part]

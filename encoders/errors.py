@@ -4,8 +4,8 @@ from runtime.errors import UserError
 
 
 class EncoderError(UserError, ValueError):
-    """A setting, an image batch or a mask that an encoder does not take."""
+    """Raised for a setting, an image batch or a mask that an encoder does not support."""
 
 
 class WeightsError(UserError, ValueError):
-    """A weight file that cannot be read, or weights that do not fit an encoder."""
+    """Raised if a weight file cannot be read, or if weights do not fit an encoder."""

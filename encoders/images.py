@@ -105,7 +105,7 @@ class Mask:
             )
         if bool((self.lengths > counts).any()):
             raise EncoderError(
-                "The mask belongs to images of other sizes: an image has fewer tokens than visible ones."
+                "The mask belongs to images of other sizes. An image has fewer tokens than the mask has visible tokens."
             )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Mask":
@@ -173,7 +173,7 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack images into sequences as `best_fit` does, but in their order, each into the first sequence with room."""
+    """Pack images in their order into sequences of at most `budget` tokens, each into the first sequence with room."""
     return _fit_in_turn(range(len(lengths)), lengths, budget, lambda rooms: rooms[0])
 
 

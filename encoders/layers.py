@@ -18,7 +18,7 @@ Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
-"""Drop path factors of each block in order: (2, B) for attention and MLP, or None to draw from torch's generator."""
+"""Drop path factors of each block, in order: (2, B) for attention and MLP. None lets the block draw from torch."""
 
 
 def attention(
@@ -50,7 +50,7 @@ def attention(
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
-    from encoders.packed_attention import packed_attention  # imports the compiler, which takes seconds
+    from encoders.packed_attention import packed_attention  # this import loads torch's compiler, which takes seconds
 
     return packed_attention(q, k, v, scale, segments)
 

@@ -161,7 +161,7 @@ class NaViT(Encoder):
 
     can_drop = True
     takes_packed = True
-    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # matrices, but gains of norms
+    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # gains of norms, although they are matrices
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class NaViT(Encoder):
         """
         if not self.fractional:
             return F.embedding(indices, table)
-        scaled = indices * len(table)  # divided by `sides` in integers, so that table entries are hit exactly
+        scaled = indices * len(table)  # integer division by `sides` hits table entries exactly
         before = scaled // sides
         after = (before + 1).clamp(max=len(table) - 1)
         rest = ((scaled % sides) / sides).to(table.dtype)
@@ -363,7 +363,7 @@ def _random_tokens(lengths: Tensor, rates: Tensor, keys: Tensor | None = None) -
     rank = torch.arange(len(image_ids)) - (lengths.cumsum(0) - lengths)[image_ids]
     drawn = None if keys is None else token_noise(keys, image_ids, rank)
     noise = torch.rand(len(image_ids), dtype=torch.float64) if drawn is None else drawn
-    order = (image_ids + noise).argsort(stable=True)  # shuffled within each image
+    order = (image_ids + noise).argsort(stable=True)  # random order within each image
     return order[rank < kept[image_ids]].sort().values, kept
 
 

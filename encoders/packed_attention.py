@@ -17,7 +17,7 @@ from encoders.segments import PaddedSequences, Segments
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
 
-@torch.compiler.disable()  # a graph would be compiled again for the lengths of each batch
+@torch.compiler.disable()  # torch would compile a new graph for the lengths of each batch
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
     """Return softmax(q kT * scale) v within each image: (heads, T, d) -> (heads, T, d).
 

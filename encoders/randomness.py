@@ -108,7 +108,7 @@ def drop_path_scales(keys: Tensor, rates: Sequence[float], device: torch.device)
 @lru_cache(maxsize=32)
 def _constants(rates: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return mixed words (blocks, 2, 1), thresholds (blocks, 1, 1) and factors (blocks, 1, 1) on the device."""
-    with torch.inference_mode(False):  # the cache would otherwise hand inference tensors to training
+    with torch.inference_mode(False):  # training cannot use cached inference tensors
         words = _mixed((torch.arange(2 * len(rates)) + 0x9E3779B9) & MASK).view(-1, 2, 1)
         exact = torch.tensor(rates, dtype=torch.float64).view(-1, 1, 1)
         constants = (words, (exact * 2**BITS).long(), (1 / (1 - exact)).float())

@@ -102,7 +102,7 @@ class Attention(nn.Module):
             return None
         rows = torch.einsum("bnhwd,hdk->bnhwk", q, relative_positions(self.rel_pos_h, q.shape[2]))
         columns = torch.einsum("bnhwd,wdk->bnhwk", q, relative_positions(self.rel_pos_w, q.shape[3]))
-        # contiguous terms make the sum, by far the largest tensor here, contiguous
+        # The sum, by far the largest tensor here, is contiguous if both terms are.
         bias = rows.contiguous()[..., :, None] + columns.contiguous()[..., None, :]  # (B, heads, h, w, h, w)
         return bias.flatten(4).flatten(2, 3)
 

@@ -48,7 +48,7 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
         EncoderError: the encoder does not take such images.
     """
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # a freed address would be used again
+    alive: list[Tensor] = []  # tensors stay alive, because a freed address would be used again
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
@@ -83,7 +83,7 @@ class FusedAttention(TorchFunctionMode):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.operations = {True: 0, False: 0}
-        """True for attention in windows, False for attention over the full image -> floating-point operations."""
+        """Floating-point operations: key True for attention in windows, key False for attention over the full image."""
         self.tokens = 0
         """Number of tokens of the current block. Attention over fewer tokens is attention in windows."""
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]

@@ -72,7 +72,7 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
     by = window_size // 2 if shifted else 0
     shift = (by if rows > window_size else 0, by if columns > window_size else 0)
     padding = (-rows % size[0], -columns % size[1])
-    with torch.inference_mode(False):  # the cache would otherwise hand inference tensors to training
+    with torch.inference_mode(False):  # training cannot use cached inference tensors
         row, column = (torch.arange(window, device=device) for window in size)
         down = row[:, None, None, None] - row[:, None] + window_size - 1  # (r, 1, r, 1): query minus key
         right = column[:, None, None] - column + window_size - 1  # (c, 1, c)

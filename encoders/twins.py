@@ -70,8 +70,8 @@ def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def real_keys(grid: tuple[int, int], window: tuple[int, int], heads: int, device: torch.device) -> Tensor:
-    """Return False for padding in the windows of a padded grid: (1, windows * heads, 1, r * c) bool."""
-    with torch.inference_mode(False):  # the cache would otherwise hand inference tensors to training
+    """Return a mask of the windows of a padded grid, False for padding: (1, windows * heads, 1, r * c) bool."""
+    with torch.inference_mode(False):  # training cannot use cached inference tensors
         rows, columns = (
             torch.arange(math.ceil(side / step) * step, device=device) < side
             for side, step in zip(grid, window, strict=True)
@@ -129,7 +129,8 @@ class LocalAttention(nn.Module):
         x = pad_to(x, rows, columns)
         keys = None
         if x.shape[1:3] != (height, width):
-            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # dynamo cannot trace a cache
+            # torch.compile cannot trace a cached function.
+            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys
             keys = keys_of((height, width), (rows, columns), self.heads, x.device)
         down = x.shape[1] // rows
         # the window axis joins the head axis, so that one mask serves all images: (B, windows * heads, r * c, d) each
@@ -394,7 +395,8 @@ def _init(layer: nn.Module):
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
     """Return one value for each stage."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    values = values * stages if len(values) == 1 else values  # the command line turns a number into a list of one
+    # The command line turns a number into a list with one entry.
+    values = values * stages if len(values) == 1 else values
     if len(values) != stages:
         raise EncoderError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}.")
     return values

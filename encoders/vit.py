@@ -346,7 +346,7 @@ class ViT(Encoder):
         grid = self.grid(height, width)
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
-            fits = fits and height == width  # the published code resizes for every image that is not square
+            fits = fits and height == width  # the published code resizes the table for every image that is not square
         if fits:
             return self.pos_embed
         prefix, patches = self.pos_embed.tensor_split([self.num_positioned], dim=1)

@@ -1,4 +1,5 @@
-"""Load published weights into an encoder. Loading is strict: every tensor is used, or known not to be the encoder's.
+"""Load published weights into an encoder. Loading is strict: every tensor must belong to the encoder, or to
+a known other part of the model.
 
 A checkpoint is read and unwrapped, its format is recognised, and the `Format` of the encoder's family renames and
 resizes the tensors.
@@ -38,7 +39,7 @@ class Format(Protocol):
     """Part of a tensor's name -> setting of the encoder that the tensor depends on."""
 
     def recognises(self, state: State) -> bool:
-        """Return True for weights of this family, and for no weights that another format recognises."""
+        """Return True for weights of this family. At most one format may recognise the same weights."""
         ...
 
     def fit(self, encoder: Encoder, state: State, source: Source, report: Report) -> State:
@@ -69,7 +70,8 @@ PLACES = {
     "vit_pytorch": (),
     "timm": ("state_dict", "model"),
 }
-"""Source -> keys of a checkpoint that hold the weights, preferred first. Without these keys the checkpoint is flat."""
+"""Source -> keys of a checkpoint that hold the weights, preferred first. A checkpoint without these keys holds the
+weights directly."""
 
 WRAPPERS = {"backbone.": ("head.", "head_dense.", "dino_head.", "ibot_head."), "encoder.": ("decoder.",)}
 """Prefix of the encoder in a method's model -> prefixes of other parts: DINO, EsViT and DINOv2; SimMIM."""
@@ -85,8 +87,8 @@ def load_weights(
     Args:
         encoder: encoder to fill.
         path_or_state_dict: file, or the content of a file.
-        source: project that wrote the file, which decides where the weights are in it; "auto" tries all places. With
-            "ours", a position table with as many rows as the encoder's table belongs to the encoder's grid.
+        source: project that wrote the file, which decides where the weights are in the file; "auto" tries all sources.
+            With "ours", a position table with as many rows as the encoder's table belongs to the encoder's grid.
 
     Raises:
         WeightsError: the weights do not fit. The encoder is unchanged.

@@ -68,7 +68,9 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
         if tensor.shape != own[name].shape
     ]
     if wrong:
-        raise WeightsError(f"The checkpoint has tensors of other shapes: {listed(wrong)}. {advice(wrong, decides)}")
+        raise WeightsError(
+            f"The checkpoint has tensors of other shapes than the encoder: {listed(wrong)}. {advice(wrong, decides)}"
+        )
 
 
 def check_values(state: State) -> None:
@@ -122,7 +124,7 @@ def advice(names: Iterable[str], decides: Mapping[str, str]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Join at most `most` names, and say how many more there are."""
+    """Join at most `most` names, and add the number of remaining names."""
     names = list(names)
     if not names:
         return "nothing"

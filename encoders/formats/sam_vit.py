@@ -105,7 +105,8 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
         if strange:
             raise WeightsError(f"A SAM-ViT cannot grow from this ViT, because it has no {what} ({strange[0]}, ...).")
     decoder = {name.split(".")[0] for name in state if name.startswith("decoder_")}
-    elsewhere = LEFT_OF_VIT | decoder | ({"mask_token"} if decoder else set())  # MAE's mask token is the decoder's
+    # MAE's mask token belongs to the decoder.
+    elsewhere = LEFT_OF_VIT | decoder | ({"mask_token"} if decoder else set())
     if "pos_embed" in state:
         prefix = sum(token in state for token in ("cls_token", "dist_token"))
         _, patches, grid = vit.split_positions(state, prefix, encoder.table_grid, source)
@@ -159,7 +160,8 @@ def describe(state: State) -> dict[str, Any]:
     The epsilon of the norms and the drop path rate do not show in the weights and keep their defaults.
 
     Raises:
-        WeightsError: tensors are missing, or the blocks with windows are unknown, as without relative positions.
+        WeightsError: tensors are missing, or the weights have no relative positions, so that the blocks with windows
+            are unknown.
     """
     state = _named(state)
     check_present(state, ("neck.0.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.lin1.weight"))

@@ -60,7 +60,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
         elsewhere.append("mask_token")
     report.left_out += elsewhere
     state = _official_names({name: tensor for name, tensor in state.items() if name not in elsewhere})
-    if "mask_token" in state:  # SimMIM's is (1, 1, D)
+    if "mask_token" in state:  # SimMIM's mask token is (1, 1, D)
         state["mask_token"] = state["mask_token"].reshape(1, -1)
     _check_size(encoder, state)
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
@@ -135,7 +135,8 @@ def _settings(state: State) -> dict[str, Any]:
     """Return the settings that show in shapes and names."""
     dim, channels, patch_size, _ = state[FIRST].shape
     depths, heads = _depths_and_heads(state)
-    last = state.get(f"layers.{len(depths) - 1}.blocks.0.mlp.fc1.weight")  # the widest MLP rounds its ratio least
+    # The MLP ratio has the smallest rounding error in the last stage, which has the widest MLP.
+    last = state.get(f"layers.{len(depths) - 1}.blocks.0.mlp.fc1.weight")
     if last is None:
         raise WeightsError("The checkpoint is incomplete. A stage has no blocks, or the last stage has no mlp.fc1.")
     settings = {
@@ -172,7 +173,7 @@ def _window(rows: int, name: str) -> int:
 
 
 def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
-    """Return the variant with most of these settings. A micro variant must have width, depths and heads."""
+    """Return the variant that shares most of these settings. A micro variant must share width, depths and heads."""
 
     def alike(variant: str) -> int:
         return sum(settings[name] == swin.VARIANTS[variant][name] for name in ("dim", "depths", "heads"))

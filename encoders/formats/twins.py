@@ -81,7 +81,7 @@ def recognises(state: State) -> bool:
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights under the encoder's names, without class head, with its number of channels."""
+    """Return the weights under the encoder's names, with its number of channels and without the class head."""
     if not isinstance(encoder, Twins):
         raise WeightsError(f"These weights fit a Twins-SVT, not {type(encoder).__name__}.")
     theirs = _is_theirs(state)
@@ -163,7 +163,7 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     name = _nearest("meituan", encoder.dims, encoder.depths, PUBLISHED)
     known = _settings(name)
     ours = {setting: getattr(encoder, setting) for setting in TIMM_OPTIONS}
-    differ = _differing(ours, known, 4)  # as many stages as timm's defaults have
+    differ = _differing(ours, known, 4)  # the defaults of timm have 4 stages
     options = {"num_classes": 0, **{TIMM_OPTIONS[setting]: value for setting, value in differ.items()}}
     if (height, width) != (224, 224):
         options["img_size"] = (height, width)
@@ -209,7 +209,8 @@ def _named_as_ours(state: State, report: Report) -> State:
                 block = 2 * block + (not local)
             ours_part = LAYER_PARTS.get(part, part)
             if local and part == "to_q" and (kv := name.replace("to_q", "to_kv")) in state:
-                ours_part, tensor = "attn.qkv", torch.cat([tensor, state[kv]])  # one linear layer for the three
+                # This project has one linear layer for queries, keys and values.
+                ours_part, tensor = "attn.qkv", torch.cat([tensor, state[kv]])
             if local and part == "to_kv":
                 continue
             strided = part == "to_kv"

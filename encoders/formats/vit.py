@@ -79,7 +79,7 @@ def recognises(state: State) -> bool:
     first = state.get(FIRST)
     if first is None or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
         return False
-    flat = first.ndim == 2 and "pos_embed" in state  # normed patches; a NaViT has two tables with other names
+    flat = first.ndim == 2 and "pos_embed" in state  # a ViT with `patch_norm`; a NaViT has no `pos_embed`
     return (flat or first.ndim == 4) and any(re.match(r"blocks\.0\.(0\.)?mlp\.(fc1|w12)\.", name) for name in state)
 
 
@@ -96,9 +96,9 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     decoder = {part for part in parts if part.startswith("decoder_")}
     renewed = {"head", "head_dist", "pre_logits", "mask_token"}
     elsewhere = decoder | (renewed - {name.split(".")[0] for name in own})
-    if decoder:  # MAE's mask token is the decoder's
+    if decoder:  # MAE's mask token belongs to the decoder
         elsewhere.add("mask_token")
-    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning initialises the norm of the mean
+    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning initialises `fc_norm` instead
         elsewhere.add("norm")
         renewed.add("fc_norm")
     renewed -= parts - elsewhere
@@ -132,10 +132,11 @@ def named(state: State, report: Report) -> State:
         for pattern, ours in VIT_PYTORCH.items():
             name = re.sub(f"^{pattern}", ours, name)
         state[name] = tensor
-    for name in ("cls_token", "pos_embed"):  # (rows, D), before version 1.16.1 (1, rows, D)
+    for name in ("cls_token", "pos_embed"):  # vit-pytorch has (rows, D), and before version 1.16.1 (1, rows, D)
         if name in state:
             state[name] = state[name].reshape(1, -1, state[name].shape[-1])
-    if not state.get("cls_token", torch.empty(1)).numel():  # pool="mean" since version 1.16.0
+    # Since version 1.16.0, vit-pytorch has an empty class token if pool="mean".
+    if not state.get("cls_token", torch.empty(1)).numel():
         del state["cls_token"]
     for name in [name for name in state if name.endswith("attn.qkv.weight")]:
         proj, dim = name.replace("qkv", "proj"), state[name].shape[1]
@@ -221,7 +222,8 @@ def split_positions(
 
 
 def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int] | None:
-    """Return the rows and columns of a table for `count` patches, which is square or has the grid `own`, else None.
+    """Return the rows and columns of a table for `count` patches, which is square or has the grid `own`. Return
+    None if neither is possible.
 
     Raises:
         WeightsError: both are possible, and `source` is not "ours".

@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_refused(variant):
         (masking, (images[0],), {}, r"\(B, 3, H, W\)"),
         (encoder, (images, mask), {}, "mask_token=True"),
         (masking, (images[:1], mask), {}, "does not fit 1 images"),
-        (masking, (images,), {"drop": True}, "there is no mask"),
+        (masking, (images,), {"drop": True}, "needs a mask"),
     ]
     if variant in WHOLE:
         cases.append((masking, (images, mask), {"drop": True}, "cannot drop hidden tokens"))

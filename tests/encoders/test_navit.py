@@ -335,7 +335,7 @@ def test_masks_that_do_not_fit_are_refused():
         small()(packed, mask, drop=True)
     with pytest.raises(ValueError, match="mask_token=True, or pass drop=True"):
         small()(packed, mask)
-    with pytest.raises(ValueError, match="there is no mask"):
+    with pytest.raises(ValueError, match="needs a mask"):
         small()(packed, drop=True)
     with pytest.raises(ValueError, match="does not fit 1 images of 4 x 6"):
         small()(images_of()[0], mask, drop=True)

@@ -388,7 +388,7 @@ def test_inputs_that_do_not_fit_are_refused():
         ((images[:, :2],), False, r"\(B, 3, H, W\), not \(2, 2, 32, 32\)"),
         ((images, mask_of(images[:1], 8, 4)), True, "16 tokens in 1 images does not fit 2 images of 4 x 4"),
         ((images, mask_of(images, 8, 4)), False, "mask_token=True"),
-        ((images,), True, "there is no mask"),
+        ((images,), True, "needs a mask"),
         ((images, uneven), True, "same number of tokens, at least one. These keep 14 to 16"),
         ((images, mask_of(images, 8, 16)), True, "at least one. These keep 0 to 0"),
     ]:
