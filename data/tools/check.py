@@ -1,8 +1,9 @@
-"""Check every member of shards as a run would, and report their contents and what a run would refuse.
+"""Check every member of shards as a run would, and report their contents and everything that a run would refuse.
 
     python -m data.check_shards SHARDS [options]
 
-Exit status: 0 if a run accepts all shards, 1 if something is wrong and was named, 2 if the command was wrong.
+Exit status: 0 if a run accepts all shards, 1 if something is wrong and was named, 2 if the command line or a pattern
+was wrong.
 """
 
 import json
@@ -30,11 +31,11 @@ from runtime.files import atomic_write
 from runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "python -m data.check_shards"
-MOST_SHOWN = 10  # problems of each kind on the screen
+MOST_SHOWN = 10  # maximum number of problems of each kind that are printed
 
 
 class CheckShards(Settings):
-    """Check shards: report their contents and what a run would refuse."""
+    """Check shards, and report their contents and everything that a run would refuse."""
 
     shards: Positional[list[str]]
     """SHARDS: paths, globs, brace ranges, URLs"""
@@ -47,7 +48,7 @@ class CheckShards(Settings):
     max_pixels: int = Field(default=178_956_970, ge=1)
     """images with more pixels count as corrupt"""
     channels: int = Field(default=3, ge=1)
-    """channels of an image; images that cannot have them count as corrupt"""
+    """number of channels of decoded images; images that cannot be converted count as corrupt"""
     write_index: bool = False
     """write index.json and a table beside each shard, for shards that another tool made"""
     output: Path | None = None
@@ -57,7 +58,7 @@ class CheckShards(Settings):
     @model_validator(mode="after")
     def _fit(self) -> Self:
         if self.sample is not None and not self.decode:
-            raise ValueError("sample: sets how many images to decode, and decode is false")
+            raise ValueError("sample sets the number of images to decode, but decode is false. Remove one of the two")
         return self
 
 
@@ -118,12 +119,13 @@ def _entry(facts: Facts) -> ShardEntry:
 def _write_index(folder: Path, shards: list[Facts]) -> None:
     """Write the index of a folder. Entries of the old index for other existing shards are kept."""
     entries = {}
-    with suppress(ShardError):  # an unreadable index is replaced
+    with suppress(ShardError):  # an unreadable old index is replaced
         old = load_folder_index(f"{folder}/{FOLDER_INDEX}", DEFAULT)
         entries = {entry.url: entry for entry in old.shardlist if (folder / entry.url).exists()} if old else {}
     checked = {entry.url: entry for entry in map(_entry, shards)}
     total = Facts()
-    if not entries.keys() - checked.keys():  # otherwise the statistics would not be those of all shards
+    # Statistics need the pixels of all shards, so all entries must have been checked.
+    if not entries.keys() - checked.keys():
         for facts in shards:
             total.add(facts)
     found = moments(total.pixels)
@@ -170,7 +172,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
 
 
 def _report(settings: CheckShards, total: Facts, shards: int, agree: list[bool | None]) -> dict[str, Any]:
-    """Return the findings as plain values."""
+    """Return the report as plain values for JSON."""
     keys = np.frombuffer(b"".join(total.keys), dtype=np.uint64)
     good = total.decoded - total.corrupt
     pixels = moments(total.pixels)

@@ -9,11 +9,11 @@ from runtime.settings import SettingsError
 
 
 class MakeError(UserError, ValueError):
-    """Shards that cannot be made."""
+    """Raised if shards cannot be made."""
 
 
 class WorkerError(UserError, RuntimeError):
-    """A worker process was killed."""
+    """Raised if a worker process was killed."""
 
 
 def say(name: str, text: str) -> None:
@@ -26,7 +26,7 @@ def run_command(program: str, command: Callable[[], int], *, resume: str = "") -
 
     Args:
         program: name of the command in messages.
-        command: returns its exit status.
+        command: function that does the work and returns the exit status.
         resume: advice to print after an interruption.
     """
     try:
@@ -38,7 +38,7 @@ def run_command(program: str, command: Callable[[], int], *, resume: str = "") -
     except (MakeError, OSError) as error:
         message, status = str(error), 1
     except MemoryError:
-        message, status = "out of memory. Take fewer --workers, or a lower --max_pixels.", 1
+        message, status = "out of memory. Use fewer --workers, or a lower --max_pixels.", 1
     except KeyboardInterrupt:
         message, status = f"stopped. {resume}", 130
     print(f"{program}: {message}", file=sys.stderr)

@@ -26,9 +26,9 @@ from data.tiff import is_tiff
 from data.tools.parallel import Advance
 
 NAMED_IMAGES = 100
-"""Number of bad images that are named; all are counted."""
+"""Maximum number of bad images that are named. All bad images are counted."""
 KEY_BYTES = 8
-LONGEST_LABEL = 64  # bytes; a training run reads no more either
+LONGEST_LABEL = 64  # bytes; longest label that is read, here and in a run
 
 CHANNELS = {
     "1": "gray",
@@ -40,7 +40,7 @@ CHANNELS = {
     "RGBA": "RGB with alpha",
     "CMYK": "CMYK",
 }
-"""Names of Pillow's modes."""
+"""Pillow's mode -> name in the report."""
 
 
 @dataclass
@@ -102,21 +102,21 @@ class Facts:
 
 @dataclass(frozen=True)
 class Checks:
-    """Depth of a check."""
+    """Settings of a check: number of decoded images, limits, and optional parts."""
 
     decode: bool = True
     most: int | None = None
-    """Largest number of images to decode in each shard, evenly spread; None decodes all."""
+    """Maximum number of images that are decoded in each shard, evenly spread; None for all images."""
     max_pixels: int = 178_956_970
     channels: int = 3
-    """Channels that images must have, or be able to become."""
+    """Number of channels to which images must be convertible."""
     checksum: bool = True
     write_table: bool = False
     source: SourceConfig = DEFAULT
 
 
 def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
-    """Check the shard at a path or URL. Problems become part of the facts."""
+    """Check the shard at a path or URL. Return all problems as part of the facts."""
     facts = Facts(path)
     with _Warnings(facts.notes):
         try:
@@ -142,7 +142,7 @@ def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks:
             with open(facts.path, "rb") as file:
                 facts.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         _check_table(facts, table, checks)
-    elif checks.checksum and shard.size == table.summary[2]:  # not a decompressed shard
+    elif checks.checksum and shard.size == table.summary[2]:  # `tar` is the stored file, not its decompressed copy
         tar.seek(0)
         facts.sha256 = hashlib.file_digest(tar, "sha256").hexdigest()
 
@@ -171,7 +171,7 @@ def _digest(key: str) -> bytes:
 
 
 def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
-    """Check the label of each sample, and the images that are to be decoded."""
+    """Check the label of each sample, and decode the images that `checks` asks for."""
     most = facts.images if checks.most is None else min(checks.most, facts.images)
     chosen = set(np.linspace(0, facts.images - 1, most).astype(int).tolist()) if checks.decode else set()
     done = 0

@@ -30,13 +30,13 @@ REASONS = {
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
 }
-"""Reasons why a file is left out, by the code that takes the place of its size."""
+"""Code in place of a file size -> reason why the file is left out."""
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
 @dataclass
 class Listing:
-    """N files with the extension of an image."""
+    """List of N files with the extension of an image."""
 
     root: bytes
     """Real path of the root folder."""
@@ -51,7 +51,7 @@ class Listing:
     labels: np.ndarray
     """Class number, or -1: (N,) int64."""
     classes: list[str] | None = None
-    """Names of the classes; None where labels are numbers in the source."""
+    """Names of the classes; None if the labels in the source are numbers."""
     note: str = ""
     """Origin of the labels, for the user."""
     other_files: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class ListingBuilder:
         self.names = bytearray()
         self.ends, self.sizes, self.modified, self.labels = (array("q") for _ in range(4))
         self.texts: dict[str, int] = {}
-        """Numbers of labels in the order of appearance."""
+        """Label -> its number. Labels are numbered in the order in which they first appear."""
         self.other_files: Counter[str] = Counter()
 
     def add(self, path: bytes, status: tuple[int, int], label: str | None) -> None:
@@ -144,7 +144,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
         besides: folder that is skipped.
 
     Raises:
-        MakeError: there are no images, or images lie outside class folders although `labels` is "folders".
+        MakeError: there are no images, or `labels` is "folders" and an image is not in a class folder.
     """
     builder = ListingBuilder(os.path.realpath(os.fsencode(folder)), links)
     depths, loose = set(), b""
@@ -158,7 +158,9 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
     if not len(listing.usable):
         raise MakeError(describe_empty(f"no images below {folder}", listing))
     if labels == "folders" and loose:
-        raise MakeError(f"{folder}/{os.fsdecode(loose)} lies in no class folder. Move it, or take --labels none.")
+        raise MakeError(
+            f"{folder}/{os.fsdecode(loose)} lies in no class folder. Move it into a class folder, or use --labels none."
+        )
     if labels == "folders" or (labels == "auto" and depths == {1} and len(builder.texts) > 1):
         classes = sorted(builder.texts, key=lambda name: (not name.isdecimal(), _value(name), name))
         number_classes(listing, list(builder.texts), classes)
@@ -184,7 +186,7 @@ def _value(name: str) -> int:
 
 
 def describe_empty(message: str, listing: Listing) -> str:
-    """Extend a message by the files that were found instead of images."""
+    """Return `message` with the extensions of images, and with the files that were found instead."""
     found = [f"{count:,} x {reason}" for count, reason in listing.unusable()]
     found += [f"{count:,} x {extension}" for extension, count in listing.other_files.most_common(3)]
     message = f"{message}. Images end in {', '.join(IMAGES)}."
@@ -195,14 +197,16 @@ def describe_empty(message: str, listing: Listing) -> str:
 
 def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
     """Yield path, size and time of all files with the extension of an image."""
-    folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # with the identities of their parents
+    # Each folder, with device and inode of all its parent folders.
+    folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
     while folders:
         prefix, parents = folders.pop()
         here = os.path.join(builder.root, prefix)
         try:
             status = os.stat(here)
             identity = (status.st_dev, status.st_ino)
-            if identity in parents or os.path.realpath(here) == besides:  # a link to a parent, or the shards
+            # Skip the folder of the shards, and links to parent folders, which would be endless loops.
+            if identity in parents or os.path.realpath(here) == besides:
                 continue
             with os.scandir(here) as entries:
                 files, subfolders = _classify(builder, entries)
@@ -243,15 +247,16 @@ def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:
-    """Number classes as in another data set.
+    """Replace class numbers by the positions of class names in `classes`, the list of another data set.
 
     Raises:
         MakeError: labels have no names, or `classes` lacks one of the names.
     """
     if listing.classes is None:
-        raise MakeError("--classes numbers the names of classes, and the labels have no names. Leave --classes out.")
+        raise MakeError("--classes needs labels with names, but the labels are numbers. Leave --classes out.")
     if unknown := sorted(set(listing.classes) - set(classes)):
         raise MakeError(
-            f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add them at its end."
+            f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add the missing classes "
+            "at the end of the file."
         )
     number_classes(listing, listing.classes, classes)

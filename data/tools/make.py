@@ -48,7 +48,7 @@ class MakeShards(Settings):
     images: Positional[Path]
     """folder of images or of class folders, list (.txt), or manifest (.csv, .parquet)"""
     shards: Positional[Path]
-    """folder for the shards, without shards of other images or settings"""
+    """folder for the shards; must not hold shards of other images or settings"""
     name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """shards are named NAME-000000.tar and so on"""
     shard_size_mb: float = Field(default=256, gt=0)
@@ -60,37 +60,37 @@ class MakeShards(Settings):
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
     """number of processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
-    """folders: the first folder of a path is its class; auto: the same if all images lie one folder deep, else none"""
+    """folders: the first folder of a path is its class; auto: folders if all images are one folder deep, else none"""
     classes: Path | None = None
-    """classes.json of other shards, to number the classes as there"""
+    """classes.json of other shards, whose class numbers are used"""
     path_column: str | None = None
-    """column of a manifest with the paths; without it, `path`"""
+    """column of a manifest with the paths; default: `path`"""
     label_column: str | None = None
-    """column of a manifest with the labels; without it, `label` if there is one"""
+    """column of a manifest with the labels; default: `label` if there is such a column"""
     root: Path | None = None
-    """folder that the paths in a list or manifest start from; without it, the folder of that file"""
+    """folder that paths in a list or manifest are relative to; default: the folder of the list or manifest"""
     links: Links = "inside"
-    """symbolic links to follow: those to files in the folder of images, or all"""
+    """symbolic links to follow; inside: links to files in the folder of images; all: all links"""
     format: Format = "keep"
-    """encode images of other formats in this one; keep: store the files unchanged"""
+    """format to which images of other formats are converted; keep: store the files unchanged"""
     resize: int | None = Field(default=None, ge=8)
-    """largest shorter side in pixels; larger images are made smaller and encoded again"""
+    """maximum length of the shorter side in pixels; larger images are made smaller and encoded again"""
     quality: int | None = Field(default=None, ge=1, le=100)
-    """quality of JPEG and WebP images that are encoded again; without it, 90"""
+    """quality of JPEG and WebP images that are encoded again; default: 90"""
     verify: bool = True
     """decode every image, leave out damaged images, and compute pixel statistics"""
     max_pixels: int = Field(default=178_956_970, ge=1)
     """images with more pixels are left out before they are decoded"""
     duplicates: Literal["report", "drop"] = "report"
-    """drop: of files with the same bytes keep the first; reads all files twice"""
+    """drop: keep only the first of several files with equal bytes, and read all files twice; report: keep all files"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
         encodes = self.format != "keep" or self.resize is not None
         if self.quality is not None and (not encodes or self.format == "png"):
-            raise ValueError("quality is for images that are encoded as JPEG or WebP: set resize or format")
+            raise ValueError("quality is only for images that are encoded as JPEG or WebP. Set resize or format")
         if encodes and not self.verify:
-            raise ValueError("verify: resize and format decode every image anyway; leave it out")
+            raise ValueError("verify cannot be false with resize or format, which decode every image. Leave verify out")
         return self
 
     @property
@@ -158,7 +158,7 @@ def _list_images(settings: MakeShards) -> Listing:
         if given := [name for name in ("path_column", "label_column", "root") if getattr(settings, name) is not None]:
             raise MakeError(f"--{given[0]} is for lists and manifests, and {images} is a folder. Leave it out.")
         if images.resolve() == settings.shards.resolve():
-            raise MakeError(f"{images} holds the images, and the shards need a folder of their own. Name another one.")
+            raise MakeError(f"{images} holds the images, but shards need a separate folder. Name another folder.")
         listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
         columns = Columns(settings.path_column or "path", settings.label_column)
@@ -224,20 +224,22 @@ def _refuse_other_plan(plan: dict[str, Any], existing: dict[str, Any], path: Pat
     """Raise `MakeError` if the plan in the folder differs."""
     remedy = f"Make these shards in another folder, or remove {path}."
     old, new = existing.get("settings", {}), plan["settings"]
-    different = [f"--{name} {new.get(name)} (there {old.get(name)})" for name in new if new.get(name) != old.get(name)]
+    different = [f"--{name} {new.get(name)} (there: {old.get(name)})" for name in new if new.get(name) != old.get(name)]
     if different or existing.get("version") != plan["version"]:
         raise MakeError(f"{path} holds shards made with other settings: {', '.join(different)}. {remedy}")
     if existing.get("images") != plan["images"]:
         before, now = (f"{one.get('files'):,} files of {one.get('bytes'):,} bytes" for one in (existing, plan))
         if before == now:
-            now = "as many, but other paths, dates or labels"
-        raise MakeError(f"the images have changed since {path} was begun: {before} then, {now} now. {remedy}")
+            now = "the same numbers, but other paths, dates or labels"
+        raise MakeError(f"the images have changed since {path} was begun: then {before}, now {now}. {remedy}")
 
 
 def _check_space(path: Path, size: int) -> None:
     free = shutil.disk_usage(path).free - SPARE_BYTES
     if size > free:
-        raise MakeError(f"{path} needs about {decimal(size)} and has {decimal(max(free, 0))} free. Free some space.")
+        raise MakeError(
+            f"{path} has {decimal(max(free, 0))} free, but the shards need about {decimal(size)}. Free some space."
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,8 +23,8 @@ from data.tools.shard_folder import Folder
 from data.tools.split import same
 from runtime.files import atomic_write
 
-MOST_REASONS = 100  # different reasons in report.json
-MOST_SHOWN = 3  # lines of each kind on the screen
+MOST_REASONS = 100  # maximum number of different reasons in report.json
+MOST_SHOWN = 3  # maximum number of lines of each kind that are printed
 
 
 def write_reports(
@@ -34,7 +34,7 @@ def write_reports(
 
     Args:
         folder: folder of finished shards.
-        listing: files that the shards were made of.
+        listing: files of which the shards were made.
         shards: number of shards.
         dropped: duplicates that were left out, each with the entry that was kept; None if duplicates were kept.
         settings: settings to write into the report.
@@ -99,7 +99,7 @@ class _Totals:
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), dtype=np.int64))
     """Histogram of each channel."""
     decoded: bool = True
-    """False if the images of a shard were not decoded, so that `pixels` is incomplete."""
+    """False if `pixels` is incomplete, because the images of a shard were not decoded."""
 
 
 def _read_records(folder: Folder, shards: int) -> _Totals:
@@ -131,7 +131,7 @@ def _read_records(folder: Folder, shards: int) -> _Totals:
 
 
 def _left_out(listing: Listing, totals: _Totals) -> Iterator[tuple[int, str]]:
-    """Yield the entries that are in no shard, with the reasons; duplicates are not among them."""
+    """Yield the entries that are in no shard, except duplicates, with the reasons."""
     for entry in np.flatnonzero(listing.sizes <= 0):
         yield int(entry), REASONS[int(listing.sizes[entry])]
     yield from totals.left_out
@@ -155,7 +155,8 @@ def sort_sizes(sides: Counter[str]) -> dict[str, int]:
 
 
 def _count_reasons(reasons: Iterable[str]) -> dict[str, int]:
-    """Count reasons, with the most frequent first. New reasons after the first hundred are counted together."""
+    """Count reasons, with the most frequent first. After a hundred different reasons, all others are counted
+    together."""
     counts: Counter[str] = Counter()
     for reason in reasons:
         counts[reason if len(counts) < MOST_REASONS or reason in counts else "other reasons"] += 1

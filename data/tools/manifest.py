@@ -22,7 +22,7 @@ class Columns:
 
     path: str = "path"
     label: str | None = None
-    """None takes `label` if the manifest has such a column."""
+    """Column of the labels; None for `label` if the manifest has such a column."""
 
     def choose(self, available: list[str], file: Path) -> tuple[str, str | None]:
         """Return the columns to read.
@@ -32,7 +32,8 @@ class Columns:
         """
         for name, flag in ((self.path, "--path_column"), (self.label, "--label_column")):
             if name is not None and name not in available:
-                raise MakeError(f"{file} has no column {name!r}. {flag} is one of {', '.join(map(repr, available))}.")
+                columns = ", ".join(map(repr, available))
+                raise MakeError(f"{file} has no column {name!r}. Set {flag} to one of {columns}.")
         return self.path, self.label or ("label" if "label" in available else None)
 
 
@@ -43,7 +44,7 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
 
     Args:
         path: a list, or a CSV or Parquet manifest.
-        root: folder that relative paths start from; None takes the folder of the file.
+        root: folder that paths are relative to; None for the folder of the file.
         columns: columns of a manifest.
         labels: "auto" or "none".
         links: "inside" or "all".
@@ -62,7 +63,8 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
         if not inside(full, folder) or b"\0" in full:
             raise MakeError(
-                f"{path}: entry {number}, {name!r}, lies outside of {os.fsdecode(folder)}. Give --root FOLDER."
+                f"{path}: entry {number}, {name!r}, is outside of {os.fsdecode(folder)}. "
+                "Use --root FOLDER to name a folder that contains all entries."
             )
         builder.add(os.path.relpath(full, folder), builder.stat(full), label or None)
     listing = builder.build()
@@ -90,7 +92,7 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
         listing.note = f"names in {path.name}"
         return
     if min(known) < 0:
-        raise MakeError(f"{path}: a label is below 0. Leave the field empty where there is no label.")
+        raise MakeError(f"{path}: a label is below 0. Leave the field of an image without a label empty.")
     listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
     listing.note = f"numbers in {path.name}"
 
@@ -105,7 +107,7 @@ def _refuse_repeated(listing: Listing, path: Path) -> None:
 
 
 def _class_number(text: str) -> int | None:
-    """Parse an integer; also `3.0`, which pandas writes in a column with missing values."""
+    """Parse an integer. `3.0` is accepted too, because pandas writes it in a column with missing values."""
     text = text.removesuffix(".0")
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
@@ -138,7 +140,8 @@ def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
                 continue
             if len(row) != len(heading):
                 raise MakeError(
-                    f"{path}: line {rows.line_num} has {len(row)} fields, its heading {len(heading)}. Correct the line."
+                    f"{path}: line {rows.line_num} has {len(row)} fields, but the heading has {len(heading)}. "
+                    "Correct the line."
                 )
             yield row[place], None if label is None else row[label].strip()
 
@@ -156,7 +159,10 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
                 labels = [None] * len(paths) if names[1] is None else batch.column(names[1]).to_pylist()
                 for name, label in zip(paths, labels, strict=True):
                     if not isinstance(name, str):
-                        raise MakeError(f"{path}: column {names[0]!r} holds {name!r}, not a path. Give --path_column.")
+                        raise MakeError(
+                            f"{path}: column {names[0]!r} holds {name!r}, not a path. "
+                            "Set --path_column to the column of the paths."
+                        )
                     yield name, None if label is None else str(label)
     except ArrowException as error:
         raise MakeError(f"cannot read {path}: {error}. Correct the file.") from error

@@ -1,7 +1,7 @@
 """Write one shard: image files become a tar with a table and a record.
 
-The bytes of a shard depend on the files and the recipe alone. A shard gets its name after it is complete and flushed to
-the disk.
+The bytes of a shard depend only on the files and the recipe. A shard is renamed to its final name after all bytes are
+on the disk.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
 class LeftOut(Exception):  # noqa: N818
-    """A file that does not become a sample. The message is the reason."""
+    """Raised if a file cannot become a sample. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recipe:
 
     format: Format = "keep"
     resize: int | None = None
-    """Largest shorter side in pixels; larger images are made smaller."""
+    """Maximum length of the shorter side in pixels; larger images are made smaller."""
     quality: int = 90
     verify: bool = True
     max_pixels: int = 178_956_970
@@ -94,7 +94,7 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
 
 
 def digest(content: bytes) -> bytes:
-    """Return the digest by which duplicates are found."""
+    """Return the digest of the bytes of a file. Duplicates have equal digests."""
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
@@ -127,7 +127,7 @@ def prepare(content: bytes, recipe: Recipe) -> Prepared:
     file = BytesIO()
     try:
         picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality}))
-    except (OSError, ValueError) as error:  # too wide for the format
+    except (OSError, ValueError) as error:  # for example, the image is too wide for the format
         raise LeftOut(f"cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
     return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts)
@@ -210,7 +210,7 @@ def write_shard(
             table = scan_tar(str(temporary), str(target))  # a training run reads the same table
             if table.summary[0] != record.nsamples:
                 raise MakeError(
-                    f"{target}: {record.nsamples} samples were written and {table.summary[0]} can be read. "
+                    f"{target}: {record.nsamples} samples were written, but {table.summary[0]} can be read. "
                     "Report this as a bug."
                 )
             write_table(target, table)

@@ -18,8 +18,8 @@ from data.tools.command import WorkerError
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 Advance = Callable[[int], None]
-"""Function that adds to the number of finished units. A worker must call it often, because it also ends the worker when
-the command is stopped."""
+"""Function that adds to the number of finished units. Workers must call it often: if the command was stopped, this call
+ends the worker."""
 
 POLL = 0.2  # seconds
 
@@ -28,7 +28,7 @@ _state: Any = None
 
 
 class _Stopped(Exception):  # noqa: N818
-    """The command was stopped."""
+    """Raised in a worker if the command was stopped."""
 
 
 def spread(
@@ -42,7 +42,7 @@ def spread(
 ) -> Iterator[ResultT]:
     """Call `work(task, advance)` for each task in worker processes, and yield the results in order of completion.
 
-    The processes are forked, so `work` may be a closure, and objects that it refers to are not copied. Workers exit
+    The processes are forked, so `work` may be a closure, and the objects in the closure are not copied. Workers exit
     when this process exits for any reason.
 
     Args:
@@ -66,14 +66,14 @@ def spread(
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize, initargs=shared) as pool:
         pending = {pool.submit(_call, task) for task in tasks}
         try:
-            with show_progress(title, total, unit) as show:  # after the fork, because a bar has a thread
+            with show_progress(title, total, unit) as show:  # after the fork, because the progress bar starts a thread
                 while pending:
                     done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
                     show(counter.value)
                     for future in done:
                         yield future.result()
         except BrokenProcessPool:
-            raise WorkerError("a worker process was killed. If memory was short, take fewer --workers.") from None
+            raise WorkerError("a worker process was killed. If memory was short, use fewer --workers.") from None
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)

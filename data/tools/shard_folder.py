@@ -68,7 +68,7 @@ class Folder:
         return self.work / f"{self.name}-{number:06d}.json"
 
     def finished(self, number: int) -> Record | None:
-        """Return the record of a finished shard; None for others."""
+        """Return the record of a finished shard; None if the shard is not finished."""
         try:
             record = Record.read(self.record(number))
             size = self.shard(number).stat().st_size if record.nsamples else 0
@@ -81,7 +81,8 @@ class Folder:
         """Lock the folder, and remove the temporary files of killed commands."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
-            for attempt in range(LOCK_ATTEMPTS + 1):  # workers of a killed command hold the lock for a moment
+            # Workers of a killed command may hold the lock for a moment longer.
+            for attempt in range(LOCK_ATTEMPTS + 1):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break

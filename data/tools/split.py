@@ -9,7 +9,7 @@ from data.tools.listing import NO_LABEL, Listing
 from data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
 from data.tools.parallel import Advance, spread
 
-PROBED = 64  # images that are encoded to estimate the size of the others
+PROBED = 64  # number of images that are encoded to estimate the size of all others
 IMAGES_PER_TASK = 256
 
 
@@ -28,7 +28,7 @@ class Split:
         return len(self.bytes)
 
     def entries(self, shard: int) -> np.ndarray:
-        """Return the entries of one shard."""
+        """Return the entries of the images of one shard."""
         return self.order[self.starts[shard] : self.starts[shard + 1]]
 
 
@@ -41,9 +41,8 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
         shard_bytes: size of a shard in bytes.
         ratio: size of a stored image divided by the size of its file.
     """
-    blocks = (
-        np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
-    )  # blocks of the content and one block for the header
+    # Blocks of the content, and one block for the header.
+    blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
@@ -95,7 +94,7 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
         for entry in map(int, task[1]):
             try:
                 found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # the file gets a unique digest and is reported when its shard is written
+            except LeftOut:  # an unreadable file gets a unique digest, and is reported when its shard is written
                 found.append(digest(b"%d" % entry + listing.path(entry)))
             advance(1)
         return task[0], b"".join(found)

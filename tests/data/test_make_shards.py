@@ -154,7 +154,7 @@ def test_shards_in_the_folder_of_images(animals, tmp_path, capsys):
     (out / "picture.jpg").unlink()
     assert content(out) == before
     make(animals, animals, status=1)
-    assert "a folder of their own" in capsys.readouterr().err
+    assert "need a separate folder" in capsys.readouterr().err
 
 
 def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
     (animals / "ant" / "new.jpg").unlink()
     os.utime(animals / "ant" / "ant_00.jpg", ns=(0, 0))
     make(animals, tmp_path / "out", SMALL, status=1)
-    assert "as many, but other paths, dates or labels" in capsys.readouterr().err
+    assert "the same numbers, but other paths, dates or labels" in capsys.readouterr().err
     assert content(tmp_path / "out") == before
 
 
@@ -241,15 +241,15 @@ def test_a_shard_has_no_name_before_it_is_whole(animals, tmp_path, monkeypatch):
 def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_shards, "write_shard", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     make(animals, tmp_path / "out", SMALL, status=1)
-    assert "take fewer --workers. The same command continues" in capsys.readouterr().err
+    assert "use fewer --workers. The same command continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["--quality=80"], 2, "set resize or format"),
-        (["--format=png", "--quality=80"], 2, "set resize or format"),
-        (["--verify=false", "--resize=64"], 2, "leave it out"),
+        (["--quality=80"], 2, "Set resize or format"),
+        (["--format=png", "--quality=80"], 2, "Set resize or format"),
+        (["--verify=false", "--resize=64"], 2, "Leave verify out"),
         (["--resize=4"], 2, "greater than or equal to 8"),
         (["--name=../x"], 2, "name"),
         (["--label_column=x"], 1, "--label_column is for lists"),

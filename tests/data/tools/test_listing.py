@@ -106,7 +106,7 @@ def test_lists_and_manifests(three, tmp_path, ending, labels, expected):
 def test_columns_by_name(three, tmp_path, capsys):
     (three / "m.csv").write_text("file,kind\n0.jpg,5\n1.jpg,6\n")
     make(three / "m.csv", tmp_path / "out", status=1)
-    assert "no column 'path'. --path_column is one of 'file', 'kind'" in capsys.readouterr().err
+    assert "no column 'path'. Set --path_column to one of 'file', 'kind'" in capsys.readouterr().err
     make(three / "m.csv", tmp_path / "out", "--path_column=file", "--label_column=what", status=1)
     make(three / "m.csv", tmp_path / "out", "--path_column=file", "--label_column=kind", "--shuffle=false")
     assert [label for *_, label in samples(tmp_path / "out")] == ["5", "6"]
@@ -117,11 +117,11 @@ def test_columns_by_name(three, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("path\n../x.jpg\n", [], "entry 1, '../x.jpg', lies outside"),
-        ("path\n0.jpg\n/etc/passwd\n", [], "entry 2, '/etc/passwd', lies outside"),
+        ("path\n../x.jpg\n", [], "entry 1, '../x.jpg', is outside"),
+        ("path\n0.jpg\n/etc/passwd\n", [], "entry 2, '/etc/passwd', is outside"),
         ("path\n0.jpg\n1.jpg\n./0.jpg\n", [], "1 paths are repeated, the first 0.jpg"),
         ("path,label\n0.jpg,-1\n", [], "below 0"),
-        ("path,label\n0.jpg\n", [], "line 2 has 1 fields, its heading 2"),
+        ("path,label\n0.jpg\n", [], "line 2 has 1 fields, but the heading has 2"),
         ("path\nno.jpg\n", [], "names no existing images"),
         ("path\n0.jpg\n", ["--labels=folders"], "--labels folders is for a folder"),
         ("", [], "no column 'path'"),
