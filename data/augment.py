@@ -1,9 +1,9 @@
 """Colour augmentation of DINO (2104.14294): drawn for each crop on the CPU, applied to batches on any device.
 
 Shapes: N crops of C channels and H x W pixels, n of them chosen for an operation; D taps of a blur. Defaults are those
-of main_dino.py. Operations work on floats from 0 to 1 and are defined as in torchvision: values are clamped after each
-factor, contrast changes the distance to the mean of the gray image, hue is shifted in HSV. Crops that are not RGB have
-the mean of their channels as gray image.
+of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in torchvision: values are clamped
+after each factor, contrast changes the distance to the mean of the gray image, hue is shifted in HSV. Crops that are
+not RGB have the mean of their channels as gray image.
 """
 
 import logging
@@ -24,19 +24,19 @@ from encoders.images import Images, PackedImages
 from runtime.settings import Section
 
 COLOR_DRAWS = 13
-"""Random numbers per crop."""
+"""Number of random numbers that are drawn for each crop."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 RGB_ONLY = ("saturation", "hue", "grayscale")
-"""Settings of operations that need red, green and blue."""
+"""Names of the settings whose operations need RGB images."""
 
 log = logging.getLogger(__name__)
 
 
 def ascending(pair: tuple[float, float]) -> tuple[float, float]:
-    """Return a range (low, high).
+    """Check that `pair` is a range (low, high), and return the pair.
 
     Raises:
-        ValueError: low is above high.
+        ValueError: `low` is above `high`.
     """
     if not pair[0] <= pair[1]:
         raise ValueError(f"The range must ascend, but {pair[0]} is above {pair[1]}.")
@@ -60,11 +60,11 @@ class ColorConfig(Section, frozen=True):
     hue: float = Field(default=0.1, ge=0, le=0.5)
     """largest shift of the hue, in turns of the colour circle"""
     jitter: Share = 0.8
-    """probability of the four changes above, applied in random order"""
+    """probability of changing brightness, contrast, saturation and hue, in random order"""
     grayscale: Share = 0.2
     """probability of a gray crop"""
     blur_sigma: Sigmas = (0.1, 2.0)
-    """least and largest standard deviation of the Gaussian blur, in pixels of the crop"""
+    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop"""
 
 
 ColorConfigT = TypeVar("ColorConfigT", bound=ColorConfig)
@@ -92,7 +92,8 @@ def draw_colors(
 ) -> ColorParameters:
     """Draw colour changes of N crops, with the probabilities `blur` and `solarize` of each crop.
 
-    The function takes N * `COLOR_DRAWS` numbers from `rng` for any settings, crop after crop.
+    The function draws N * `COLOR_DRAWS` numbers from `rng`, one crop after another. The settings do not change this
+    number.
     """
     u = rng.random((len(blur), COLOR_DRAWS))  # (N, COLOR_DRAWS)
     spread = np.array([config.brightness, config.contrast, config.saturation, config.hue])
@@ -123,7 +124,7 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
     list of crops, and leaves out operations that no crop needs.
 
     Raises:
-        ValueError: a change needs RGB images, and the images have other channels.
+        ValueError: a colour change needs RGB images, but the images are not RGB.
     """
     if images.shape[1] != 3 and bool(((p.saturation != 1) | (p.hue != 0) | p.grayscale).any()):
         raise ValueError(f"Saturation, hue and grayscale need RGB images, not images of {images.shape[1]} channels.")
@@ -152,7 +153,7 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
-    """Cut the crops of whole images, apply colour changes, and normalise: uint8 views -> float views.
+    """Turn the uint8 views of a batch into float views: cut the crops of whole images, change colours, and normalise.
 
     Raises:
         ValueError: the views are floats already, or packed images have colour changes.
@@ -188,16 +189,16 @@ def gray_image(x: Tensor) -> Tensor:
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """Shift the hue by `turns` of the colour circle, keep value and saturation: (N, 3, H, W), (N,) -> (N, 3, H, W)."""
+    """Shift the hue by `turns` of the colour circle. Value and saturation stay: (N, 3, H, W), (N,) -> (N, 3, H, W)."""
     red, green, blue = x.unbind(1)  # (N, H, W)
     value, chroma = x.amax(1), x.amax(1) - x.amin(1)
     divisor = torch.where(chroma == 0, 1, chroma)
     sixth = torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
     sixth = torch.where(value == red, (green - blue) / divisor, sixth) + 6 * turns[:, None, None]
     out = torch.empty_like(x)
-    for channel, start in enumerate(
-        (5, 3, 1)
-    ):  # a channel is full over two sixths of the circle, 0 over two, a ramp between
+    # Around the colour circle, a channel is at its maximum over two sixths, at its minimum over two sixths, and linear
+    # in between.
+    for channel, start in enumerate((5, 3, 1)):
         k = (sixth + start).remainder_(6)
         out[:, channel] = value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
     return out
@@ -206,7 +207,7 @@ def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
     """Blur each crop with its standard deviation, edge pixels repeated: (N, C, H, W), (N,) -> (N, C, H, W).
 
-    Weights reach four standard deviations, `radius` pixels at most, and sum to one.
+    The kernel reaches four standard deviations to each side, but at most `radius` pixels. Its weights sum to one.
     """
     with exact(x.device):
         rows, columns = (_blur_matrix(sigma, length, radius) for length in x.shape[-2:])  # (N, H, H), (N, W, W)
@@ -215,23 +216,24 @@ def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
 
 
 def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
-    """Return the blur of a line of `length` pixels as a matrix: (n,) -> (n, length, length)."""
+    """Return the matrix that blurs a line of pixels, for each standard deviation: (n,) -> (n, length, length)."""
     offsets = torch.arange(-radius, radius + 1, device=sigma.device)  # (D,)
     weights = torch.exp(-0.5 * (offsets / sigma[:, None]).square())  # (n, D)
     weights = weights * (offsets.abs() <= torch.ceil(4 * sigma[:, None]))
     weights = weights / weights.sum(1, keepdim=True)
     pixels = torch.arange(length, device=sigma.device)
     sources = (pixels + offsets[:, None]).clamp_(0, length - 1)  # (D, length)
-    taps = (sources[:, :, None] == pixels).to(weights.dtype)  # (D, length, length): 1 where a tap reads a pixel
+    taps = (sources[:, :, None] == pixels).to(weights.dtype)  # (D, length, length): 1 if a tap reads a pixel
     return (weights @ taps.flatten(1)).unflatten(1, (length, length))
 
 
 def _blends(p: ColorParameters) -> Tensor:
-    """Return factors of the image, of its gray image, and of the mean of its gray image, at each of the four places in
-    the order of changes: (3, 4, N).
+    """Return the factors of the four colour changes of each crop, in the order of the changes: (3, 4, N).
 
-    Brightness, saturation and contrast are x * f + (1 - f) * r; r is black, the gray image or its mean. Crops with
-    different orders thus share the same arithmetic. Hue leaves the image as it is here.
+    The first axis holds the factor of the image, the factor of its gray image, and the factor of the mean of the gray
+    image. Brightness, saturation and contrast compute x * f + (1 - f) * r, where r is black, the gray image, or the
+    mean of the gray image. Crops with different orders can therefore be computed together. For hue, the factors leave
+    the image unchanged.
     """
     factors = torch.stack([p.brightness, p.contrast, p.saturation, torch.ones_like(p.hue)], dim=1)  # (N, 4)
     factors = factors.gather(1, p.order)
@@ -240,13 +242,16 @@ def _blends(p: ColorParameters) -> Tensor:
 
 
 def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the indices of the true values of each (N,) bool on the CPU, on `device`. One copy moves all of them."""
+    """Return the indices of the true values of each flag, on `device`. A flag is (N,) bool on the CPU.
+
+    A single copy moves the indices of all flags.
+    """
     places = [flag.nonzero().squeeze(1) for flag in flags]
     return list(_to_device(torch.cat(places), device).split([len(p) for p in places]))
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device without waiting. CUDA copies in the background from pinned memory only."""
+    """Copy a tensor to a device without waiting. CUDA copies in the background only from pinned memory."""
     return (
         tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
     )

@@ -25,21 +25,21 @@ class ColorParameters:
     """
 
     brightness: Tensor
-    """Factor; 1 is the identity."""
+    """Brightness factor; 1 is the identity."""
     contrast: Tensor
-    """Factor; 1 is the identity."""
+    """Contrast factor; 1 is the identity."""
     saturation: Tensor
-    """Factor; 1 is the identity."""
+    """Saturation factor; 1 is the identity."""
     hue: Tensor
-    """Shift in turns of the colour circle, -0.5 to 0.5; 0 is the identity."""
+    """Shift of the hue in turns of the colour circle, -0.5 to 0.5; 0 is the identity."""
     order: Tensor
-    """(N, 4) int64: order of the four changes above."""
+    """(N, 4) int64: order of the changes of brightness, contrast, saturation and hue."""
     grayscale: Tensor
-    """bool: convert to gray."""
+    """bool: True for a crop that becomes gray."""
     blur: Tensor
-    """Standard deviation in pixels; 0 is the identity."""
+    """Standard deviation of the blur in pixels; 0 is the identity."""
     solarize: Tensor
-    """bool: invert values of one half and above."""
+    """bool: True for a crop whose values of one half and above are inverted."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process sends arrays by value. Each tensor would cost a block of shared memory and an open file.
@@ -50,7 +50,7 @@ class ColorParameters:
 
     @classmethod
     def stack(cls, images: Sequence["ColorParameters"]) -> "ColorParameters":
-        """Parameters of a batch, crop-major: B of (n, ...) -> (n * B, ...)."""
+        """Return the parameters of a batch, crop-major, from those of B images: B x (n, ...) -> (n * B, ...)."""
         columns = ([getattr(image, f.name) for image in images] for f in fields(cls))
         return cls(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns))
 
@@ -62,13 +62,13 @@ class CropParameters:
     boxes: np.ndarray
     """(N, 4) int64: top, left, height, width in pixels of the image."""
     size: tuple[int, int]
-    """Height and width of a resized box."""
+    """Height and width of a box after the resize."""
     flips: np.ndarray
     """(N,) bool: mirror left and right after the resize."""
     degrees: np.ndarray | None = None
-    """(N,): counter-clockwise rotation after that; None for no rotation."""
+    """(N,): counter-clockwise rotation in degrees, after mirroring; None for no rotation."""
     window: tuple[int, int, int, int] | None = None
-    """Top, left, height, width of the part of a resized box that is kept; None for all of the box."""
+    """Top, left, height and width of the part of the resized box that becomes the crop; None for the complete box."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class CropParameters:
 
     @classmethod
     def stack(cls, images: Sequence["CropParameters"]) -> "CropParameters":
-        """Parameters of a batch, crop-major: B of (n, ...) -> (n * B, ...)."""
+        """Return the parameters of a batch, crop-major, from those of B images: B x (n, ...) -> (n * B, ...)."""
         stacked = [np.stack(column, axis=1) for column in ([p.boxes for p in images], [p.flips for p in images])]
         boxes, flips = (column.reshape(-1, *column.shape[2:]) for column in stacked)
         degrees = [image.degrees for image in images if image.degrees is not None]
@@ -92,13 +92,13 @@ class CropParameters:
 
 @dataclass
 class ViewParameters:
-    """Everything random about the n crops of one image in one view, drawn before the image is decoded."""
+    """Random parameters of the n crops of one image in one view. They are drawn before the image is decoded."""
 
     boxes: CropParameters
     color: ColorParameters | None = None
-    """None for no colour change."""
+    """Colour changes of the crops; None for no change."""
     masks: tuple[np.ndarray, ...] = ()
-    """Masks of the crops, each (n, h, w) bool with True for a hidden token; none, one, or several per crop."""
+    """Masks of the crops: any number of arrays (n, h, w) bool, with True for a hidden token."""
 
 
 SampleParameters = Sequence[ViewParameters]
@@ -106,14 +106,13 @@ SampleParameters = Sequence[ViewParameters]
 
 
 def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
-    """Largest of 1, 2, 4, 8 such that an image at 1 / shrink of its `size` (H, W) still has enough pixels for every
-    crop.
+    """Return the largest factor of 1, 2, 4 and 8 by which an image of `size` (H, W) can shrink before crops are cut.
 
-    No box of the smaller image may be smaller than its crop. A view that keeps a window of the resized image, as the
-    evaluation does, always uses all pixels.
+    No box of the smaller image may be smaller than its crop. The factor is 1 for a view that keeps a window of the
+    resized image, as in evaluation.
     """
     most = min(min(size[0] // view.boxes.size[0], size[1] // view.boxes.size[1]) for view in views)
-    if most < 2 or any(view.boxes.window for view in views):  # no box is larger than its image
+    if most < 2 or any(view.boxes.window for view in views):
         return 1
     most = min(int((view.boxes.boxes[:, 2:] // view.boxes.size).min()) for view in views)
     return next(shrink for shrink in (8, 4, 2, 1) if shrink <= max(most, 1))
@@ -121,12 +120,12 @@ def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """How crops of many sizes make one batch."""
+    """Settings of a batch of packed crops, which have different sizes."""
 
     patch: int
     """Side of a patch in pixels."""
     budget: int
-    """Most patches of a sequence that images share."""
+    """Maximum number of patches of a packed sequence. Several images can share a sequence."""
 
 
 @dataclass
@@ -136,31 +135,32 @@ class RawImages:
     sizes: np.ndarray
     """(B, 2) int64: height and width."""
     starts: np.ndarray
-    """(B,) int64: first byte of each image; pixels lie in the order row, column, channel."""
+    """(B,) int64: first byte of each image. The memory order of an image is row, column, channel."""
 
 
 @dataclass
 class View:
-    """Crops of one size, or packed crops of many sizes: n of each of the B images of a batch."""
+    """One view of a batch: n crops of each of B images. The crops have one size, or they are packed."""
 
     images: Images
     """(n * B, C, H, W) crop-major, or packed images. uint8 from the loader, normalised floats after
-    `data.augment.to_model_input`. Empty while whole images travel (`Batch.raw`)."""
+    `data.augment.to_model_input`. Empty as long as the batch holds whole images (`Batch.raw`)."""
     crops: int
     """Crops per image (n)."""
     masks: tuple[Mask, ...] = ()
-    """Masks over all n * B crops, crop-major. Methods that hide nothing have none; I-JEPA has several per crop."""
+    """Masks over all n * B crops, crop-major. The tuple is empty for methods without masks; I-JEPA has several
+    masks."""
     color: ColorParameters | None = None
-    """Colour changes still to be applied; None for none."""
+    """Colour changes that have not been applied yet; None if there are none."""
     boxes: CropParameters | None = None
-    """Boxes of the crops, only while whole images travel."""
+    """Boxes of the crops as long as the batch holds whole images; None afterwards."""
 
     @classmethod
     def from_samples(cls, images: Images, samples: Sequence[ViewParameters], *, raw: bool = False) -> "View":
-        """View of B images with the parameters that were drawn for them; `raw` keeps the boxes.
+        """Return the view of B images from the parameters of each image. `raw` keeps the boxes of the crops.
 
         Raises:
-            ValueError: the masks of two images, or of two crops, do not belong together.
+            ValueError: the images have different numbers of masks, or a mask has a wrong shape.
         """
         color = [sample.color for sample in samples if sample.color is not None]
         crops = len(samples[0].boxes.boxes)
@@ -173,7 +173,7 @@ class View:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "View":
-        """Copy to a device. Parameters stay on the CPU."""
+        """Return a copy on a device. Random parameters stay on the CPU."""
         masks = tuple(mask.to(device, non_blocking) for mask in self.masks)
         return replace(self, images=self.images.to(device, non_blocking=non_blocking), masks=masks)
 
@@ -182,17 +182,18 @@ class View:
 
 
 def _stack_masks(images: Sequence[tuple[np.ndarray, ...]], crops: int) -> tuple[Mask, ...]:
-    """Masks of a batch, crop-major, from those of each of B images, (n, h, w) each."""
+    """Return the masks of a batch, crop-major, from the masks of B images. Each mask of an image is (n, h, w)."""
     if len({len(masks) for masks in images}) > 1:
-        raise ValueError(f"Images have {sorted({len(masks) for masks in images})} masks. Draw as many for every image.")
+        counts = sorted({len(masks) for masks in images})
+        raise ValueError(f"The images of a batch have {counts} masks. Draw the same number of masks for every image.")
     return tuple(_stack_mask(column, crops) for column in zip(*images, strict=True))
 
 
 def _stack_mask(images: Sequence[np.ndarray], crops: int) -> Mask:
-    """One mask of n * B crops, crop-major, from B arrays (n, h, w); the grids of two images may differ."""
+    """Return one mask of n * B crops, crop-major, from B arrays (n, h, w). The grids of two images may differ."""
     if any(array.ndim != 3 or len(array) != crops for array in images):
         shapes = sorted({array.shape for array in images})
-        raise ValueError(f"A mask has the shapes {shapes}. It must be ({crops}, rows, columns) for {crops} crops.")
+        raise ValueError(f"Masks have the shapes {shapes}. A mask of {crops} crops must be ({crops}, rows, columns).")
     grids = [array[crop] for crop in range(crops) for array in images]  # n * B of (h, w)
     hidden = torch.from_numpy(np.concatenate([grid.ravel() for grid in grids]))
     return Mask.from_hidden(hidden, torch.tensor([grid.shape for grid in grids]))
@@ -206,7 +207,7 @@ class Batch:
     keys: list[str] = field(default_factory=list)
     """B sample names, `shard.tar/key`."""
     labels: Tensor | None = None
-    """(B,) int64, or None where labels are missing or not asked for."""
+    """(B,) int64: class number of each image; None if labels are missing or were not requested."""
     positions: Tensor | None = None
     """(B,) int64 on the CPU: position of each sample in the run; None in evaluation."""
     skipped: list[str] = field(default_factory=list)
@@ -214,16 +215,19 @@ class Batch:
     preprocessing: Preprocessing = IMAGENET
     """Normalisation that `data.augment.to_model_input` applies."""
     raw: RawImages | None = None
-    """Whole images from which the device cuts the crops; None where the loader has cut them."""
+    """Whole images from which the device cuts the crops; None if the loader has cut the crops."""
     memory: Tensor | None = None
-    """(bytes,) uint8: the buffer that holds the pixels of all views, or of `raw`. It moves as one copy."""
+    """(bytes,) uint8: the buffer that holds the pixels of all views, or of `raw`.
+
+    A single copy moves the buffer to a device.
+    """
 
     def __len__(self) -> int:
         """Number of images (B)."""
         return len(self.raw.sizes) if self.raw else len(self.views[0].images) // self.views[0].crops
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Copy to a device, except parameters, which stay on the CPU."""
+        """Return a copy on a device. Random parameters stay on the CPU."""
         labels = None if self.labels is None else self.labels.to(device, non_blocking=non_blocking)
         if self.memory is None:
             views = [view.to(device, non_blocking) for view in self.views]
@@ -233,7 +237,7 @@ class Batch:
         return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
     def pin_memory(self) -> "Batch":
-        """Copy to pinned memory, from which CUDA copies in the background."""
+        """Return a copy in pinned memory, from which CUDA copies in the background."""
         labels = None if self.labels is None else self.labels.pin_memory()
         if self.memory is None:
             return replace(self, views=[view.pin_memory() for view in self.views], labels=labels)
@@ -242,9 +246,12 @@ class Batch:
         return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
     def in_memory(self, memory: Tensor) -> "Batch":
-        """Return the batch with `memory`, which holds or will hold the same bytes, in place of its own."""
+        """Return the batch with `memory` in place of its own buffer.
+
+        `memory` must hold the same bytes before the pixels are read.
+        """
         if self.memory is None:
-            raise ValueError("The views of this batch have memory of their own.")
+            raise ValueError("The views of this batch do not share a buffer, so its memory cannot be replaced.")
         if self.raw is not None:
             return replace(self, memory=memory)
         moved = memory.storage_offset() - self.memory.storage_offset()

@@ -1,4 +1,4 @@
-"""The collator: samples become one batch, in memory that is given, image after image.
+"""The collator, which makes one batch of samples. It writes one image after another into given memory.
 
 Shapes: B images, n crops of each in a view, C channels, S x S pixels of a crop. In memory, pixels lie in the order row,
 column, channel, in which images are decoded and resized.
@@ -18,14 +18,14 @@ from encoders.base import IMAGENET, Preprocessing
 from encoders.images import best_fit, pack
 
 RAW_PIXELS = 2**20
-"""Pixels reserved in shared memory for each whole image, on average."""
+"""Mean number of pixels that are reserved in shared memory for a whole image."""
 
 
 class ViewShape(NamedTuple):
-    """Crops that a transform makes for one view."""
+    """Number and size of the crops of one view."""
 
     crops: int
-    """Crops per image."""
+    """Number of crops per image (n)."""
     size: int
     """Side of a crop in pixels. A packed crop has at most as many pixels as a square of this side."""
 
@@ -40,7 +40,7 @@ class Transform(Protocol):
 
     @property
     def packing(self) -> Packing | None:
-        """How crops of many sizes are packed; None for crops of one size."""
+        """Settings for packing crops of many sizes; None for crops of one size."""
         ...
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A sample that cannot be used."""
+    """A sample that is left out because it cannot be used."""
 
     reason: str
     """`shard.tar/key: reason`."""
@@ -74,19 +74,19 @@ class Collator:
 
     transform: Transform
     images: int
-    """Most images of a batch (B)."""
+    """Maximum number of images of a batch (B)."""
     preprocessing: Preprocessing = IMAGENET
     raw: bool = False
-    """Leave the crops to the device: the batch holds whole images."""
+    """True for a batch of whole images, from which the device cuts the crops."""
 
     @property
     def size(self) -> int:
-        """Bytes that suffice for nearly every batch."""
+        """Number of bytes that is enough for nearly every batch."""
         channels = self.preprocessing.channels
         return channels * RAW_PIXELS * self.images if self.raw else crop_bytes(self.transform, self.images, channels)
 
     def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
-        """Batch of the good samples, in `memory` (bytes,) uint8 where it is large enough."""
+        """Return the batch of the good samples. Its pixels are in `memory` (bytes,) uint8 if that is large enough."""
         builder = self._builder(memory)
         keys: list[str] = []
         labels: list[int] = []
@@ -130,7 +130,7 @@ def needs_workers(transform: Transform) -> bool:
 
 
 def crop_bytes(transform: Transform, images: int, channels: int = 3) -> int:
-    """Most bytes of the crops of some images."""
+    """Return the maximum number of bytes of the crops of `images` images."""
     return images * sum(view.crops * channels * view.size**2 for view in transform.views)
 
 
@@ -140,7 +140,7 @@ def collate(
     rngs: Sequence[np.random.Generator],
     preprocessing: Preprocessing = IMAGENET,
 ) -> Batch:
-    """Batch of decoded images (C, H, W) uint8, without names."""
+    """Return the batch of decoded images (C, H, W) uint8. Its samples have no names."""
     samples = (
         Sample("", image, transform.draw((image.shape[1], image.shape[2]), rng))
         for image, rng in zip(images, rngs, strict=True)
@@ -153,9 +153,9 @@ class CropBuilder:
 
     Args:
         shapes: shape of each view.
-        images: most images that will be added (B).
+        images: maximum number of images (B).
         channels: channels of an image (C).
-        memory: (bytes,) uint8; replaced by own memory if it is None or too small.
+        memory: (bytes,) uint8; new memory is allocated if `memory` is None or too small.
     """
 
     def __init__(
@@ -174,9 +174,9 @@ class CropBuilder:
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and the number of each of its images in the order of `add`."""
+        """Return the batch, and the order of its images: entry i is the index of the `add` call of image i."""
         images, memory, crops = len(self._samples), self._memory, self._crops
-        if images < self._images:  # close the gaps that missing images leave
+        if images < self._images:  # close the gaps that are reserved for missing images
             memory = torch.cat([view[:, :images].flatten() for view in crops])
             crops = self._split(memory, images)
         stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in crops]  # (n * B, C, S, S)
@@ -184,17 +184,17 @@ class CropBuilder:
         return Batch(views, memory=memory), range(images)
 
     def _split(self, memory: Tensor, images: int) -> list[Tensor]:
-        """Views (n, B, S, S, C) of `memory`."""
+        """Return the parts of `memory` that hold the crops of each view: (n, B, S, S, C) each."""
         shapes = [(view.crops, images, view.size, view.size, self._channels) for view in self._shapes]
         parts = memory.split([int(np.prod(shape)) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class PackBuilder:
-    """Cuts one crop of any size per image, and packs them in the order that fills sequences best.
+    """Cuts one crop of any size per image, and packs the crops in the order that fills sequences best.
 
     Args:
-        packing: side of a patch, and patches of a sequence.
+        packing: side of a patch, and maximum number of patches of a sequence.
         channels: channels of an image (C).
         memory: see `CropBuilder`.
     """
@@ -213,7 +213,7 @@ class PackBuilder:
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and the number of each of its images in the order of `add`.
+        """Return the batch, and the order of its images: entry i is the index of the `add` call of image i.
 
         Raises:
             ValueError: an image has more patches than a sequence.
@@ -232,11 +232,11 @@ class PackBuilder:
 
 
 class RawBuilder:
-    """Puts whole images one after the other, for a device that cuts the crops.
+    """Writes whole images one after another into memory. The device cuts the crops.
 
     Args:
         channels: channels of an image (C).
-        memory: see `CropBuilder`; images that outgrow it move to larger memory.
+        memory: see `CropBuilder`. If the images need more memory, they are moved to larger memory.
     """
 
     def __init__(self, channels: int = 3, memory: Tensor | None = None) -> None:
@@ -261,7 +261,7 @@ class RawBuilder:
         self._used = end
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and the number of each of its images in the order of `add`."""
+        """Return the batch, and the order of its images: entry i is the index of the `add` call of image i."""
         raw = RawImages(np.array(self._sizes, dtype=np.int64), np.array(self._starts, dtype=np.int64))
         empty = torch.empty(0, dtype=torch.uint8)
         views = [View.from_samples(empty, column, raw=True) for column in _columns(self._samples)]
@@ -269,12 +269,12 @@ class RawBuilder:
 
 
 def _columns(samples: Sequence[SampleParameters]) -> list[tuple]:
-    """Parameters of each view, for all images: B of one per view -> one of B per view."""
+    """Group parameters by view: the input lists the views of each image, the output lists the images of each view."""
     return list(zip(*samples, strict=True))
 
 
 def _room(memory: Tensor | None, size: int) -> Tensor:
-    """First `size` bytes of `memory`, or new memory if it is None or too small."""
+    """Return the first `size` bytes of `memory`, or new memory if `memory` is None or too small."""
     if memory is None or len(memory) < size:
         return torch.empty(size, dtype=torch.uint8)
     return memory[:size]

@@ -18,9 +18,9 @@ from data.collate import ViewShape
 from runtime.settings import Section
 
 TRIES = 10
-"""Boxes that are tried before the central box is taken."""
+"""Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
-"""Random numbers per crop."""
+"""Number of random numbers that are drawn for each crop."""
 LONGEST = 4
 """Largest ratio of the long side to the short side of a crop that keeps the aspect ratio."""
 
@@ -33,14 +33,14 @@ Degrees = Annotated[float, Field(ge=0, le=180)]
 
 
 class RandomCropConfig(Section):
-    """Random boxes of an image, resized to one size."""
+    """Random crops of one size."""
 
     size: int = Field(default=224, ge=1)
     """side of a crop, in pixels"""
     scale: Areas = (0.2, 1.0)
-    """least and largest share of the image's area"""
+    """smallest and largest area of a box before the resize, as a share of the image's area"""
     ratio: Ratios = (3 / 4, 4 / 3)
-    """least and largest ratio of width to height"""
+    """smallest and largest ratio of width to height of a box before the resize"""
     flip: Share = 0.5
     """probability of mirroring left and right"""
     rotation: Degrees = 0.0
@@ -53,15 +53,15 @@ class MultiCropConfig(ColorConfig, frozen=True):
     global_size: int = Field(default=224, ge=1)
     """side of the two global crops, in pixels"""
     global_scale: Areas = (0.4, 1.0)
-    """least and largest share of the image's area in a global crop"""
+    """smallest and largest area of a global crop before the resize, as a share of the image's area"""
     local_crops: int = Field(default=8, ge=0)
-    """local crops per image"""
+    """number of local crops per image"""
     local_size: int = Field(default=96, ge=1)
     """side of a local crop, in pixels"""
     local_scale: Areas = (0.05, 0.4)
-    """least and largest share of the image's area in a local crop"""
+    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     ratio: Ratios = (3 / 4, 4 / 3)
-    """least and largest ratio of width to height of what is cut out"""
+    """smallest and largest ratio of width to height of a crop before the resize"""
     flip: Share = 0.5
     """probability of mirroring left and right"""
     rotation: Degrees = 0.0
@@ -117,22 +117,23 @@ class RandomCrop:
 class NativeCrop:
     """One random crop that keeps the aspect ratio of its image up to whole patches: the input of NaViT (2307.06304).
 
-    The box has the share `config.scale` of the area of the image; `config.ratio` is not used. The box is resized to the
-    area of a square whose side is drawn uniformly from `smallest` to `config.size`. The crops of a batch are packed.
+    The area of the box is a share of the area of the image, drawn from `config.scale`; `config.ratio` is not used. The
+    box is resized to the area of a square whose side is drawn uniformly from `smallest` to `config.size`. The crops of
+    a batch are packed.
 
     Args:
         config: size, scale, flip and rotation.
         patch: side of a patch in pixels.
         smallest: smallest side in pixels.
-        token_budget: most patches of a sequence.
+        token_budget: maximum number of patches of a sequence.
 
     Raises:
-        ValueError: the sizes contradict each other.
+        ValueError: `smallest` is out of range, or the largest crop has more patches than `token_budget`.
     """
 
     def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
         if not patch <= smallest <= config.size:
-            raise ValueError(f"smallest_size is {smallest}. Set it to {patch} (a patch) up to {config.size} (size).")
+            raise ValueError(f"smallest_size is {smallest}. Set it from {patch} (one patch) to {config.size} (size).")
         if (config.size // patch) ** 2 > token_budget:
             raise ValueError(
                 f"An image of {(config.size // patch) ** 2} tokens does not fit a token_budget of {token_budget}. "
@@ -174,7 +175,7 @@ class CenterCrop:
 
     Args:
         size: side of the crop in pixels.
-        resize: shorter side of the resized image in pixels; 256 / 224 of `size` unless given.
+        resize: shorter side of the resized image in pixels; None for `size` * 256 / 224.
 
     Raises:
         ValueError: `resize` is below `size`.
@@ -190,7 +191,7 @@ class CenterCrop:
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
         """Return the crop of an image of `size` (H, W). Nothing is random."""
-        # Very long images lose their ends, because the resized image would be too large.
+        # The ends of a very long image are cut off before the resize. The resized image would be too large otherwise.
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)
@@ -201,7 +202,7 @@ class CenterCrop:
 
 
 def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> CropParameters:
-    """Draw n crops of an image of `size` (H, W). Takes n * `BOX_DRAWS` numbers from `rng`, crop after crop."""
+    """Draw n crops of an image of `size` (H, W). Each crop draws `BOX_DRAWS` numbers from `rng`."""
     u = rng.random((n, BOX_DRAWS))  # (n, BOX_DRAWS)
     degrees = (2 * u[:, -1] - 1) * config.rotation if config.rotation else None
     return CropParameters(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
@@ -213,7 +214,10 @@ def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.
 
 
 def _box(numbers: list[float], size: tuple[int, int], config: RandomCropConfig) -> tuple[int, int, int, int]:
-    """Return the first box that fits. Plain numbers are several times faster here than small arrays."""
+    """Return the first random box that fits into the image, else the central box.
+
+    Python numbers are several times faster here than small arrays.
+    """
     (least, most), (low, high), (height, width) = config.scale, map(math.log, config.ratio), size
     for share, skew in zip(numbers[:TRIES], numbers[TRIES : 2 * TRIES], strict=True):
         area = height * width * (least + (most - least) * share)

@@ -21,20 +21,23 @@ from data.shards import ShardError, ShardList
 from data.shards.reader import Reader, UnreadableError
 
 MOST_SKIPPED = 100
-"""Corrupt images in a row after which a run stops."""
+"""Number of consecutive corrupt images after which a run stops."""
 MOST_NAMED = 10
-"""Corrupt images that a message names."""
+"""Number of corrupt images that a message names."""
 DRAWN = 8
-"""Samples whose parameters are drawn in a row. Decoding empties the processor's caches, so taking turns is slower."""
+"""Number of samples whose parameters are drawn before these samples are decoded.
+
+Drawing and decoding in turn for each sample is slower, because decoding displaces other data from processor caches.
+"""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Which images are accepted, and as what they are decoded."""
+    """Limits on accepted images, and the number of channels of decoded images."""
 
     channels: int = 3
     max_pixels: int = MAX_PIXELS
-    """Larger images count as corrupt."""
+    """Maximum number of pixels; larger images count as corrupt."""
 
     def picture(self, encoded: bytes) -> Picture:
         """Read the header of an encoded image.
@@ -46,7 +49,7 @@ class Decoding:
 
 
 class _Address(NamedTuple):
-    """A position of the run, and the place of its sample in the shards."""
+    """A position in the run, and the source, shard and number of its sample."""
 
     position: int
     source: int
@@ -63,7 +66,7 @@ class _Drawn(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """A sample that cannot be used."""
+    """A sample that cannot be used, with the reason."""
 
     reason: str
     corrupt: bool
@@ -85,11 +88,11 @@ class TrainDataset(Dataset[Sample]):
 
     @functools.cached_property
     def _readers(self) -> list[Reader]:
-        samplers = self.sampler.samplers  # opened by the worker process that reads
+        samplers = self.sampler.samplers  # each worker process opens its own readers
         return [Reader(opened, len(samplers), one.block) for opened, one in zip(self.sources, samplers, strict=True)]
 
     def __getitem__(self, position: int) -> Sample:
-        """Decoded sample at a position.
+        """Return the decoded sample at a position.
 
         Raises:
             ShardError: the shards cannot be read, or too many images in a row are corrupt.
@@ -97,7 +100,7 @@ class TrainDataset(Dataset[Sample]):
         return next(one for one in self.__getitems__([position]) if isinstance(one, Sample))
 
     def __getitems__(self, positions: Sequence[int] | np.ndarray) -> Iterator[Sample | Skipped]:
-        """Yield the sample of each position; before a replacement, yield what it replaces.
+        """Yield the sample of each position. Before a replacement, yield the samples that could not be used.
 
         Raises:
             ShardError: the shards cannot be read, or too many images in a row are corrupt.
@@ -125,7 +128,10 @@ class TrainDataset(Dataset[Sample]):
             return _Failed(f"sample {address.number} of {error}", corrupt=False)
 
     def _decode(self, address: _Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
-        """Yield the decoded sample, or the next good one of its virtual stream after what it replaces."""
+        """Yield the decoded sample at an address.
+
+        If the sample cannot be used, yield the skipped samples and then the next good sample of the virtual stream.
+        """
         failed: list[_Failed] = []
         while True:
             if isinstance(drawn, _Drawn):
@@ -139,7 +145,8 @@ class TrainDataset(Dataset[Sample]):
             if len(corrupt) == MOST_SKIPPED:
                 first = "\n  ".join(corrupt[:MOST_NAMED])
                 raise ShardError(
-                    f"{MOST_SKIPPED} images in a row are corrupt. Make these shards again. The first are:\n  {first}"
+                    f"{MOST_SKIPPED} images in a row are corrupt. Make these shards again. "
+                    f"The first images are:\n  {first}"
                 )
             _, shards, numbers = self.sampler(np.array([address.position]), later=len(failed))
             drawn = self._draw(address._replace(shard=int(shards[0]), number=int(numbers[0])))
@@ -150,12 +157,12 @@ class TrainDataset(Dataset[Sample]):
 
 @dataclass
 class EvaluationDataset(Dataset[Sample | Skipped]):
-    """Every sample of some shards, in their order. Samples that cannot be used are left out."""
+    """All samples of some shards, in the order of the shards. Samples that cannot be used are left out."""
 
     shards: ShardList
     transform: Transform
     labels: bool = True
-    """Read the classes."""
+    """True to read the label of each sample."""
     decoding: Decoding = Decoding()
 
     def __len__(self) -> int:
@@ -163,10 +170,10 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
 
     @functools.cached_property
     def _reader(self) -> Reader:
-        return Reader(self.shards)  # opened by the worker process that reads
+        return Reader(self.shards)  # each worker process opens its own reader
 
     def __getitem__(self, number: int) -> Sample | Skipped:
-        """Decoded sample with a number in the whole list.
+        """Return the decoded sample with a number in the list of all samples.
 
         Raises:
             ShardError: a label is missing or not an integer.
@@ -174,7 +181,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return next(iter(self.__getitems__(range(number, number + 1))))
 
     def __getitems__(self, numbers: Sequence[int]) -> Iterator[Sample | Skipped]:
-        """Yield the samples with these numbers in the whole list.
+        """Yield the decoded samples with these numbers in the list of all samples.
 
         Raises:
             ShardError: a label is missing or not an integer.

@@ -17,26 +17,27 @@ from torch import Tensor
 from data.tiff import TiffError, is_tiff, read_tiff
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-"""Formats that Pillow may decode, in its names."""
+"""Formats that Pillow may decode, with Pillow's names."""
 ORIENTATION = 0x0112
 """EXIF tag of the orientation, 1 to 8; 1 is upright."""
 FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
-"""Orientations whose images are transposed first, and then mirrored left and right or up and down, to stand upright."""
+"""EXIF orientations whose images are turned upright by mirroring left and right, by mirroring up and down, and by
+transposing. Images are transposed before they are mirrored."""
 MAX_PIXELS = 178_956_970
-"""Default limit for all formats; Pillow's own limit."""
+"""Default maximum number of pixels of an image, for all formats. Pillow has the same default."""
 
 _CHANNELS = (1, 3, 4)
-"""Channels that every image can have: gray, RGB, RGBA."""
+"""Numbers of channels to which every image can be converted: gray, RGB, RGBA."""
 
 
 @functools.cache
 def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
-    """Return torchvision's JPEG decoder, or None if this torchvision has none. Pillow then decodes everything.
+    """Return torchvision's JPEG decoder, or None if this torchvision has none. Pillow then decodes all JPEGs.
 
     The decoder takes the encoded bytes (N,) uint8, and 1 or 3 channels. torchvision deprecates it in favour of
     torchcodec.
     """
-    import torchvision.io  # loads torch's compiler, for which --help and data of other formats need not wait
+    import torchvision.io  # slow, because it loads torch's compiler; --help and other image formats do not need it
 
     modes = {1: torchvision.io.ImageReadMode.GRAY, 3: torchvision.io.ImageReadMode.RGB}
     decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
@@ -44,7 +45,7 @@ def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
 
 
 class ImageError(ValueError):
-    """Bytes that are not a good image. The message is the reason."""
+    """Raised if an image cannot be decoded or is not accepted. The message is the reason."""
 
 
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
@@ -55,18 +56,18 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
     keeps its bands, for any C.
 
     16-bit gray and 16-bit TIFFs are divided by 257. Other 16-bit images keep the upper byte of each value, which is at
-    most one level less. An animation gives its first picture. `max_pixels` and Pillow's own limit are compared with the
-    header before anything is decoded.
+    most one level less. Only the first picture of an animation is decoded. `max_pixels` and Pillow's own limit are
+    compared with the header before anything is decoded.
 
     Raises:
-        ImageError: another format, a damaged or truncated file, more than `max_pixels` pixels, or channels that cannot
-            become the wanted ones.
+        ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels, or cannot be
+            converted to `channels` channels.
     """
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
 
 
 class Picture:
-    """An encoded image whose header was read. JPEGs are decoded by `pixels`, other formats at once.
+    """An encoded image whose header has been read. `pixels` decodes JPEGs; the constructor decodes other formats.
 
     Args:
         encoded: the file.
@@ -81,7 +82,7 @@ class Picture:
     plain: bool
     """True for a JPEG of one or three components that stands upright."""
     size: tuple[int, int]
-    """Height and width, upright."""
+    """Height and width of the upright image."""
 
     def __init__(self, encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> None:
         if not encoded:
@@ -102,15 +103,19 @@ class Picture:
         if opened.format not in ("PNG", "WEBP"):  # Pillow has another name for JPEGs of many pictures
             width, height = opened.size
             self.size = (width, height) if _orientation(opened) in TRANSPOSED else (height, width)
-        else:  # the orientation of a PNG may stand at its end
+        else:  # the orientation of a PNG may be at the end of the file
             self._pixels = _loaded(opened, channels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
 
     def fraction(self, shrink: int) -> int:
-        """Return the largest fraction, up to `shrink`, at which the image can be decoded: 1 unless it is a JPEG."""
+        """Return the largest factor, up to `shrink`, by which the image can be shrunk while it is decoded.
+
+        The factor is 1 for all formats except JPEG.
+        """
         if self._pixels is not None:
             return 1
-        # libjpeg pads the last blocks. Once the image is turned they may come first, unless the sides divide evenly.
+        # libjpeg pads the last block of a side that `shrink` does not divide. Turning the image upright could make this
+        # block the first one.
         while not self.plain and any(side % shrink for side in self.size):
             shrink //= 2
         return shrink
@@ -122,31 +127,31 @@ class Picture:
         transforms only the lower frequencies of each block, which is faster, and gives about the mean of each square.
 
         Raises:
-            ImageError: a damaged or truncated file.
+            ImageError: the file is damaged or truncated.
         """
         if self._pixels is not None:
             return self._pixels
         if self.plain and shrink == 1 and self._channels in (1, 3) and (decode_jpeg := jpeg_decoder()):
             try:
-                # `bytes` are read-only, and tensors are not: hence the copy.
+                # Tensors are writable, but `bytes` are not. The copy in a bytearray is writable.
                 pixels = decode_jpeg(torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8), self._channels)
             except RuntimeError as error:
                 raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
         else:
             pixels = _loaded(_open(self.encoded, self._channels, self._max_pixels), self._channels, shrink)
         if tuple(pixels.shape[1:]) != tuple(-(-side // shrink) for side in self.size):
-            raise ImageError("a damaged JPEG: its header and its pixels disagree about its size")
+            raise ImageError("a damaged JPEG: the size in the header is not the size of the pixels")
         return pixels
 
 
 def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:
-    """Check the size (width, height) of an image, and that it can have so many channels."""
+    """Check the size (width, height) of an image, and that the image can be converted to `channels` channels."""
     if min(size) < 1:
-        raise ImageError(f"its header says {size[0]} x {size[1]} pixels")
+        raise ImageError(f"a damaged image: the size in the header is {size[0]} x {size[1]} pixels")
     if size[0] * size[1] > max_pixels:
         raise ImageError(f"{size[0]} x {size[1]} pixels are more than the limit of {max_pixels}")
     if channels not in _CHANNELS:
-        raise ImageError(f"a JPEG, PNG or WebP image cannot become an image of {channels} channels")
+        raise ImageError(f"a JPEG, PNG or WebP image cannot be converted to {channels} channels")
 
 
 def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
@@ -173,7 +178,7 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
 
 
 def _stands_upright(segment: bytes) -> bool:
-    """Return True if an APP1 segment of a JPEG is sure to leave the image as it stands."""
+    """Return True if an APP1 segment of a JPEG does not rotate or mirror the image."""
     if not segment.startswith(b"Exif\0\0"):
         return b"tiff:Orientation" not in segment  # XMP, which Pillow reads if there is no EXIF data
     exif = Image.Exif()
@@ -203,7 +208,7 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
 def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
     """Decode an opened image: (C, H, W), upright."""
     try:
-        if shrink > 1 or channels == 1:  # JPEGs hold luminance, which then needs no colours
+        if shrink > 1 or channels == 1:  # a gray image is decoded from the luminance of the JPEG alone
             size = (image.width // shrink, image.height // shrink) if shrink > 1 else None
             image.draft("L" if channels == 1 else None, size)
         image.load()
@@ -223,21 +228,21 @@ def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
     pixels, bands = tiff.pixels, tiff.pixels.shape[2]
     if bands != channels:
         if tiff.mode is None or channels not in _CHANNELS:
-            raise ImageError(f"a TIFF image of {bands} bands cannot become an image of {channels} channels")
+            raise ImageError(f"a TIFF image of {bands} bands cannot be converted to {channels} channels")
         pixels = _converted(Image.fromarray(pixels[..., 0] if bands == 1 else pixels), channels)
     return _upright(pixels, tiff.orientation)
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the orientation that EXIF data asks for."""
+    """Return the orientation in the EXIF data; 1 (upright) if there is none."""
     try:
         return image.getexif().get(ORIENTATION, 1)
-    except Exception:  # damaged EXIF data does not make the pixels bad
+    except Exception:  # the pixels of an image with damaged EXIF data can still be good
         return 1
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
-    """Turn pixels (H, W, C) of an orientation upright: (C, H, W)."""
+    """Turn pixels (H, W, C) with an EXIF orientation upright: (C, H, W)."""
     if orientation in TRANSPOSED:
         pixels = pixels.swapaxes(0, 1)
     if orientation in FLIPPED_ROWS:

@@ -1,7 +1,7 @@
 """The embedded data set: the 1,797 handwritten digits of scikit-learn as shards, for a first run without other data.
 
 The digits have 8 x 8 pixels with 17 gray levels. They are enlarged to 32 x 32 RGB so that crops have room. 1,437 images
-are for training. 360 images, 36 of each class, are held out, independent of the seed of a run.
+are for training. 360 images, 36 of each class, are held out; the seed of a run does not change the choice.
 """
 
 import io
@@ -17,9 +17,9 @@ from PIL import Image
 from data.shards import ShardError, cache_folder
 from data.tools.tar_writer import write_tar
 
-VERSION = 1  # to be raised when the samples change
+VERSION = 1  # increase this number when the samples change
 SIZE = 32  # pixels
-HELD_OUT = 36  # images of each class
+HELD_OUT = 36  # number of held-out images of each class
 SHARDS = {"train": 4, "held-out": 2}
 
 
@@ -40,8 +40,8 @@ def demo_shards() -> tuple[str, str]:
 
 
 def _write(folder: Path) -> None:
-    """Write all shards to a temporary folder and rename it. The first of several processes wins."""
-    from sklearn.datasets import load_digits  # takes a second, and only the first run needs it
+    """Write all shards to a temporary folder and rename the folder. Of several processes, the first one succeeds."""
+    from sklearn.datasets import load_digits  # this import takes a second, and only the first run needs scikit-learn
 
     pixels, labels = load_digits(return_X_y=True)  # (1797, 64) from 0 to 16, (1797,)
     held_out = np.sort(np.concatenate([_choose(np.flatnonzero(labels == digit)) for digit in range(10)]))
@@ -63,7 +63,7 @@ def _write(folder: Path) -> None:
 
 
 def _choose(numbers: np.ndarray) -> np.ndarray:
-    """Return `HELD_OUT` of `numbers`, evenly spaced, because the digits are ordered by their writers."""
+    """Choose `HELD_OUT` of `numbers`, evenly spaced, because neighbouring digits are by the same writer."""
     return numbers[np.linspace(0, len(numbers) - 1, HELD_OUT).round().astype(int)]
 
 

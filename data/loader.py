@@ -1,8 +1,8 @@
 """Batches for training and evaluation: sampler, dataset and collator in a `torch.utils.data.DataLoader`.
 
-A batch depends on the shards, the seed and its place in the run alone: not on the number of processes or workers, nor
-on the step at which a run was resumed. webdataset's tar format and shard patterns are used as they are; its pipeline
-is not, because a shuffle buffer that fills from a stream cannot resume at an exact sample.
+A batch depends only on the shards, the seed and its position in the run. The number of processes or workers, and the
+step at which a run was resumed, do not change a batch. webdataset's tar format and shard patterns are used as they are;
+its pipeline is not, because a shuffle buffer that fills from a stream cannot resume at an exact sample.
 """
 
 import logging
@@ -29,7 +29,7 @@ from encoders.base import IMAGENET, Preprocessing
 from runtime.settings import Section
 
 AHEAD = 2
-"""Batches that a worker prepares in advance."""
+"""Number of batches that a worker prepares in advance."""
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class StreamConfig(Section):
     """Order of the samples. A change of these settings, of the seed or of the shards changes the order."""
 
     block: int | None = Field(default=None, ge=1)
-    """neighbouring samples of a shard that stay together; default: 1 for small data, 16 from a million images on"""
+    """number of neighbouring samples of a shard that stay together; default: 1, or 16 from a million images on"""
     window: int = Field(default=BUFFER, ge=1)
-    """samples in the shuffle buffer of each of the 64 virtual streams"""
+    """number of samples in the shuffle buffer of each of the 64 virtual streams"""
     window_gb: float | None = Field(default=8, gt=0)
     """GB of encoded images that all shuffle buffers together may span; buffers are shortened to fit. A buffer holds
-    numbers of samples: the images stay on the disk, or in the node's cache of remote shards"""
+    sample numbers, not images: the images stay on the disk, or in the node's cache of remote shards"""
 
 
 class LoaderConfig(Section):
@@ -66,7 +66,7 @@ class LoaderConfig(Section):
         return values
 
     def resolved(self, transform: Transform) -> "LoaderConfig":
-        """Return the settings with `auto` replaced by its meaning on this machine and for this transform.
+        """Return the settings with `auto` replaced by the choice for this machine and this transform.
 
         Raises:
             ValueError: the device cannot cut the crops of this transform.
@@ -93,7 +93,7 @@ class Reading:
 
     @property
     def decoding(self) -> Decoding:
-        """Accepted images."""
+        """Limits on accepted images, and the number of channels of decoded images."""
         return Decoding(self.preprocessing.channels, self.loader.max_pixels)
 
 
@@ -119,7 +119,7 @@ def training_batches(
         reading: workers, decoding, access to remote shards, normalisation.
 
     Raises:
-        ValueError: there are fewer images than a batch needs, or `reading` cannot be.
+        ValueError: there are fewer images than a batch needs, or the device cannot cut the crops of the transform.
         ShardError: the shards cannot be used; while iterating also if a shard vanishes or changes, or if more than 100
             images in a row are corrupt.
     """
@@ -152,18 +152,19 @@ def evaluation_batches(
     labels: bool = True,
     reading: Reading = Reading(),
 ) -> "Batches":
-    """Every image once, in the order of the shards. Each process gets one stretch; stretches differ by at most one
-    image.
+    """Return batches that contain every image once, in the order of the shards.
 
-    Workers cut the crops from all pixels, so scores are the same on every machine. Corrupt images are left out and
-    named in `Batch.skipped`; a batch without a good image does not appear.
+    Each process gets one contiguous part of the images. The sizes of the parts differ by at most one image.
+
+    Workers cut the crops from images of full size, so scores are the same on every machine. Corrupt images are left out
+    and named in `Batch.skipped`. A batch in which all images are corrupt is left out.
 
     Args:
         shards: see `Shards`.
-        transform: draws crops; its draws depend on the number of the image alone.
+        transform: draws crops. The crops of an image depend only on the number of the image.
         batch_size: images of a batch of one process; the last batch may be smaller.
         part: rank of this process, and number of processes.
-        labels: read the classes.
+        labels: True to read the labels.
         reading: see `training_batches`.
 
     Raises:
@@ -184,10 +185,10 @@ def evaluation_batches(
 
 
 def require_labels(opened: ShardList) -> None:
-    """Check that every sample has a label, as far as headers or index.json tell.
+    """Check that every sample has a label, according to index.json or to the headers of the tars.
 
     Raises:
-        ShardError: names a sample without a label.
+        ShardError: a sample has no label. The message names the sample.
     """
     for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
         unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
@@ -221,7 +222,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
-        # SIGTERM is blocked while workers are forked: none may arrive before a worker has installed its handler.
+        # SIGTERM is blocked during the fork, because a worker must install its handler before the first SIGTERM.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             batches = iter(self._loader())
@@ -234,13 +235,18 @@ class Batches:
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
-                if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:  # later only where the count doubles
+                # After the first images, log only when their number has doubled.
+                if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
 
     def _ring(self) -> BufferRing | None:
-        """Shared memory of the workers: for each, the batches in advance and the one that is being opened."""
+        """Return the shared memory of the workers; None without workers or memory.
+
+        Each worker gets buffers for the batches that it prepares in advance, and one for the batch that is being
+        opened.
+        """
         if not self._workers:
             return None
         try:
@@ -257,16 +263,18 @@ class Batches:
             collate_fn=_SharedCollator(self.collator, self._ring()),
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
-            # Other start methods start threads before signals are arranged, and their workers are not our children.
+            # Workers must be children of this process, and must set signal handlers before they start threads. Other
+            # start methods guarantee neither.
             multiprocessing_context="fork" if workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=start_worker,
-            generator=torch.Generator(),  # the global generator would lose a draw at each start, also of a resumed run
+            # Without its own generator, DataLoader would draw from the global generator at each start of a run.
+            generator=torch.Generator(),
         )
 
 
 class _Numbers(Sampler):
-    """Sample numbers of each batch, as the batch sampler that DataLoader asks for."""
+    """Batch sampler for DataLoader: yields the sample numbers of each batch."""
 
     def __init__(self, batches: BatchSampler | Sequence[range]) -> None:
         self.batches = batches
@@ -280,19 +288,19 @@ class _Numbers(Sampler):
 
 @dataclass
 class _Failure:
-    """A ShardError on its way from a worker; DataLoader would turn the exception into a traceback."""
+    """Message of a ShardError, sent from a worker. DataLoader would turn the exception itself into a traceback."""
 
     message: str
 
 
 @dataclass
 class _SharedCollator:
-    """Collates into the ring of the worker that runs it, where there is one."""
+    """Makes batches in the worker's buffers of the ring, or in new memory if there is no ring."""
 
     collator: Collator
     ring: BufferRing | None
     failure: _Failure | None = None
-    """First failure of this worker. No sample is read after it: samples are read while the collator takes them."""
+    """First failure of this worker. After a failure the worker reads no more samples."""
 
     def __call__(self, samples: Any) -> Batch | SharedBatch | _Failure:
         if self.failure:
@@ -311,7 +319,7 @@ def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
     """Check that an epoch is at least one batch, so that no batch repeats a sample.
 
     Raises:
-        ValueError: a source has fewer images than a batch takes from it.
+        ValueError: a source has fewer images than a batch takes from this source.
     """
     for sampler, quota in zip(mixture.samplers, mixture.quotas, strict=True):
         needed = batch_size * int(quota) // PATTERN

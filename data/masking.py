@@ -32,7 +32,7 @@ def hidden_count(tokens: int, ratio: float) -> int:
 
 
 def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """Hide `hidden_count` tokens of a grid (h, w), where all sets of tokens are equally likely: (h, w) bool."""
+    """Hide `hidden_count` tokens of a grid (h, w), drawn uniformly from all sets of tokens: (h, w) bool."""
     tokens = grid[0] * grid[1]
     hidden = np.zeros(tokens, dtype=bool)
     hidden[rng.random(tokens).argsort()[: hidden_count(tokens, ratio)]] = True
@@ -69,7 +69,7 @@ class MaskedCrop:
     Args:
         crop: draws the crop, whose sides are multiples of `stride`.
         stride: side of a token in pixels.
-        kind: kind of the mask.
+        kind: `random` for single tokens, `block` for blocks of tokens.
         ratio: share of hidden tokens.
     """
 

@@ -22,9 +22,9 @@ from data.batch import Batch, CropParameters
 from encoders.segments import copy_to_device
 
 CHUNK_PIXELS = 2**24
-"""Most pixels that are resized at once, including the padding of boxes; each takes about 23 bytes."""
+"""Maximum number of pixels that are resized at once, including the padding of boxes. A pixel takes about 23 bytes."""
 WIDTH_BIN = 64
-"""Boxes share a chunk if their widths lie in the same interval of so many pixels."""
+"""Length in pixels of the intervals of widths. The boxes of a chunk have widths in the same interval."""
 
 
 def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
@@ -106,14 +106,14 @@ def resample(
         pixels: (bytes,) uint8: B images in the order row, column, channel.
         starts: (B,) int64: first byte of each image.
         sizes: (B, 2) int64: height and width of each image.
-        cut: N = n * B crops, crop-major.
+        cut: boxes of N = n * B crops, crop-major.
         channels: channels of the images (C).
-        chunk: most pixels that are resized at once; one row of one crop may exceed it.
+        chunk: maximum number of pixels that are resized at once. A single row of a crop may have more.
     """
     rows, columns = cut.size
     top, left, *sides = cut.boxes.T
     image = np.arange(len(cut.boxes)) % len(starts)
-    first = starts[image] // channels + top * sizes[image, 1] + left  # in pixels; images lie without gaps
+    first = starts[image] // channels + top * sizes[image, 1] + left  # in pixels; there are no gaps between images
     table = np.stack([first, sizes[image, 1], *sides, cut.flips, np.arange(len(image))])  # (6, N)
     order = np.lexsort((sides[0], sides[1] // WIDTH_BIN))
     out = torch.empty((len(order), channels, rows, columns), dtype=torch.uint8, device=pixels.device)
@@ -127,9 +127,9 @@ def resample(
 def _chunks(
     heights: np.ndarray, widths: np.ndarray, size: tuple[int, int], most: int
 ) -> Iterator[tuple[slice, int, int]]:
-    """Yield chunks of sorted boxes, with the height and width that hold every box of the chunk."""
+    """Yield chunks of sorted boxes, with the largest height and the largest width of the boxes of a chunk."""
     for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // WIDTH_BIN)) + 1):
-        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # intermediate results count, too
+        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # includes intermediate results
         for some in np.split(like, range(0, len(like), max(most // int(room), 1))[1:]):
             yield slice(some[0], some[-1] + 1), int(heights[some].max()), int(widths[some].max())
 
@@ -140,9 +140,9 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
     Args:
         pixels: (P, C) uint8.
         table: (6, M): first pixel of each box, width of its image, height and width of the box, 1 for a mirrored box.
-        longest: H and W.
-        size: S and T.
-        most: most pixels that are resized at once.
+        longest: height and width of a padded box (H, W).
+        size: height and width of a crop (S, T).
+        most: maximum number of pixels that are resized at once.
     """
     channels = pixels.shape[1]
     first, stride, height, width, flip = table[:5, :, None]  # each (M, 1)
@@ -164,22 +164,21 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
 def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = None) -> Tensor:
     """Return the weights that resize lines of `lengths` (M, 1) int64 pixels to `size`: (M, size, longest) float32.
 
-    The weights are those of Pillow and of `resize`: a cubic with a = -0.5 that spans two pixels of the longer line to
-    each side, rounded to multiples of a power of two, of which the largest weight is just below 2**15.
+    The weights are those of Pillow and of `resize`. They are values of a cubic with a = -0.5, which spans two pixels of
+    the coarser line to each side. Weights are rounded to multiples of a power of two. The power is chosen so that the
+    largest weight is just below 2**15 multiples.
 
     Args:
-        lengths: at most `longest` each.
-        size: pixels of a resized line.
-        longest: pixels of the longest line.
+        lengths: number of pixels of each line, at most `longest`.
+        size: number of pixels of a resized line.
+        longest: number of pixels of the longest line.
         mirrored: (M, 1) bool: True for a line that is reversed.
     """
     places = torch.arange(size, device=lengths.device).expand(len(lengths), -1)  # (M, size)
     if mirrored is not None:
         places = torch.where(mirrored, size - 1 - places, places)
-    centres, reach = (
-        (2 * places + 1) * lengths,
-        2 * lengths.clamp(min=size),
-    )  # whole numbers, in units of 1 / (2 * size) of a pixel
+    # Integers in units of 1 / (2 * size) of a pixel.
+    centres, reach = (2 * places + 1) * lengths, 2 * lengths.clamp(min=size)
     start = torch.div(centres - 2 * reach, 2 * size, rounding_mode="floor").clamp(min=0)
     taps = torch.arange(4 * max(longest, size) // size + 3, device=lengths.device)  # (K,)
     pixels = start[:, :, None] + taps  # (M, size, K)

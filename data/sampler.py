@@ -4,11 +4,11 @@ Positions count the samples of a run from 0. With N samples in the shards, epoch
 and holds every sample once. No sampler has state: the order depends on the seed and the sizes of the shards alone, so
 every process, every worker and every resumed run computes the same order.
 
-The order consists of V virtual streams (the canonical nodes of MosaicML streaming): position p belongs to stream p
-mod V. In each epoch the shards are cut into blocks of neighbouring samples, all blocks are shuffled, and each stream
-gets one stretch of the shuffled blocks, as long as its part of the epoch. Within its stretch a stream shuffles one
-buffer of samples after another. At any time a stream therefore reads from few places (buffer / block), while
-neighbours of a shard end up far apart.
+The order consists of V virtual streams (the canonical nodes of MosaicML streaming). Position p belongs to stream p mod
+V. In each epoch the shards are cut into blocks of neighbouring samples, all blocks are shuffled, and each stream gets
+one contiguous part of the shuffled blocks. The part has as many samples as the stream has positions in the epoch. A
+stream shuffles its part within one buffer of samples after another. At any time a stream therefore reads from few
+places (buffer / block), while neighbours of a shard end up far apart.
 
 The order uses raw words of Philox, which all versions of numpy generate alike; `sample_rng` returns a `Generator`,
 whose draws numpy may change.
@@ -22,24 +22,27 @@ import numpy as np
 from torch.utils.data import Sampler
 
 STREAMS = 64
-"""Virtual streams (V)."""
+"""Number of virtual streams (V)."""
 BUFFER = 1024
-"""Samples in the shuffle buffer of a stream."""
+"""Number of samples in the shuffle buffer of a stream."""
 PATTERN = 1024
-"""Positions after which a mixture repeats its choice of sources. Weights are rounded to 1 / PATTERN."""
+"""Number of positions after which a mixture repeats its choice of sources. Weights are rounded to 1 / PATTERN."""
 
 BLOCK = 16
-"""Neighbouring samples per block for large data sets; longer blocks would not read faster."""
+"""Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
 ENOUGH_BLOCKS = 2**16
-"""Blocks that are enough for a good shuffle. Data sets with fewer samples use blocks of one sample."""
+"""Number of blocks that is enough for a good shuffle. Data sets with fewer samples use blocks of one sample."""
 MOST_BLOCKS = 2**22
-"""Most blocks of an epoch. Their tables take about 50 MB."""
+"""Maximum number of blocks of an epoch. The tables of so many blocks take about 50 MB."""
 
 _BLOCKS, _BUFFER, _MIXTURE, _SAMPLE = range(4)
 
 
 def _philox(seed: int, purpose: int, source: int, *counter: int) -> np.random.Philox:
-    """Random stream named by its purpose, source and counter, which become the key and the upper counter words."""
+    """Return a random generator for a purpose, a source and a counter.
+
+    Seed, purpose and source form the key of the generator. `counter` forms the upper words of its counter.
+    """
     key = np.array([seed, purpose + 16 * source], dtype=np.uint64)
     words = np.array([0, *counter, *[0] * (3 - len(counter))], dtype=np.uint64)  # the lowest word counts the draws
     return np.random.Philox(key=key, counter=words)
@@ -50,22 +53,22 @@ def _permutation(size: int, bits: np.random.Philox) -> np.ndarray:
 
 
 def sample_rng(seed: int, position: int) -> np.random.Generator:
-    """Generator of the random parameters of the sample at a position."""
+    """Return the generator for the random parameters of the sample at a position."""
     return np.random.Generator(_philox(seed, _SAMPLE, 0, position))
 
 
 def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None, streams: int = STREAMS) -> list[int]:
-    """Samples in the shuffle buffer of a stream, for each source of a mixture.
+    """Return the number of samples in the shuffle buffer of a stream, for each source of a mixture.
 
-    A buffer holds numbers of samples; the samples stay encoded where they are. The samples that all buffers span are
-    read again and again while the buffers last, so a node's cache should hold them. `gigabytes` limits this span; the
-    sources share it equally.
+    A buffer holds sample numbers, not images. Parts of the shards are read several times until their buffers are used
+    up, so a node's cache should hold all samples of the current buffers. `gigabytes` limits the size of these samples.
+    The sources share this limit equally.
 
     Args:
         sizes: mean encoded bytes of a sample, for each source.
         buffer: largest buffer, in samples.
         gigabytes: limit in GB; None for no limit.
-        streams: virtual streams (V), each with a buffer.
+        streams: number of virtual streams (V), each with a buffer.
     """
     if gigabytes is None:
         return [buffer] * len(sizes)
@@ -77,17 +80,17 @@ class ShuffledSampler:
     """Endless shuffled order of the samples of one list of shards.
 
     Args:
-        counts: samples in each shard.
+        counts: number of samples in each shard.
         seed: 0 to 2**64 - 1.
-        streams: virtual streams (V). This and the next two arguments define the order; processes, workers and batch
-            size do not.
-        block: neighbouring samples of a shard that stay together. None chooses 1 up to 65,536 samples, 16 from a
-            million on, more for billions.
-        buffer: samples in the shuffle buffer of a stream.
+        streams: number of virtual streams (V). The order depends on `streams`, `block` and `buffer`, and not on the
+            number of processes or workers or on the batch size.
+        block: number of neighbouring samples of a shard that stay together. None chooses 1 for data sets up to 65,536
+            samples, 16 from a million samples on, and more for billions of samples.
+        buffer: number of samples in the shuffle buffer of a stream.
         source: number of the source in a mixture; each has an order of its own.
 
     Raises:
-        ValueError: no shard, an empty shard, or an argument out of range.
+        ValueError: there is no shard, a shard is empty, or an argument is out of range.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class ShuffledSampler:
         self._buffers: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Epoch, shard, and number within the shard of each position: three (P,) int64 arrays."""
+        """Return epoch, shard, and number within the shard of each position: three (P,) int64 arrays."""
         positions = np.asarray(positions, dtype=np.int64)
         epochs, streams = positions // self.images, positions % self.streams
         shards, samples = np.empty_like(positions), np.empty_like(positions)
@@ -127,16 +130,16 @@ class ShuffledSampler:
         return epochs, shards, samples
 
     def _before(self, position: int, streams: np.ndarray) -> np.ndarray:
-        """Number of the first `position` positions that belong to each of `streams`."""
+        """Return how many positions below `position` belong to each of `streams`."""
         return (position - streams + self.streams - 1) // self.streams
 
     def _offsets(self, epoch: int, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Offsets (P,) in the epoch's sequence of shuffled blocks."""
+        """Return the offset of each position in the epoch's sequence of shuffled blocks: (P,)."""
         every = np.arange(self.streams)
         before = self._before(epoch * self.images, every)  # (V,)
         sizes = self._before((epoch + 1) * self.images, every) - before  # (V,)
         starts = np.cumsum(sizes) - sizes  # (V,)
-        turns = positions // self.streams - before[streams]  # (P,) positions of the stream earlier in this epoch
+        turns = positions // self.streams - before[streams]  # (P,): earlier positions of the stream in the epoch
         numbers, offsets = np.divmod(turns, self.buffer)
         groups, inverse = np.unique(numbers * self.streams + streams, return_inverse=True)
         for group, members in enumerate(np.split(np.argsort(inverse, kind="stable"), _ends(inverse, len(groups)))):
@@ -146,7 +149,7 @@ class ShuffledSampler:
         return starts[streams] + numbers * self.buffer + offsets
 
     def _shuffled(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
-        """Permutation (size,) of one shuffle buffer."""
+        """Return the permutation (size,) of one shuffle buffer."""
         name = (epoch, stream, number)
         if name not in self._buffers:
             bits = _philox(self._seed, _BUFFER, self._source, *name)
@@ -157,7 +160,7 @@ class ShuffledSampler:
         return self._buffers[name]
 
     def _find(self, epoch: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and number within the shard, (P,) each, from offsets in the epoch's sequence of blocks."""
+        """Return shard and number within the shard, (P,) each, for offsets in the epoch's shuffled blocks."""
         if epoch not in self._epochs:
             self._epochs[epoch] = self._tables(epoch)
             if len(self._epochs) > 2:
@@ -172,7 +175,7 @@ class ShuffledSampler:
         return shards, start + offsets - (ends[turn] - length)
 
     def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Shuffled blocks of an epoch, and the offset at which each block ends."""
+        """Return the shuffled blocks of an epoch, and the offset at which each block ends."""
         count = int(self._first_blocks[-1])
         blocks = _permutation(count, _philox(self._seed, _BLOCKS, self._source, epoch)).astype(np.int32)
         lengths = np.full(count, self.block, dtype=np.int32)  # int32: these arrays are large for billions of samples
@@ -188,7 +191,7 @@ def _suitable_block(counts: np.ndarray) -> int:
 
 
 def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
-    """Indices that split the sorted `inverse` into its groups."""
+    """Return the indices that split the sorted `inverse` into its groups."""
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
@@ -196,11 +199,11 @@ class MixtureSampler:
     """Mixture of several samplers in fixed shares.
 
     A shuffled pattern of 1,024 entries assigns each position to a source. Each source counts its own positions, so
-    every source has epochs of its own. With a single source, its positions are those of the run.
+    every source has epochs of its own. A single source gets all positions of the run.
 
     Args:
         samplers: one per source.
-        weights: shares of the samples, relative to each other; rounded to 1 / 1,024, at least one such part each.
+        weights: relative shares of the samples. Shares are rounded to multiples of 1 / 1,024, and are never 0.
         seed: 0 to 2**64 - 1.
 
     Raises:
@@ -222,9 +225,9 @@ class MixtureSampler:
             self._turns[self._sources == source] = np.arange(quota)
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Source, shard, and number within the shard of each position: three (P,) int64 arrays.
+        """Return source, shard, and number within the shard of each position: three (P,) int64 arrays.
 
-        `later` moves each position that many turns ahead in its virtual stream: the replacements of corrupt samples.
+        `later` moves each position ahead by that many samples of its virtual stream, to replace corrupt samples.
         """
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
@@ -238,7 +241,9 @@ class MixtureSampler:
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Parts of 1,024 positions for each source, by largest remainder, at least one each: (S,) int64.
+    """Return how many of 1,024 positions each source gets, at least one: (S,) int64.
+
+    The numbers are rounded by the method of largest remainders.
 
     Raises:
         ValueError: a weight is not a positive number.
@@ -260,24 +265,24 @@ class BatchSampler(Sampler[np.ndarray]):
     """Positions (P,) of each forward pass of one process: `accumulation` passes per optimizer step.
 
     Step s takes positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream if all streams have
-    equally many of them. The passes of all processes are consecutive parts of that sequence, so together they are
-    what one process takes in one pass, and each process reads from as few streams as possible.
+    equally many of these positions. The passes of all processes are consecutive parts of this sequence. Together they
+    equal the step of a single process, and each process reads from as few streams as possible.
 
     Raises:
         ValueError: the batch does not split evenly.
     """
 
     batch_size: int
-    """Images of one optimizer step, over all processes and passes."""
+    """Number of images of one optimizer step, over all processes and passes."""
     first_step: int = 0
     steps: int = 1
-    """Step at which the run ends, counted from 0."""
+    """Number of the step before which the run ends, counted from 0."""
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
-    """Forward passes of an optimizer step."""
+    """Number of forward passes of an optimizer step."""
     streams: int = STREAMS
-    """Virtual streams of the order (V)."""
+    """Number of virtual streams of the order (V)."""
 
     def __post_init__(self) -> None:
         unit = self.world_size * self.accumulation
@@ -291,7 +296,7 @@ class BatchSampler(Sampler[np.ndarray]):
 
     @property
     def pass_size(self) -> int:
-        """Images of one forward pass of one process (P)."""
+        """Number of images of one forward pass of one process (P)."""
         return self.batch_size // (self.world_size * self.accumulation)
 
     def __len__(self) -> int:
@@ -303,7 +308,7 @@ class BatchSampler(Sampler[np.ndarray]):
                 yield self.positions(step, micro)
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
-        """Positions (P,) int64 of one of the forward passes of a step."""
+        """Return the positions of a forward pass of a step: (P,) int64."""
         numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
         if self.batch_size % self.streams == 0:
             stream, turn = np.divmod(numbers, self.batch_size // self.streams)

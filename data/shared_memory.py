@@ -1,7 +1,7 @@
 """A ring of buffers in memory that worker processes share with their parent.
 
-A worker fills a buffer and sends its index together with the rest of the batch; the parent copies the pixels to where
-it needs them, into pinned memory for example, and frees the buffer. Batches thus travel without being copied or
+A worker fills a buffer and sends its index together with the rest of the batch; the parent copies the pixels
+into other memory, for example pinned memory, and frees the buffer. Batches thus travel without being copied or
 allocated anew. The memory is anonymous, made before the workers are forked, and reused as long as they live: /dev/shm
 may be small.
 """
@@ -18,33 +18,35 @@ from torch import Tensor
 from data.batch import Batch
 
 UNRESERVED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
-"""Shared, and not counted before it is used: 0x4000 is MAP_NORESERVE, for which Python's module has no name."""
+"""Flags of shared memory for which the system reserves nothing in advance. 0x4000 is MAP_NORESERVE, which Python's mmap
+does not define."""
 
 _numbers = itertools.count()
 _rings: "weakref.WeakValueDictionary[int, BufferRing]" = weakref.WeakValueDictionary()
 
 
 class BufferRing:
-    """Buffers of equal size for each of some workers.
+    """Shared buffers of equal size for several workers.
 
     Args:
-        workers: processes that fill buffers.
-        buffers: buffers of each worker.
-        size: bytes of a buffer. The system provides memory at the first write, so unused bytes cost nothing.
+        workers: number of processes that fill buffers.
+        buffers: number of buffers of each worker.
+        size: size of a buffer in bytes. The system provides memory at the first write, so unused bytes cost nothing.
 
     Raises:
-        OSError: the system does not promise more memory than it has.
+        OSError: the system refuses so much memory.
     """
 
     def __init__(self, workers: int, buffers: int, size: int) -> None:
         self.number, self.buffers, self.size = next(_numbers), buffers, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         everything = mmap.mmap(-1, max(workers * buffers * self.size, 1), flags=UNRESERVED)
         self._memory = torch.frombuffer(everything, dtype=torch.uint8)
-        self._taken = memoryview(mmap.mmap(-1, workers * buffers))  # a byte each: the worker sets 1, the parent 0
+        # A byte for each buffer: the worker sets 1 to take the buffer, the parent sets 0 to free the buffer.
+        self._taken = memoryview(mmap.mmap(-1, workers * buffers))
         _rings[self.number] = self
 
     def take(self, worker: int) -> "Buffer | None":
-        """Take a free buffer of a worker, in that worker. Return None while all its buffers wait in the parent."""
+        """Take a free buffer of `worker`, in that worker process. Return None if no buffer of the worker is free."""
         for index in range(worker * self.buffers, (worker + 1) * self.buffers):
             if not self._taken[index]:
                 self._taken[index] = 1
@@ -52,11 +54,11 @@ class BufferRing:
         return None
 
     def memory(self, index: int) -> Tensor:
-        """Memory of a buffer: (size,) uint8."""
+        """Return the memory of a buffer: (size,) uint8."""
         return self._memory[index * self.size : (index + 1) * self.size]
 
     def free(self, index: int) -> None:
-        """Let the worker use a buffer again."""
+        """Mark a buffer as free, so that the worker can use the buffer again."""
         self._taken[index] = 0
 
 
@@ -69,11 +71,11 @@ class Buffer:
 
     @property
     def memory(self) -> Tensor:
-        """(size,) uint8."""
+        """Memory of the buffer: (size,) uint8."""
         return self.ring.memory(self.index)
 
     def free(self) -> None:
-        """Let the worker use the buffer again."""
+        """Mark the buffer as free, so that the worker can use the buffer again."""
         self.ring.free(self.index)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,15 +88,17 @@ def _buffer(number: int, index: int) -> Buffer:
 
 @dataclass
 class SharedBatch:
-    """A batch on its way from a worker. Its pixels stay in the buffer until it is opened."""
+    """A batch that is sent from a worker to its parent. The pixels stay in the buffer until the batch is opened."""
 
     batch: Batch
     buffer: Buffer
 
     @classmethod
     def from_batch(cls, batch: Batch, buffer: Buffer) -> "SharedBatch | Batch":
-        """Wrap a batch whose memory is the beginning of the buffer. Any other batch is returned, and the buffer
-        freed."""
+        """Wrap a batch whose memory is the beginning of the buffer.
+
+        Return any other batch unchanged, and free the buffer.
+        """
         if batch.memory is None or batch.memory.data_ptr() != buffer.memory.data_ptr():
             buffer.free()
             return batch

@@ -15,9 +15,9 @@ from data.shards.reader import UnreadableError
 from encoders.base import Preprocessing
 
 READ_TOGETHER = 64
-"""Images that are downloaded together."""
+"""Number of images that are downloaded together."""
 LEAST_STD = 1 / 255
-"""Standard deviation of a constant channel, for example of alpha where all images are opaque: one level."""
+"""Smallest standard deviation, one of 255 levels, for constant channels such as the alpha of opaque images."""
 
 
 def histogram(pixels: Tensor) -> np.ndarray:
@@ -26,7 +26,7 @@ def histogram(pixels: Tensor) -> np.ndarray:
 
 
 def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
-    """Return mean and standard deviation of each channel over all pixels, in [0, 1]; None without pixels.
+    """Return mean and standard deviation of each channel over all pixels, in [0, 1]; None if there are no pixels.
 
     mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v pixels have the value v. The sums are integers,
     so the result does not depend on the order of images.
@@ -47,11 +47,11 @@ def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
 def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Preprocessing:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1].
 
-    The statistics of a source come from its `index.json`, else from `images` of its images, evenly spread over all its
-    shards. The result is a function of the shards and their weights alone. Corrupt images are left out.
+    The statistics of a source come from its `index.json`. Without them, `images` images are decoded, evenly spread over
+    all shards of the source. The result depends only on the shards and their weights. Corrupt images are left out.
 
     Raises:
-        ShardError: the shards cannot be read, or none of the images is good.
+        ShardError: the shards cannot be read, or none of the images can be decoded.
     """
     found = [_source_statistics(source, channels, images) for source in sources.lists]
     means, stds = (np.array(values) for values in zip(*found, strict=True))  # (S, C) each
@@ -75,12 +75,12 @@ def _source_statistics(source: ShardList, channels: int, images: int) -> tuple[S
             reasons.append(str(error))
     found = moments(counts)
     if found is None:
-        raise ShardError(f"none of {len(reasons)} sampled images is good. The first reason: {reasons[0]}.")
+        raise ShardError(f"none of {len(reasons)} sampled images can be decoded. The first error: {reasons[0]}.")
     return found
 
 
 def _sampled(source: ShardList, images: int) -> Iterator[bytes | str]:
-    """Yield encoded images that are evenly spread over the shards of a source, or the reason why one is unreadable."""
+    """Yield encoded images, evenly spread over the shards of a source. For an unreadable image, yield the reason."""
     reader, ends = Reader(source), np.cumsum(source.counts)
     numbers = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64)
     for start in range(0, len(numbers), READ_TOGETHER):

@@ -1,7 +1,7 @@
 """TIFF images of any number of bands, read by tifffile.
 
-Images come from strangers. Only the listed compressions are decoded, and everything that decides how much memory is
-needed is compared with a limit before any pixel is decoded. H x W pixels.
+Images may come from untrusted sources. Only the listed compressions are decoded. All sizes that determine the required
+memory are compared with limits before pixels are decoded. H x W pixels.
 """
 
 from io import BytesIO
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from tifffile import TiffPage
 
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-"""First bytes of a TIFF: two byte orders, TIFF and BigTIFF."""
+"""First bytes of a file: TIFF and BigTIFF, each in two byte orders."""
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
-"""Compressions that are read: none, LZW, deflate under two numbers, PackBits."""
+"""Numbers of the supported compressions: none, LZW, deflate (two numbers), PackBits."""
 GRAY, RGB = 1, 2
-"""Photometric interpretations that are read. Bands without a meaning are marked as gray."""
+"""Numbers of the supported photometric interpretations. Bands without a colour are marked as gray in a file."""
 ORIENTATION = 274
 """Number of the orientation tag."""
 ALPHA = 2
-"""Kind of an extra band: alpha with which the colours are not multiplied."""
+"""Number in the tag of extra bands that marks alpha; the colours are not premultiplied with it."""
 
 
 class TiffError(ValueError):
-    """Bytes that are not a good TIFF, or a TIFF that is not read. The message is the reason."""
+    """Raised if a TIFF is damaged or not supported. The message is the reason."""
 
 
 class Tiff(NamedTuple):
@@ -37,11 +37,11 @@ class Tiff(NamedTuple):
     orientation: int
     """EXIF orientation; 1 is upright."""
     mode: str | None
-    """Pillow's name for gray or RGB bands, with or without alpha; None for bands without a meaning."""
+    """Pillow's name for gray or RGB bands, with or without alpha; None for other bands."""
 
 
 def is_tiff(encoded: bytes) -> bool:
-    """Return True if the bytes begin like a TIFF."""
+    """Return True if the first bytes of a file are those of a TIFF."""
     return encoded[:4] in SIGNATURES
 
 
@@ -49,7 +49,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
     """Read the first page of a TIFF with 8 or 16 bits per band. Values of 16 bits are divided by 257.
 
     Raises:
-        TiffError: a damaged TIFF, a TIFF that is not read, one above a limit, or a package is missing.
+        TiffError: the TIFF is damaged, not supported or too large, or a package is missing.
     """
     try:
         import imagecodecs  # noqa: F401 - its decoders write no more bytes than a strip should have; tifffile's own do
@@ -79,23 +79,23 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     """Check the header of a page."""
     height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
     if min(height, width, bands) < 1:
-        raise TiffError(f"its header says {width} x {height} pixels of {bands} bands")
+        raise TiffError(f"a damaged TIFF image: its header has {width} x {height} pixels of {bands} bands")
     if max(height * width, prod(page.tile or ())) > max_pixels:  # a tile may be larger than its image
         raise TiffError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
     if bands > most_bands:
-        raise TiffError(f"a TIFF image of {bands} bands, more than the {most_bands} that can be used")
+        raise TiffError(f"a TIFF image of {bands} bands, more than the limit of {most_bands}")
     if prod(page.shaped) != height * width * bands:
-        raise TiffError("a TIFF image with depth")
+        raise TiffError("a TIFF image with a depth axis, which is not supported")
     if page.compression not in COMPRESSIONS:
-        raise TiffError(f"a TIFF image compressed with {page.compression!r}")
+        raise TiffError(f"a TIFF image with the compression {page.compression!r}, which is not supported")
     if page.photometric not in (GRAY, RGB):
-        raise TiffError(f"a TIFF image with the colours {page.photometric!r}")
+        raise TiffError(f"a TIFF image with the colours {page.photometric!r}, which are not supported")
     if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
-        raise TiffError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype})")
+        raise TiffError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype}), which is not supported")
 
 
 def _mode(page: "TiffPage") -> str | None:
-    """Pillow's name for the bands of a page."""
+    """Return Pillow's name for the bands of a page; None if Pillow has no name."""
     colors = "RGB" if page.photometric == RGB else "L"
     extra = page.samplesperpixel - len(colors)
     if extra == 0:

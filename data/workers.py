@@ -7,7 +7,7 @@ import threading
 
 
 def free_cores(processes: int) -> int:
-    """Number of workers for each training process: its share of the node's cores less one, between 1 and 8."""
+    """Return the number of workers of a training process: its share of the node's cores less one, between 1 and 8."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     cores = len(os.sched_getaffinity(0))
     allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # SLURM may not confine a job to its cores
@@ -20,11 +20,11 @@ def start_worker(_number: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # otherwise each collection visits, and so copies, all that the training process has imported
+    gc.freeze()  # else each garbage collection would copy all shared pages of the training process
 
 
 def _end_with_parent() -> None:
-    """Exit on a SIGTERM that the training process itself sends, as it does at its end."""
+    """Exit on the SIGTERM that the training process sends when it ends. Ignore a SIGTERM from other processes."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -21,8 +21,8 @@ from pathlib import Path
 from data.shards.errors import ShardError
 
 SPARE_BYTES = 2**28
-"""Disk space in bytes that is left free."""
-AHEAD = 2**26  # bytes; the largest reservation ahead of the data, for entries of unknown size
+"""Number of bytes on the disk that the cache leaves free."""
+AHEAD = 2**26  # bytes; the most that is reserved in advance for an entry of unknown size
 KEPT = 0.9  # share of the bound that remains after removing entries
 PART = ".part"
 
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 class CacheError(ShardError):
-    """The cache folder cannot take an entry."""
+    """Raised if an entry cannot be written to the cache folder."""
 
 
 class Cache:
@@ -105,7 +105,7 @@ class Cache:
 
     def _make(self, descriptor: int, part: Path, path: Path, fill: Callable[["Sink"], None], size: int | None) -> bool:
         """Fill the locked part and rename it to `path`. Return False if the entry exists already."""
-        if path.exists():  # made between the search and the lock
+        if path.exists():  # another process made the entry before this process got the lock
             part.unlink()
             return False
         sink = Sink(self, descriptor)
@@ -117,14 +117,14 @@ class Cache:
             sink.close()
             part.rename(path)
             return True
-        except BaseException:  # a discarded part must not keep the disk full
+        except BaseException:  # other processes may hold the part open, so empty the file to free disk space
             part.unlink(missing_ok=True)
             sink.restart()
             sink.close()
             raise
 
     def resize(self, descriptor: int, old: int, new: int) -> None:
-        """Change the size of a part from `old` to `new` bytes, count the change, and make room if necessary.
+        """Change the size of a part from `old` to `new` bytes, update the total, and remove entries if necessary.
 
         Raises:
             CacheError: the part exceeds the bound of the cache.
@@ -132,14 +132,14 @@ class Cache:
         """
         if new > self.limit:
             raise CacheError(
-                f"{self.folder} may hold {self.limit / 1e9:.3g} GB, and one shard or block needs more than "
+                f"{self.folder} may hold {self.limit / 1e9:.3g} GB, but one shard or block needs more than "
                 f"{new / 1e9:.3g} GB. Raise source.cache_gb."
             )
         with self._counter() as counter:
             total = _read_total(counter)
             if total is None or total + new - old > self.limit:
                 total = self._evict(int(KEPT * self.limit) - (new - old))
-            if new > old and not self._fits(new - old):  # the disk is smaller than the bound
+            if new > old and not self._fits(new - old):  # the disk is full before the cache reaches its bound
                 total = self._evict(total - (new - old) - self.limit // 10)
                 if not self._fits(new - old):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,9 +1,9 @@
-"""The error of shards, and the remedies with which its messages end."""
+"""The exception for shards that cannot be used, and advice for the end of its messages."""
 
 from runtime.errors import UserError
 
 MOST_LISTED = 20
-"""Number of shards that one message names."""
+"""Maximum number of shards that one message names."""
 MAKE_SHARD_AGAIN = "Make the shard again or remove it."
 RESTORE_SHARD = "Restore the shard or remove it from the list."
 MAKE_INDEX_AGAIN = "Make the index again with `python -m data.check_shards SHARDS --write_index true`."
@@ -11,4 +11,4 @@ REPLACE_INDEX = "Make the index again with `python -m data.check_shards SHARDS -
 
 
 class ShardError(UserError, ValueError):
-    """A shard that cannot be used. The message names the shard and says what to do."""
+    """Raised if a shard cannot be used. The message names the shard and says what to do."""

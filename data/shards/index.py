@@ -2,7 +2,8 @@
 
 `index.json` lists the shards of its folder, in the format of webdataset's `wids` indices plus a few optional keys.
 `SHARD.tar.index` is a NumPy archive with the names and byte positions of the samples of one shard. Both may come from
-an untrusted source: nothing is unpickled, names cannot leave the folder, and sizes are checked before memory is taken.
+an untrusted source: nothing is unpickled, names cannot leave the folder, and sizes are checked before memory is
+allocated.
 """
 
 import io
@@ -21,8 +22,8 @@ from runtime.files import atomic_write
 FOLDER_INDEX = "index.json"
 TABLE = ".index"
 """Suffix of the table of a shard."""
-LARGEST_TABLE = 2**30  # bytes; a million samples take about 60 MB
-LARGEST_FOLDER_INDEX = 2**28  # bytes; a hundred thousand shards take about 20 MB
+LARGEST_TABLE = 2**30  # bytes; the table of a million samples takes about 60 MB
+LARGEST_FOLDER_INDEX = 2**28  # bytes; the index of a hundred thousand shards takes about 20 MB
 
 
 def _file_name(name: str) -> str:
@@ -109,12 +110,12 @@ def parse_table(content: bytes, path: str) -> Index:
         path: name of the file in error messages.
 
     Raises:
-        ShardError: the content is not such a table, or points outside the shard.
+        ShardError: the content is not such a table, or an entry is outside the shard.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(member.file_size for member in archive.infolist()) > LARGEST_TABLE:
-                raise ValueError("too large")
+                raise ValueError("the arrays are too large")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             table = Index(**{name: arrays[name] for name in Index._fields})
         _check(table)
@@ -136,12 +137,12 @@ def _check(table: Index) -> None:
     }
     for name, array in table._asdict().items():
         if array.dtype != kinds[name] or array.shape != shapes[name]:
-            raise ValueError(f"{name} is {array.dtype} {array.shape}")
+            raise ValueError(f"the array {name} is {array.dtype} of shape {array.shape}")
     count, labelled, size = map(int, table.summary)
     offsets, sizes = np.concatenate([table.images, table.labels[table.labels[:, 0] >= 0]]).T
     inside = (offsets >= BLOCKSIZE) & (sizes >= 0) & (offsets <= size) & (sizes <= size - offsets)
     inside &= sizes <= LARGEST_MEMBER
     if not inside.all() or not samples or count != samples or labelled != (table.labels[:, 0] >= 0).sum():
-        raise ValueError("it points outside its shard, or its counts differ")
+        raise ValueError("an entry is outside the shard, or the counts are wrong")
     if (np.diff(table.ends, prepend=0) < 0).any() or table.ends[-1] != len(table.keys):
-        raise ValueError("its names overlap")
+        raise ValueError("the names overlap")

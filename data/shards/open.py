@@ -33,11 +33,11 @@ class Sources(NamedTuple):
 
 
 WeightedShards = Shards | Mapping[str, float] | Sources
-"""Shards, or patterns with their shares of the samples."""
+"""Shards, or a mixture: patterns, each with its share of the samples."""
 
 
 class SourcePlan(TypedDict):
-    """Size of one source of a mixture, and the share of one loader worker."""
+    """Size of one source of a mixture, and the mean part of one loader worker."""
 
     weight: float
     shards: int
@@ -74,7 +74,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
     if isinstance(shards, ShardList):
         return shards
     if isinstance(shards, Mapping):
-        raise ShardError("weights have no meaning here. Give a path, a pattern or a list of them.")
+        raise ShardError("weights are not possible here. Give a path, a pattern, or a list of paths and patterns.")
     indices = FolderIndices(source)
     paths = expand_with(indices, shards)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -86,7 +86,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
         _probe_ranges(shard)
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    moments = statistics.pop() if len(statistics) == 1 else None  # the shards of several folders differ
+    moments = statistics.pop() if len(statistics) == 1 else None  # folders may have different statistics
     return ShardList(
         [one.shard for one in found],
         counts,
@@ -108,7 +108,7 @@ def _open_all(
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path):
             opened[place] = _from_index(path, indices.entries[path], indices.source)
-    # Processes that start together begin at different shards, so that each finds most results in the shared cache.
+    # Each process begins at a random shard. Processes that start together then find most results in the shared cache.
     first = random.SystemRandom().randrange(len(paths))
     unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
     bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
@@ -127,7 +127,7 @@ def _open_all(
 
 
 def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> None:
-    """Raise one error for all shards that cannot be used, or log it as a warning."""
+    """Raise one error that lists all shards that cannot be used, or log the list as a warning."""
     if not errors:
         return
     listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
@@ -139,7 +139,7 @@ def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> 
 
 
 def _probe_ranges(shard: Shard) -> None:
-    """Ask a web server once whether it supports byte ranges, before loader workers would all ask."""
+    """Check once whether a web server supports byte ranges, so that the loader workers need not check."""
     try:
         _ = shard.supports_ranges
     except ShardError:
@@ -161,7 +161,7 @@ def _open(path: str, indices: FolderIndices) -> _Opened:
         return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)
     if listed is not None and listed.size != shard.size:
         raise ShardError(
-            f"{path}: has {shard.size} bytes, and {listed.size} by {FOLDER_INDEX}. The shard may have been truncated. "
+            f"{path}: has {shard.size} bytes, but {listed.size} in {FOLDER_INDEX}. The shard may have been truncated. "
             f"Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
         )
     if listed is not None:
@@ -174,7 +174,7 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
     """Open the sources of a mixture. Shards without weights are one source of weight 1.
 
     Raises:
-        ShardError: as `open_shards`.
+        ShardError: see `open_shards`.
     """
     if isinstance(shards, Sources):
         return shards
@@ -192,7 +192,7 @@ def plan(
     """Return the sizes of each source, and the mean number of shards and images of a loader worker.
 
     Raises:
-        ShardError: as `open_shards`.
+        ShardError: see `open_shards`.
     """
     readers = world_size * max(workers, 1)
     return [

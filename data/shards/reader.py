@@ -20,20 +20,20 @@ from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD
 from data.shards.shard import ShardList
 from data.shards.tar import Index, is_member
 
-KEPT_SAMPLES = 2_000_000  # samples whose positions stay in memory, about 60 bytes each
+KEPT_SAMPLES = 2_000_000  # maximum number of samples whose positions stay in memory, about 60 bytes each
 KEPT_FILES = 128
 LARGEST_REQUEST = 64 * 2**20  # bytes
-USUAL_REQUEST = 8 * 2**20  # bytes, where the size of a request may be chosen
+USUAL_REQUEST = 8 * 2**20  # bytes of a request that may cover several blocks
 FETCHERS = 4  # simultaneous requests of one reader
-MOST_LOST = 10  # unreadable shards in a row
-HEADER = 512  # bytes before each member
+MOST_LOST = 10  # number of consecutive unreadable shards after which reading fails
+HEADER = 512  # size in bytes of the tar header before each member
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class UnreadableError(ShardError):
-    """A shard has become unreadable and is skipped."""
+    """Raised if a sample is in a shard that has become unreadable and is skipped."""
 
 
 class _File:
@@ -132,7 +132,10 @@ class Reader:
             self._map(pool, lambda *span: os.close(self._open(*span)[0]), ranges)
 
     def _map(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
-        """Return each call with its result. The first argument of a call is a shard; skip the lost shards."""
+        """Run `do` for each call in `pool`, and return the calls with their results.
+
+        The first argument of a call is a shard. Calls for unreadable shards are left out.
+        """
 
         def one(call: tuple[int, ...]) -> list[tuple[Any, T]]:
             try:
@@ -158,7 +161,9 @@ class Reader:
             if self._shards.source.unreadable == "stop":
                 raise
             if self._lost_in_a_row >= MOST_LOST or len(self._lost) == len(self._shards.shards):
-                raise ShardError(f"{self._lost_in_a_row} shards in a row cannot be read; the last: {error}") from error
+                raise ShardError(
+                    f"{self._lost_in_a_row} shards in a row cannot be read. Last error: {error}"
+                ) from error
             raise UnreadableError(str(error)) from error
 
     def _member(self, shard: int, sample: int, offset: int, size: int, wanted: int) -> bytes:
@@ -223,7 +228,8 @@ class Reader:
         return span
 
     def _open(self, shard: int, start: int, end: int) -> tuple[int, int, str]:
-        """Return a descriptor of a byte range, the position in the shard where it begins, and its name in the cache."""
+        """Return the descriptor of a file with a byte range, the position of that file in the shard, and its cache
+        name."""
         opened = self._shards.shards[shard]
         whole = opened.cache_name("whole")
         if not opened.supports_ranges:
@@ -235,18 +241,18 @@ class Reader:
 
 
 def warn_of_small_cache(sources: Sequence[ShardList], spans: Sequence[int]) -> None:
-    """Log a warning if the cache is smaller than the parts of shards that are in use at the same time.
+    """Log a warning if the cache is smaller than the parts of shards that are needed at the same time.
 
     Args:
         sources: sources of a mixture.
-        spans: number of samples of each source that are in use at the same time.
+        spans: number of samples of each source that are needed at the same time.
     """
     limit = min(opened.source.cache_gb for opened in sources) * 1e9
     needed = 0.0
     for opened, span in zip(sources, spans, strict=True):
         shard = next((shard for shard in opened.shards if not shard.is_local_tar), None)
         if shard is not None:
-            with suppress(ShardError):  # raised again when the shard is read
+            with suppress(ShardError):  # reading the shard raises this error again
                 needed += float(opened.sizes.sum()) * (min(span / opened.images, 1) if shard.supports_ranges else 1)
     if needed > limit:
         log.warning(
@@ -273,7 +279,8 @@ def _load_index(shards: ShardList, shard: int) -> Index:
     opened, index = shards.shards[shard], shards.shards[shard].index()
     if index.summary[0] != shards.counts[shard]:
         raise ShardError(
-            f"{opened.path}: has {index.summary[0]} samples, and {shards.counts[shard]} in index.json or when it was "
-            f"opened. The shard or the index has changed. Restart the run. If the index is wrong: {MAKE_INDEX_AGAIN}"
+            f"{opened.path}: has {index.summary[0]} samples, but had {shards.counts[shard]} when it was opened or in "
+            "index.json. The shard or the index has changed. Restart the run. "
+            f"If the index is wrong: {MAKE_INDEX_AGAIN}"
         )
     return index

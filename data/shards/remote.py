@@ -22,10 +22,10 @@ from data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, wi
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
-SLOWEST = 2**20  # bytes a second; a request of known size that is slower fails
+SLOWEST = 2**20  # bytes per second; a slower request of known size fails
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
-"""Keys of fsspec's file information that change with the file, the most reliable first."""
+"""Keys of fsspec's file information whose values change with the file, the most reliable key first."""
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def read_range(url: str, start: int, end: int, expected: int, source: SourceConf
             size = describe(url, source)[0] if len(data) < end - start else 0
             if 0 < size < end:
                 raise ShardError(f"{url}: has {size} bytes where {end} or more were expected. {MAKE_SHARD_AGAIN}")
-            raise OSError(f"sent {len(data)} of {end - start} bytes")
+            raise OSError(f"only {len(data)} of {end - start} bytes were sent")
         return data
 
     return retry(url, source, once)
@@ -188,10 +188,10 @@ def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: 
                     pass
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 if size and stored.count < size and isinstance(error, EOFError):
-                    raise OSError(f"sent {stored.count} of {size} bytes") from error
+                    raise OSError(f"only {stored.count} of {size} bytes were sent") from error
                 raise ShardError(f"{url}: cannot be decompressed ({error}). {MAKE_SHARD_AGAIN}") from error
         if size and stored.count != size:
-            raise OSError(f"sent {stored.count} of {size} bytes")
+            raise OSError(f"only {stored.count} of {size} bytes were sent")
         if sha256 and stored.digest.hexdigest() != sha256.lower():
             raise OSError("its SHA-256 differs from index.json: the shard or the index has changed")
 
@@ -288,7 +288,7 @@ def _output(command: str, source: SourceConfig) -> Iterator[Readable]:
 
 
 _servers_with_ranges: dict[str, bool] = {}
-"""Web servers that were asked for a byte range, and True for those that sent it."""
+"""Web server -> True if the server supports byte ranges, False if not. Only checked servers are listed."""
 
 
 def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
@@ -307,10 +307,13 @@ def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
 
 @functools.cache
 def _open_system(_process: int, scheme: str, server: str, timeout: float) -> Any:
-    """Open a file system, one in each process: a forked process lacks the thread that answers its parent's requests."""
+    """Open a file system for this process.
+
+    A forked process cannot use the file system of its parent, because threads do not survive a fork.
+    """
     system = url_to_fs(f"{scheme}://{server}/", **_options(scheme, timeout))[0]
     if scheme in ("s3", "s3a"):
-        system.retries = 1  # `retry` counts the attempts
+        system.retries = 1  # `retry` repeats failed requests, so that the file system need not
     return system
 
 

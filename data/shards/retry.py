@@ -15,7 +15,7 @@ from runtime.settings import Section
 
 BACKOFF = 0.5  # seconds before the second attempt; each later pause is twice as long
 LONGEST_PAUSE = 30.0  # seconds
-TRANSIENT = (408, 429)  # HTTP statuses of 400 to 499 that are worth another attempt
+TRANSIENT = (408, 429)  # HTTP statuses from 400 to 499 that are not permanent, so that the request is repeated
 PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -25,7 +25,7 @@ PERMANENT = (
     TypeError,
     ValueError,
 )
-"""Errors that another attempt does not mend."""
+"""Permanent errors, after which no other attempt is made."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,9 +35,9 @@ class SourceConfig(Section):
     """Access to shards. No setting here changes the order of samples."""
 
     unreadable: Literal["stop", "skip"] = "stop"
-    """stop: a shard that cannot be read stops the run; skip: it is left out, named and counted"""
+    """stop: a shard that cannot be read stops the run; skip: the shard is left out, named and counted"""
     retries: int = Field(default=5, ge=0)
-    """attempts after the first one; each pause is about twice the pause before"""
+    """number of times that a failed request is repeated; each pause is about twice as long as the one before"""
     timeout: float = Field(default=60, gt=0)
     """seconds without an answer after which a request fails"""
     cache_gb: float = Field(default=64, gt=0)
@@ -48,13 +48,13 @@ DEFAULT = SourceConfig()
 
 
 class NoRangesError(Exception):
-    """The server sends complete files only."""
+    """Raised if a server does not support byte ranges and sends complete files only."""
 
 
 def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     """Call `do` in a thread and return its result.
 
-    A call that takes too long is abandoned: its thread cannot be stopped from outside and runs on.
+    A call that takes too long is abandoned. Its thread cannot be stopped, and continues in the background.
 
     Raises:
         TimeoutError: there was no result after `seconds`.
@@ -103,7 +103,7 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its cause, the cause of that, and so on."""
+    """Yield the error and its chain of causes."""
     following: BaseException | None = error
     while following is not None:
         yield following
@@ -111,7 +111,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status from which an error of aiohttp, botocore or gcsfs comes; None if there is none."""
+    """Return the HTTP status of an error of aiohttp, botocore or gcsfs; None if the error has no status."""
     for one in _causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
@@ -140,7 +140,7 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    """Return one line for the user."""
+    """Return a description of an error in one line."""
     status = _status(error)
     root = list(_causes(error))[-1]
     text = next((line.strip() for line in str(root).splitlines() if line.strip()), "")

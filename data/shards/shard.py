@@ -1,8 +1,8 @@
 """One shard on a disk, behind a URL, or as the output of a command.
 
 A local tar is read in place. From a remote tar, byte ranges of neighbouring samples are downloaded into the cache of
-the node. Complete files are downloaded where byte ranges are not possible: a `.tar.gz`, which is decompressed on the
-way, the output of a command, and files of a web server without byte ranges.
+the node. Three kinds of shards are downloaded completely, because byte ranges are not possible: a `.tar.gz`, which is
+decompressed meanwhile, the output of a command, and the files of a web server without byte ranges.
 """
 
 import functools
@@ -26,12 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class _NoTableError(Exception):
-    """There is no table beside the shard."""
+    """Raised if there is no table beside the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard at the time when it was opened. Path, size and version identify its entries in the cache."""
+    """A shard, with the size and version that it had when it was opened.
+
+    Path, size and version identify the entries of the shard in the cache.
+    """
 
     path: str
     """Path, URL, or `pipe:COMMAND`."""
@@ -42,7 +45,7 @@ class Shard:
     modified: int = 0
     """Modification time of a local shard in nanoseconds since 1970."""
     sha256: str | None = None
-    """SHA-256 from an `index.json`, checked where the complete shard is downloaded."""
+    """SHA-256 from an `index.json`, which is checked if the complete shard is downloaded."""
     source: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
 
     @classmethod
@@ -110,7 +113,7 @@ class Shard:
         return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
 
     def open(self) -> int:
-        """Return a descriptor of the uncompressed tar, which the caller closes. Download or decompress it if needed.
+        """Download or decompress the shard if needed, and return a descriptor of the tar, which the caller closes.
 
         Raises:
             OSError: a local shard cannot be read.
@@ -127,7 +130,7 @@ class Shard:
         return self.cache.open(self.cache_name("whole"), fill)
 
     def open_range(self, start: int, end: int) -> int:
-        """Return a descriptor of a file with these bytes of the shard, which the caller closes.
+        """Return a descriptor of a file with bytes `start` to `end` of the shard. The caller closes the descriptor.
 
         Raises:
             ShardError: the shard has changed or cannot be downloaded, or the cache folder has no room.
@@ -169,7 +172,7 @@ class Shard:
         return index
 
     def summary(self) -> np.ndarray:
-        """Return `Index.summary`, and read no more than that if it is in the cache: (3,) int64.
+        """Return `Index.summary`: (3,) int64. If the index is in the cache, only the summary is read.
 
         Raises:
             ShardError: the shard cannot be used.
@@ -217,7 +220,7 @@ class Shard:
         index = parse_table(content, path)
         if self.size and not self._is_gzip and index.summary[2] != self.size:
             raise ShardError(
-                f"{path}: belongs to a shard of {index.summary[2]} bytes, and {self.path} has {self.size}. "
+                f"{path}: belongs to a shard of {index.summary[2]} bytes, but {self.path} has {self.size}. "
                 f"{MAKE_INDEX_AGAIN}"
             )
         return index
@@ -258,7 +261,7 @@ class ShardList:
     sizes: np.ndarray
     """Stored size in bytes; for a command, the size of its output: (S,) int64."""
     unreadable: list[str] = field(default_factory=list)
-    """Named shards that cannot be opened and are left out."""
+    """Paths and URLs of the shards that cannot be opened and are left out."""
     source: SourceConfig = DEFAULT
     mean: tuple[float, ...] | None = None
     """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
@@ -274,7 +277,7 @@ class ShardList:
         """Return True if every sample has a label.
 
         Raises:
-            ShardError: a shard cannot be read whose `index.json` does not count labels.
+            ShardError: `index.json` does not count the labels of a shard, and the shard cannot be read.
         """
         if ((self.labelled >= 0) & (self.labelled < self.counts)).any():
             return False
@@ -289,5 +292,5 @@ class ShardList:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning the first time that this message is given."""
+    """Log a warning. Later calls with the same message log nothing."""
     log.warning(message)

@@ -17,19 +17,19 @@ import numpy as np
 from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-"""File name extensions of images."""
+"""File name extensions of images in a shard."""
 TIFFS = ("tif", "tiff")
-"""Extensions of images that a shard may hold, too. `data.make_shards` does not write them."""
+"""Additional image extensions that are read from shards. `data.make_shards` does not write them."""
 OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
 """Extensions of images that are not supported and cause a warning."""
 LABEL = "cls"
-LARGEST_MEMBER = 256 * 2**20  # bytes of one image or label
-LARGEST_HEADER = 2**20  # bytes of an extended header; names and sizes need less
+LARGEST_MEMBER = 256 * 2**20  # bytes; largest image or label
+LARGEST_HEADER = 2**20  # bytes; largest extended header, although names and sizes need less
 
 log = logging.getLogger(__name__)
 
 Members = list[tuple[str, dict[str, tuple[int, int]]]]
-"""Samples of a tar: key, and offset and size in bytes by extension."""
+"""Samples of a tar. A sample is a key and a dict: extension -> offset and size of the member in bytes."""
 
 
 class Index(NamedTuple):
@@ -57,7 +57,7 @@ class _BoundedFile(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= LARGEST_HEADER:
-            raise tarfile.ReadError(f"a header of {size} bytes")
+            raise tarfile.ReadError(f"a header of {size} bytes is too large")
         return super().read(size)
 
 
@@ -94,7 +94,8 @@ def scan_tar(path: str | int, shard: str) -> Index:
         raise
     except OSError as error:
         raise ShardError(f"{shard}: {error.strerror}. {RESTORE_SHARD}") from error
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # all of them come from bad headers
+    # tarfile raises all of these for bad headers.
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
     if any(rest):
         raise ShardError(f"{shard}: broken header at byte {archive.offset}. {MAKE_SHARD_AGAIN}")
@@ -163,6 +164,7 @@ def is_member(header: bytes, key: str, size: int) -> bool:
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
-    short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8  # longer names are in a header before this one
+    # A longer name is in an additional header before this one.
+    short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8
     named = found.name.startswith(key + ".") or not short
     return found.size == size and found.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and named

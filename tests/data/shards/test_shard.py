@@ -103,7 +103,7 @@ def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatc
     os.utime(other, ns=(1, 1))
     write_table(other, scan_tar(path, path))
     with pytest.raises(
-        ShardError, match=r"other.tar.index: belongs to a shard of 10240 bytes, and .*other.tar has 30720"
+        ShardError, match=r"other.tar.index: belongs to a shard of 10240 bytes, but .*other.tar has 30720"
     ):
         Shard.at(other).index()
 
@@ -127,7 +127,7 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
     assert caplog.text.count("index.json is not used for shards that are newer") == 1
     os.utime(paths[0], ns=(1, 1))
     lying = open_shards(paths)
-    with pytest.raises(ShardError, match=r"data-000000.tar: has 3 samples, and 4 in index.json"):
+    with pytest.raises(ShardError, match=r"data-000000.tar: has 3 samples, but had 4 when it was opened"):
         Reader(lying).image(0, 0)
 
 
@@ -140,7 +140,7 @@ def test_a_shard_that_was_cut_short_is_not_what_the_index_lists(write_shards, tm
     ]
     write_folder(tmp_path, FolderIndex(shardlist=listed))
     os.truncate(paths[1], 3 * 1024)  # three whole samples: only a missing end mark would tell
-    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, and {sizes[1]} by index.json"):
+    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, but {sizes[1]} in index.json"):
         open_shards(tmp_path / FOLDER_INDEX)
     left = open_shards(paths, source=SourceConfig(unreadable="skip"))
     assert [shard.path for shard in left.shards] == paths[:1]

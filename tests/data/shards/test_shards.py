@@ -37,7 +37,7 @@ def test_patterns(write_shards, tmp_path, monkeypatch):
         (["a.tar", "a.tar"], "named more than once: a.tar"),
         ([], "no shards were named"),
         ("a-{0..3.tar", "a-{0..3.tar"),
-        ({"a.tar": 1.0}, "weights have no meaning"),
+        ({"a.tar": 1.0}, "weights are not possible here"),
     ],
 )
 def test_what_cannot_be_a_list_of_shards(shards, message):
