@@ -324,5 +324,5 @@ def test_masks_that_do_not_belong_together_are_refused():
     for change in (lambda mask: mask[:1], lambda mask: mask.reshape(2, -1), lambda mask: mask[0, 0]):
         wrong = Changed(change)
         for transforms in ((Blocks(), wrong), (wrong, wrong)):
-            with pytest.raises(ValueError, match=r"must be \(2, rows, columns\) for 2 crops"):
+            with pytest.raises(ValueError, match=r"A mask of 2 crops must be \(2, rows, columns\)"):
                 collated(*transforms)

@@ -161,7 +161,7 @@ def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
     make(animals, tmp_path / "out", SMALL)
     before = content(tmp_path / "out")
     make(animals, tmp_path / "out", SMALL, "--seed=3", "--verify=false", status=1)
-    assert "--seed 3 (there 0), --verify False (there True)" in capsys.readouterr().err.replace("seed=", "seed ")
+    assert "--seed 3 (there: 0), --verify False (there: True)" in capsys.readouterr().err.replace("seed=", "seed ")
     (animals / "ant" / "new.jpg").write_bytes(picture(7))
     make(animals, tmp_path / "out", SMALL, status=1)
     assert "60 files" in (text := capsys.readouterr().err)
