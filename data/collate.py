@@ -1,7 +1,7 @@
 """The collator, which makes one batch of samples. It writes one image after another into given memory.
 
-Shapes: B images, n crops of each in a view, C channels, S x S pixels of a crop. In memory, pixels lie in the order row,
-column, channel, in which images are decoded and resized.
+Shapes: B images, n crops of each in a view, C channels, S x S pixels of a crop. The memory order of pixels is row,
+column, channel, as in decoding and resizing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -149,7 +149,7 @@ def collate(
 
 
 class CropBuilder:
-    """Cuts crops of one size per view, each straight into its place in memory.
+    """Cuts crops of one size per view, and writes the crops directly into the memory of the batch.
 
     Args:
         shapes: shape of each view.

@@ -133,7 +133,7 @@ class NativeCrop:
 
     def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
         if not patch <= smallest <= config.size:
-            raise ValueError(f"smallest_size is {smallest}. Set it from {patch} (one patch) to {config.size} (size).")
+            raise ValueError(f"smallest_size is {smallest}. Use {patch} (one patch) to {config.size} (size).")
         if (config.size // patch) ** 2 > token_budget:
             raise ValueError(
                 f"An image of {(config.size // patch) ** 2} tokens does not fit a token_budget of {token_budget}. "
@@ -191,7 +191,7 @@ class CenterCrop:
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
         """Return the crop of an image of `size` (H, W). Nothing is random."""
-        # The ends of a very long image are cut off before the resize. The resized image would be too large otherwise.
+        # The ends of a very long image are cut off before the resize, because the resized image would be too large.
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)

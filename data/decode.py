@@ -1,7 +1,8 @@
 """Decode images into upright tensors of C channels.
 
 H x W pixels. torchvision decodes upright JPEGs of one or three components, the bulk of every data set, with
-libjpeg-turbo. Pillow decodes other JPEGs, PNGs and WebPs; its pixels of JPEGs are the same, a little slower. tifffile
+libjpeg-turbo. Pillow decodes other JPEGs, PNGs and WebPs. For JPEGs, Pillow gives the same pixels and is a little
+slower. tifffile
 reads TIFFs.
 """
 
@@ -80,7 +81,7 @@ class Picture:
 
     encoded: bytes
     plain: bool
-    """True for a JPEG of one or three components that stands upright."""
+    """True for a JPEG of one or three components that is stored upright."""
     size: tuple[int, int]
     """Height and width of the upright image."""
 
@@ -155,7 +156,7 @@ def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:
 
 
 def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG of one or three components that stands upright; None for every other file."""
+    """Return (width, height) of a JPEG of one or three components that is stored upright; None for other files."""
     if encoded[:3] != b"\xff\xd8\xff":
         return None
     place = 2

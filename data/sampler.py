@@ -7,8 +7,8 @@ every process, every worker and every resumed run computes the same order.
 The order consists of V virtual streams (the canonical nodes of MosaicML streaming). Position p belongs to stream p mod
 V. In each epoch the shards are cut into blocks of neighbouring samples, all blocks are shuffled, and each stream gets
 one contiguous part of the shuffled blocks. The part has as many samples as the stream has positions in the epoch. A
-stream shuffles its part within one buffer of samples after another. At any time a stream therefore reads from few
-places (buffer / block), while neighbours of a shard end up far apart.
+stream shuffles its part within one buffer of samples after another. A stream therefore reads from
+about buffer / block blocks at a time, while neighbouring blocks of a shard are far apart in the order.
 
 The order uses raw words of Philox, which all versions of numpy generate alike; `sample_rng` returns a `Generator`,
 whose draws numpy may change.

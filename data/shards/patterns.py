@@ -1,4 +1,4 @@
-"""Shard patterns of the user, and the paths and URLs that they stand for."""
+"""Shard patterns, and their expansion to paths and URLs."""
 
 import glob
 import logging

@@ -103,15 +103,14 @@ class Reader:
         offset, size = map(int, self._guard(shard, lambda: self._index(shard)).labels[sample])
         if offset < 0:
             raise ShardError(
-                f"labels are needed here, and {self.name(shard, sample)} has none. Add KEY.cls members to the shard."
+                f"{self.name(shard, sample)} has no label, but labels are needed. Add KEY.cls members to the shard."
             )
         text = self._guard(shard, lambda: self._member(shard, sample, offset, size, min(size, 64)))
         try:
             return int(np.int64(int(text)))
         except (ValueError, OverflowError):
             raise ShardError(
-                f"labels are needed here, and that of {self.name(shard, sample)} is {text!r}, not an integer. "
-                "Correct the .cls member."
+                f"the label of {self.name(shard, sample)} is {text!r}, not an integer. Correct the .cls member."
             ) from None
 
     def prepare(self, shards: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray) -> None:
