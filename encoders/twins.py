@@ -129,8 +129,7 @@ class LocalAttention(nn.Module):
         x = pad_to(x, rows, columns)
         keys = None
         if x.shape[1:3] != (height, width):
-            # torch.compile cannot trace a cached function.
-            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys
+            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # dynamo traces no cached function
             keys = keys_of((height, width), (rows, columns), self.heads, x.device)
         down = x.shape[1] // rows
         # the window axis joins the head axis, so that one mask serves all images: (B, windows * heads, r * c, d) each
@@ -395,8 +394,7 @@ def _init(layer: nn.Module):
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
     """Return one value for each stage."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    # The command line turns a number into a list with one entry.
-    values = values * stages if len(values) == 1 else values
+    values = values * stages if len(values) == 1 else values  # the command line makes a list of each number
     if len(values) != stages:
         raise EncoderError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}.")
     return values
