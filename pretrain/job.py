@@ -366,16 +366,12 @@ def finish_run(run: Run) -> None:
     run.recorder.close()
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val
-    if not isinstance(train_shards, str) or not isinstance(val_shards, str):
-        train_shards = val_shards = "SHARDS"
+    train, val = (shards if isinstance(shards, str) else "SHARDS" for shards in (train_shards, val_shards))
     scores = run.recorder.values("knn_top1")
     if scores:
         before, after = (f"{100 * score:.1f} % after {step} steps" for step, score in (scores[0], scores[-1]))
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {before}, {after}")
-    command = (
-        f"accelerate launch evaluation/linear_probe.py --checkpoint {run.output} "
-        f"--train '{train_shards}' --val '{val_shards}'"
-    )
+    command = f"accelerate launch evaluation/linear_probe.py --checkpoint {run.output} --train '{train}' --val '{val}'"
     if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit
         command += " --no-augment --batch_norm"
     print(f"encoder: {path}")

@@ -19,7 +19,7 @@ from encoders.images import Images, Mask
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method, fill, freeze, supported
 from pretrain.optim import ema
-from pretrain.optim.adamw import OptimConfig
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
 
 class ToyConv(Encoder):
@@ -102,9 +102,9 @@ class Toy(Method):
     @staticmethod
     def resolve(
         config: ToyConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
-    ) -> tuple[ToyConfig, OptimConfig]:
+    ) -> tuple[ToyConfig, ResolvedOptim]:
         defaults = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "weight_decay_end": 0.0}
-        return config, fill(optim, defaults | {"betas": (0.9, 0.999), "clip": 0.0})
+        return config, fill(optim, ResolvedOptim, defaults | {"betas": (0.9, 0.999), "clip": 0.0})
 
     @staticmethod
     def encoder_defaults(config: ToyConfig, family: type[Encoder]) -> dict[str, Any]:
