@@ -2,7 +2,8 @@
 
 1. Every method with every `*_micro` encoder: the losses in bf16 on the device compared with float32 on the CPU.
 2. ViT-S/16 and ViT-B/16 under every method with its default settings: images per second, peak memory, and the time of
-   cutting and colour augmentation as a share of a step. With --data also the time that the device waits for the loader.
+   cutting and colour augmentation as a share of a step. With --data, the table also has the time that the device waits
+   for the loader.
 3. Every method with an encoder of every family (benchmarks/pairs.py).
 4. With --cifar, a short run of each method that has a preset configs/cifar10_METHOD.yaml, with k-NN before and after.
 
@@ -201,7 +202,7 @@ def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, i
     waited = 0.0
     start = before = time.perf_counter()
     for number, batch in enumerate(batches):
-        if number == 5:  # the loader workers have started
+        if number == 5:  # start the clock when the loader workers have started
             start, waited = before, 0.0
         waited += time.perf_counter() - before
         replace(trainer, steps=steps).step(batch, number).item()

@@ -1,12 +1,12 @@
-"""Memory, time and traffic of a training step under every engine, measured here and estimated for many GPUs.
+"""Memory, time and traffic of a training step under every engine, measured on this machine and estimated for many GPUs.
 
     python benchmarks/engines.py [--output benchmarks/results/engines.md]
 
-Every row of the table is a separate launch with a file of configs/accelerate/. It trains on noise images in memory.
-The benchmark measures the memory of a process between steps and at the peak, and the time of a step. On a GPU memory is
-what torch allocated; on a CPU it is the growth of the process since before the method was built. On Linux without a GPU
-the benchmark also counts the bytes sent over the loopback device, which no other program should use. `costs` has the
-formulas of docs/scaling.md.
+Every row of the table is a separate launch with a file of configs/accelerate/. Each launch trains on noise images in
+memory. The benchmark measures the memory of a process between steps and at the peak, and the time of a step. On a GPU
+memory is what torch allocated; on a CPU it is the growth of the process's resident memory since before the method was
+built. On Linux without a GPU the benchmark also counts the bytes sent over the loopback device, which no other program
+should use. The function `costs` implements the formulas of docs/scaling.md.
 """
 
 import ctypes
@@ -75,10 +75,10 @@ class EnginesBenchmark(Settings):
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes per process for float32 weights, gradients and moments, and bytes sent."""
+    """Memory of a process for float32 weights, gradients and moments, and its traffic, in bytes."""
 
     held: float
-    """Memory between steps: weights, teacher, moments, and copies that the engine keeps."""
+    """Memory that stays allocated between steps: weights, teacher, moments, and copies that the engine keeps."""
     step: float
     """Additional memory during a step, without activations: gradients and gathered weights."""
     sent: float
@@ -86,7 +86,7 @@ class Costs:
 
 
 def costs(engine: str, trained: float, teacher: float, block: float, processes: int, passes: int) -> Costs:
-    """Return the costs by the formulas of docs/scaling.md.
+    """Return the costs of a training step according to the formulas of docs/scaling.md.
 
     Args:
         trained: number of parameters with gradients.
@@ -95,15 +95,16 @@ def costs(engine: str, trained: float, teacher: float, block: float, processes: 
         passes: forward passes of the trained encoder in a step.
     """
     n, ring = processes, 4 * (processes - 1) / processes
-    if engine == "ddp":  # gradients stay allocated in the buckets of DDP
+    if engine == "ddp":  # DDP keeps gradients allocated in its buckets
         return Costs(16 * trained + 4 * teacher, 0, 2 * ring * trained)
-    if engine in ("zero1", "zero2"):  # sends an all-reduce of gradients and an all-gather of weights
+    if engine in ("zero1", "zero2"):  # ZeRO-1 and ZeRO-2 all-reduce gradients and all-gather weights
         step = 4 * trained / n + (4 * trained if engine == "zero1" else 0)
         return Costs(4 * trained + 12 * trained / n + 4 * teacher, step, 3 * ring * trained)
-    if engine == "zero3":  # gradients stay allocated; weights of the next pass stay gathered
+    if engine == "zero3":  # ZeRO-3 keeps gradients allocated, and weights of the next pass gathered
         gathered = min(4 * (trained + teacher), 4 * KEPT)
         return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
-    # FSDP2 gathers weights in each forward and backward pass and once for the teacher, and reduces gradients
+    # FSDP2 gathers the student's weights in each forward and each backward pass, gathers the teacher's weights once,
+    # and reduces gradients
     sent = ring * (2 * passes * trained + teacher + trained)
     return Costs((12 * trained + 4 * teacher) / n, 4 * trained / n + 2 * 4 * block, sent)
 
@@ -153,7 +154,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
 
 
 def count_passes(parts: list[nn.Module]) -> list[int]:
-    """Return a one-element list. Its element counts the forward passes of the encoder in `parts` from now on."""
+    """Return a list whose only element counts the forward passes of the encoder in `parts` after this call."""
     count = [0]
 
     def increment(*_: object) -> None:
@@ -169,7 +170,7 @@ def resident() -> int:
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system, so that it does not count
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system, so that VmRSS excludes it
     return status("VmRSS")
 
 
@@ -242,7 +243,7 @@ def paper_rows() -> list[list[str]]:
 
 
 def show(tables: dict[str, list[list[str]]], settings: EnginesBenchmark, seconds: float) -> None:
-    """Print the tables, and write them as Markdown when asked."""
+    """Print the tables, and write them to a Markdown file if `--output` is given."""
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{processor()}, {os.cpu_count()} cores"
     command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
     what = f"{settings.processes} processes, {settings.images} images each, {device().type}, float32 weights"

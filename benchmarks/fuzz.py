@@ -3,8 +3,8 @@
     pip install -e ".[test]" && python benchmarks/fuzz.py
 
 Hypothesis draws the cases. Each case must give samples, or a ShardError or ImageError that names the file. If only some
-images of a tar are damaged, the others must be delivered unchanged, and the counts must be correct. A case with another
-result stops the run. Hypothesis then prints the smallest example that it finds.
+images of a tar are damaged, the others must be delivered unchanged, and the counts must be correct. Any other result of
+a case stops the run. Hypothesis then prints the smallest example that it finds.
 """
 
 import io
@@ -37,7 +37,7 @@ from data.shards.tar import scan_tar
 from runtime.settings import Settings, parse
 
 MOST_PIXELS = 2**20
-CASES_PER_CHUNK = 1000  # cases between two steps of the progress bar
+CASES_PER_CHUNK = 1000  # number of cases between two updates of the progress bar
 MEMORY = 2**31  # memory limit in bytes, in addition to the memory of the imported libraries
 FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
 """Fields of a tar header: offset and size in bytes."""
@@ -95,7 +95,7 @@ damage = st.one_of(
 sizes = st.sampled_from([b"77777777777", b"\x80" + b"\xff" * 11, b"00000000000", b"00000001000"])
 types = st.sampled_from(
     [b"x", b"g", b"L", b"K", b"S", b"2", b"5", b"3"]
-)  # types: extended headers, sparse files, links, devices
+)  # type bytes of extended headers, sparse files, links and devices
 names = st.sampled_from([b"../../a.jpg\0", b"/a.png\0", b"\0", b"sample0.jpg\0"])
 header = st.one_of(
     st.tuples(st.integers(0, 9), st.sampled_from(sorted(FIELDS)), st.binary(min_size=1, max_size=12)),
@@ -123,7 +123,7 @@ def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
 
 
 def with_false_headers(tar: bytes, changes: list[tuple[int, str, bytes]]) -> bytes:
-    """Return a tar with fields of some headers overwritten, and with correct checksums."""
+    """Return a copy of a tar in which fields of some headers are overwritten, but the header checksums are correct."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         headers = [member.offset for member in archive]
     raw = bytearray(tar)
@@ -147,12 +147,12 @@ def tar(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> byt
 
 
 def members(kinds: list[int]) -> list[tuple[str, bytes]]:
-    """Return names and contents of samples of the corpus."""
+    """Return the names and contents of the files of a tar, with images of the given kinds from `CORPUS`."""
     return [(f"sample{number}.{CORPUS[kind][0]}", CORPUS[kind][1]) for number, kind in enumerate(kinds)]
 
 
 def images(folder: Path) -> Callable[..., None]:
-    """Return a test of good tars in which some images are damaged."""
+    """Return a test of valid tars in which some images are damaged."""
 
     @given(
         st.lists(st.tuples(st.integers(0, len(CORPUS) - 1), st.none() | st.lists(damage, min_size=1, max_size=3)),
@@ -190,7 +190,7 @@ def images(folder: Path) -> Callable[..., None]:
 
 
 def tars(folder: Path) -> Callable[..., None]:
-    """Return a test of damaged tars and of tars with false headers."""
+    """Return a test of damaged tars, and of tars with overwritten header fields."""
 
     @given(
         st.lists(st.integers(0, len(CORPUS) - 1), min_size=1, max_size=5),

@@ -47,7 +47,7 @@ from runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 BATCH = 32
-"""Images of a batch, and images that a stage processes per pass."""
+"""Number of images in a batch. A stage processes the same number of images per pass."""
 LARGE = (4000, 3000)
 """Width and height of a large photo, 12 million pixels."""
 DECODE, PILLOW_DINO = "decode", "Pillow: decode, all of DINO's augmentation"
@@ -62,7 +62,8 @@ HEADINGS = [
     "times Pillow",
     "of decode",
 ]
-"""kB moved: bytes of a batch per image. Of decode: speed relative to decoding alone."""
+"""Headings of the table. "kB moved" is the size of a batch per image. "of decode" is the speed relative to decoding
+alone."""
 
 DINO, MAE = MultiCrop(MultiCropConfig()), MaskedCrop(RandomCrop(RandomCropConfig()), 16, "random", 0.75)
 NAVIT = MaskedCrop(NativeCrop(RandomCropConfig(), 16, 128, 1024), 16, "random", 0.75)
@@ -94,7 +95,7 @@ class Measured:
     main: float | None = None
     """Seconds of processor time of the main process; None without workers."""
     moved: float | None = None
-    """Bytes of a batch. The main process copies them once, into pinned memory if there is a GPU."""
+    """Bytes of a batch per image. The main process copies a batch once, into pinned memory if there is a GPU."""
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Row:
 
     name: str
     measure: Callable[[list[bytes], float], Measured]
-    """Function that measures the work on encoded images for some seconds."""
+    """Function that measures the row's work on encoded images for a given number of seconds."""
     baseline: str | None = None
     """Name of the row in which Pillow does the same work."""
 
@@ -205,7 +206,8 @@ def cameras(files: list[bytes]) -> list[Row]:
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:
-    """Repeat `work` for some seconds and return the time per image. `work` returns its number of images."""
+    """Repeat `work` for some seconds and return the time per image. `work` returns the number of images it
+    processed."""
     work()
     done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
@@ -214,7 +216,7 @@ def timed(work: Callable[[], int], seconds: float) -> Measured:
 
 
 def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures `work` on one encoded image after the other."""
+    """Return a function that measures `work` on encoded images, one at a time."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         def once() -> int:
@@ -241,7 +243,7 @@ def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
 
 
 def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures a batch builder on decoded images, in memory that was used before."""
+    """Return a function that measures a batch builder on decoded images. All batches reuse the same memory."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         images, rng = [decode(file) for file in files], np.random.default_rng(0)
@@ -287,7 +289,7 @@ def change(batch: Batch) -> None:
 
 
 def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures `work` on a batch on the device: whole images, or crops if `cut` is True."""
+    """Return a function that measures `work` on a batch of whole images on the device, or of crops if `cut` is True."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         batch = filled(RawBuilder(), files).build()[0].to(device())
@@ -306,12 +308,13 @@ def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callab
 
 
 def worker_counts(most: int) -> list[int]:
-    """Return the powers of two below `most`, and `most`."""
+    """Return the powers of two below `most`, followed by `most`."""
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
 
 
 def by(crops: str, count: int) -> str:
-    """Return the part of a row's name that says how many workers there are and what cuts the crops."""
+    """Return the end of a row's name: the number of workers, and the processor (workers or device) that cuts the
+    crops."""
     workers = "1 worker" if count == 1 else f"{count} workers"
     return f"{workers}, which cut" if crops == "workers" else f"{workers}, the device to cut"
 
@@ -342,7 +345,7 @@ def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
 
 
 def spent(pids: list[int]) -> float:
-    """Return the seconds of processor time of some processes."""
+    """Return the processor time that some processes have used, in seconds."""
     stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
@@ -367,7 +370,7 @@ def cells(row: Row, found: dict[str, list[Measured]]) -> list[str]:
 
 
 def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], settings: LoaderBenchmark) -> None:
-    """Print the table, and write it as Markdown when asked."""
+    """Print the table, and write it to a Markdown file if `--output` is given."""
     machine = (
         f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, "
         f"torchvision {torchvision.__version__}, Pillow {PIL.__version__}"
@@ -390,7 +393,7 @@ def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], 
 
 
 def processor() -> str:
-    """Return the name of the CPU, or of the architecture if the system does not tell."""
+    """Return the name of the CPU, or the name of the architecture if the system does not name the CPU."""
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return names[0] if names else platform.machine()
 

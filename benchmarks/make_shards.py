@@ -2,11 +2,11 @@
 
     python benchmarks/make_shards.py [--files 1000000] [--output benchmarks/results/make_shards.md]
 
-The benchmark writes two folders of class folders and removes them at the end. The first holds empty files and one JPEG,
-the second hard links to a few small JPEGs. "To the first shard" is the time from the start of the command to the start
-of the first shard: imports, listing, labels, split and names. "Whole" is the time to the end, including the report,
-which lists every empty file. "Memory" is the largest resident set of any process, and "imports" that of a process that
-only imports the command.
+The benchmark writes two folders of class folders and removes them at the end. The first folder holds empty files and
+one JPEG. The second folder holds hard links to a few small JPEGs. "To the first shard" is the time from the start of
+the command to the start of the first shard: imports, listing, labels, split and names. "Whole" is the time of the whole
+command, including the report, which lists every empty file. "Memory" is the largest resident set of any process.
+"Imports" is the resident set of a process that only imports the command.
 """
 
 import os
@@ -104,7 +104,7 @@ def run(command: list[str | Path], shards: Path) -> tuple[float, float, int]:
 
 
 def show(rows: list[tuple[str, ...]], settings: MakeShardsBenchmark) -> None:
-    """Print the table, and write it as Markdown when asked."""
+    """Print the table, and write it to a Markdown file if `--output` is given."""
     table = Table(*HEADINGS, title=f"data.make_shards, {settings.workers} workers")
     for cells in rows:
         table.add_row(*cells)

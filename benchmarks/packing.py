@@ -3,8 +3,8 @@
     python benchmarks/packing.py --data 'shards/*.tar' [--output benchmarks/results/packing.md]
 
 The crops are those of MAE with `--mae.native true`: patch 16, area of 224 x 224 pixels, scale 0.2 to 1. "Fill" is the
-number of tokens divided by the number of sequences times the budget. "One a sequence" is the fill without packing. The
-last sequence of a batch is rarely full, so larger batches have a better fill.
+number of tokens divided by the product of the budget and the number of sequences. "One a sequence" is the fill without
+packing, with one image per sequence. The last sequence of a batch is rarely full, so larger batches have a better fill.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from runtime.settings import Settings, parse
 
 PATCH, SIZE = 16, 224
 LARGEST = (SIZE // PATCH) ** 2
-"""Tokens of the largest image. Budgets are multiples of this number."""
+"""Number of tokens of the largest image. Budgets are multiples of this number."""
 HEADINGS = ("images a batch", "sizes", "budget", "best fit", "first fit", "one a sequence", "tokens an image")
 
 
@@ -48,7 +48,8 @@ def main(settings: PackingBenchmark) -> None:
 
 
 def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[PackedImages]:
-    """Return packed batches of the loader, with sides from `smallest` to `SIZE` pixels."""
+    """Return packed batches of the loader. An image has the area of a square with a side of `smallest` to `SIZE`
+    pixels."""
     crop = NativeCrop(RandomCropConfig(size=SIZE), PATCH, smallest, LARGEST)
     steps = settings.images // batch_size
     try:
@@ -75,7 +76,7 @@ def row(lengths: list[list[int]], batch_size: int, smallest: int, budget: int) -
 
 
 def show(rows: list[list[str]], settings: PackingBenchmark) -> None:
-    """Print the table, and write it as Markdown when asked."""
+    """Print the table, and write it to a Markdown file if `--output` is given."""
     table = Table(*HEADINGS, title=f"fill of sequences, {settings.images} images at their own aspect ratio")
     for cells in rows:
         table.add_row(*cells)

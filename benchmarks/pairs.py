@@ -3,10 +3,10 @@
     python benchmarks/pairs.py [--output benchmarks/results/pairs.md]
 
 A step is everything that training does on noise images in memory: colour and blur on the device, forward and backward
-pass, clipping, AdamW, the teacher. Every method has its default settings: DINO crops of 2 x 224 + 8 x 96 pixels and
-8,192 prototypes, MAE one crop of 224 pixels with three quarters hidden. Drop path is off. The precision is bf16 on a
-GPU and float32 on a CPU. The rows take turns in rounds, so that other work on the machine affects all of them. Each
-turn is a process of its own. The tables show medians.
+pass, clipping, AdamW, the teacher. Every method has its default settings: DINO has 2 crops of 224 pixels, 8 crops of 96
+pixels and 8,192 prototypes; MAE has one crop of 224 pixels, of whose tokens three quarters are hidden. Drop path is
+off. The precision is bf16 on a GPU and float32 on a CPU. The rows take turns in rounds, so that other work on the
+machine affects all of them. Each turn is a process of its own. The tables show medians.
 """
 
 import multiprocessing
@@ -153,7 +153,8 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
 
 
 def peak_memory(before: int) -> int:
-    """Return the peak memory in bytes: on a GPU that of torch, on a CPU that of the process minus `before`."""
+    """Return the peak memory in bytes: the memory allocated by torch on a GPU, else the process's memory minus
+    `before`."""
     if device().type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -193,7 +194,7 @@ def dropping_rows(settings: PairsBenchmark) -> list[list[str]]:
 
 
 def masks(encoder: Encoder, images: Tensor, ratio: float) -> Mask:
-    """Return a random mask of each image."""
+    """Return a mask that hides random tokens of each image."""
     rng, grids = np.random.default_rng(0), encoder.grids(images)
     hidden = [random_mask((int(rows), int(columns)), ratio, rng).flatten() for rows, columns in grids]
     return Mask.from_hidden(torch.from_numpy(np.concatenate(hidden)), grids).to(device())

@@ -24,7 +24,8 @@ def pillow_then(transform: Callable[[Image.Image], object]) -> Callable[[bytes],
 
 
 class PillowMultiCrop:
-    """DINO's augmentation as in its official code: one crop at a time, all of it in the worker."""
+    """DINO's augmentation as in the official code: the loader worker makes one crop at a time, colour changes
+    included."""
 
     def __init__(self) -> None:
         jitter = [

@@ -58,7 +58,7 @@ def full(counts: np.ndarray, seed: int) -> np.ndarray:
 def buffered(counts: np.ndarray, seed: int) -> np.ndarray:
     """Return the samples after a shuffle of shards and a shuffle buffer: (N,) int64.
 
-    For each sample that enters the full buffer, a random sample leaves it.
+    For each sample that enters the full buffer, a random sample leaves the buffer.
     """
     rng = random.Random(seed)
     starts, shards = np.cumsum(counts) - counts, list(range(len(counts)))

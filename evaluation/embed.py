@@ -34,7 +34,8 @@ def run(settings: EmbedSettings) -> None:
     if output.suffix != ".npz":
         raise EvaluationError(f"--output {output} does not end in .npz. Choose a file name that does.")
     with ExitStack() as stack:
-        try:  # open the file first, because the features may take hours
+        # open the output file first: a wrong path must fail before the features are computed, which may take hours
+        try:
             output.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(atomic_write(output))
         except OSError as error:

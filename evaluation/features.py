@@ -1,4 +1,4 @@
-"""Features of labelled shards: the encoder, the pixels that it sees, and the pass over the images.
+"""Features of labelled shards: loading the encoder, preparing the images, and encoding all images.
 
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
@@ -74,11 +74,11 @@ class LabelledFeatures(NamedTuple):
     """Features and labels of this process's part of a data set."""
 
     features: Tensor
-    """(N, D) float32"""
+    """Features, (N, D) float32."""
     labels: Tensor
-    """(N,) int64; -1 for images without a label"""
+    """Labels, (N,) int64; -1 for images without a label."""
     keys: Sequence[str] = ()
-    """N names `shard.tar/key` of the samples"""
+    """Names `shard.tar/key` of the N samples."""
 
 
 def pooled(encoder: Encoder, images: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Extraction:
     source: SourceConfig = DEFAULT
     """Options for reading remote shards."""
     feature: Callable[[Encoder, Tensor], Tensor] = pooled
-    """Function from the encoder and its input (B, C, S, S) to features (B, D)."""
+    """Function that maps the encoder and its input (B, C, S, S) to features (B, D)."""
     transform: Transform | None = None
     """Transform of the images. None: the centre crop."""
     labels: bool = True
@@ -123,14 +123,15 @@ class Pixels(Encoder):
         self.dim, self.settings = self.channels * image_size**2, {"image_size": image_size}
 
     def forward(self, images: Images, mask: object = None, *, drop: bool = False) -> Features:
-        """(B, C, S, S) -> pooled (B, C * S * S)."""
+        """Return the pixels of each image as its pooled features: (B, C, S, S) -> (B, C * S * S)."""
         if mask is not None or drop or not isinstance(images, Tensor):
             raise ValueError("Pixels takes images of one size and no mask.")
         return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """Return the `encoder.safetensors` of a run folder or of a checkpoint, or `path` itself if it is such a file.
+    """Return the `encoder.safetensors` of a run folder or of a checkpoint, or `path` itself if it is an exported
+    encoder.
 
     A run folder without `encoder.safetensors` belongs to an unfinished run; its newest checkpoint is used.
 
@@ -208,11 +209,11 @@ def extract(
 ) -> LabelledFeatures:
     """Compute the features of this process's part of `shards`, and return them on the CPU.
 
-    Each process takes a contiguous part, in order of rank. Images are resized, cropped at the centre and normalised
-    with `encoder.preprocessing`. The encoder stays on its device and in its mode.
+    Each process takes a contiguous part of the images, in order of rank. Images are resized, cropped at the centre and
+    normalised with `encoder.preprocessing`. The encoder stays on its device and in its mode.
 
     Raises:
-        ShardError: the shards cannot be read, or have no labels.
+        ShardError: the shards cannot be read, or `extraction.labels` is True and the shards have no labels.
         EvaluationError: the encoder does not take images of this size.
     """
     extraction = extraction or Extraction()
@@ -227,7 +228,7 @@ def extract(
         reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
     )
     totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
-    if len(totals) > 1:  # the processes disagree on the images, so their parts would overlap or leave gaps
+    if len(totals) > 1:  # the processes count different numbers of images, so their parts would overlap or leave gaps
         raise ShardError(
             f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
             "Some shards are missing on some nodes. Check the shards and start again."
@@ -240,11 +241,12 @@ def extract(
         features.append(_features(encoder, images, extraction))
         labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
-    if not features:  # this process has no image: fewer images than processes, or only corrupt images
+    # this process has no features: there are fewer images than processes, or all its images are corrupt
+    if not features:
         empty = torch.zeros(1, encoder.preprocessing.channels, size, size, device=device)
         features = [_features(encoder, empty, extraction)[:0]]
         labels = [torch.zeros(0, dtype=torch.int64)]
-    # torch.cat outside of inference mode returns normal tensors
+    # concatenate outside of inference mode, so that the results are normal tensors
     return LabelledFeatures(torch.cat(features), torch.cat(labels), keys)  # (N, D), (N,)
 
 
@@ -257,7 +259,7 @@ def single_view(batch: Batch) -> Tensor:
 
 
 def _features(encoder: Encoder, images: Tensor, extraction: Extraction) -> Tensor:
-    """(B, C, S, S) -> (B, D) float32 on the CPU."""
+    """Return the features of images on the CPU: (B, C, S, S) -> (B, D) float32."""
     bf16 = extraction.precision == "bf16"
     with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
         try:

@@ -1,4 +1,5 @@
-"""Linear classifiers on extracted features. Many are trained at once, and the result does not depend on the processes.
+"""Linear classifiers on extracted features. Many classifiers are trained together, and the result does not depend on
+the number of processes.
 
 Shape letters: N images of this process, b of them in one step, D features per image, R learning rates, C classes.
 """
@@ -66,8 +67,8 @@ class Heads:
         """Take one step of SGD with momentum.
 
         Args:
-            x: (b, all columns), this process's part of the step.
-            labels: (b,).
+            x: features (b, all columns) of this process's images of the step.
+            labels: labels (b,) of the same images.
             images: number of images of the step over all processes.
             factor: factor on the learning rates.
         """
@@ -90,13 +91,14 @@ def train_heads(
     groups: Sequence[tuple[Sequence[Heads], Tensor]],
     training: HeadTraining,
 ) -> None:
-    """Train groups of heads, each on the images that its mask selects. Call it on all processes.
+    """Train groups of heads, each group on the images that its mask selects. Call this function on all processes.
 
     The images of a step do not depend on the number of processes. Each process computes the gradient for the images in
     its own part, and the gradients are summed. The learning rates fall to 0 along a cosine.
 
     Args:
-        features_of_epoch: returns this process's part with the features of an epoch, on any device.
+        features_of_epoch: function from the number of an epoch to the features and labels of this process's images in
+            that epoch, on any device.
         counts: number of images of each process.
         groups: pairs of heads and a bool mask over the images of all processes.
         training: epochs, batch size and seed.

@@ -1,4 +1,5 @@
-"""k-NN accuracy of frozen features with DINO's weighted vote (2104.14294). The bank is spread over all processes.
+"""k-NN accuracy of frozen features with DINO's weighted vote (2104.14294). The bank of labelled neighbours is spread
+over all processes.
 
     accelerate launch evaluation/knn.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
@@ -9,7 +10,7 @@ over the neighbours, which gives the same ranking of the classes.
 image. (Without this subtraction all features point in nearly the same direction.) On CIFAR-10 at 32 pixels with 50,000
 images in the bank, 20-NN accuracy is 0.458.
 
-Shape letters: N images of this process's part of the bank, M of its part of the queries, Q queries of one pass, D
+Shape letters: N images in this process's part of the bank, M images in its part of the queries, Q queries per pass, D
 features per image, K neighbours.
 """
 
@@ -50,7 +51,7 @@ HEADLINE = 20
 LOW = 2**32 - 1
 """Low 32 bits of a sort key, which hold the index in the bank."""
 NONE = -(2**63)
-"""Sort key below those of all neighbours."""
+"""Sort key that is smaller than the keys of all neighbours."""
 
 
 class KNNSettings(FeatureSettings):
@@ -90,7 +91,7 @@ def knn_accuracy(
     protocol: KNNProtocol | None = None,
     accelerator: Accelerator | None = None,
 ) -> dict[int, tuple[float, float]]:
-    """Return the top-1 and top-5 accuracy, 0 to 1, for each k. Call it on all processes.
+    """Return the top-1 and top-5 accuracy, 0 to 1, for each k. Call this function on all processes.
 
     The parts of the processes, in order of rank, form the bank and the queries. The computation is in float32 on the
     accelerator's device, and its memory does not grow with the bank. Ties between neighbours go to the first image in
@@ -98,8 +99,8 @@ def knn_accuracy(
     processes.
 
     Args:
-        train: this process's part of the bank, (N, D) and (N,).
-        val: this process's part of the queries, (M, D) and (M,).
+        train: features (N, D) and labels (N,) of this process's part of the bank.
+        val: features (M, D) and labels (M,) of this process's part of the queries.
         protocol: numbers of neighbours and temperature.
         accelerator: None for one process on the device of the features.
 
@@ -128,8 +129,8 @@ def knn_accuracy(
 
 
 def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
-    """Return the number of classes. Every process checks the labels of all processes, so that all raise the same
-    error."""
+    """Return the number of classes. Every process checks the labels of all processes, so that all processes raise the
+    same error."""
     k, classes = protocol.k, protocol.classes
     if not len(labels) or not len(targets):
         raise EvaluationError(
@@ -205,14 +206,14 @@ def _pack(similarity: Tensor, offset: int) -> Tensor:
     The key is larger for a nearer image and, among equally near images, for an earlier one. All keys differ, so the
     largest keys do not depend on how the bank is split. `similarity` is overwritten.
     """
-    bits = similarity.add_(0.0).view(torch.int32)  # + 0.0 turns a negative zero into zero
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # makes the order of the integers equal to the order of the floats
+    bits = similarity.add_(0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # afterwards the integers have the same order as the floats
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
     return bits.to(torch.int64).mul_(2**32).add_(LOW - index)
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the similarities (Q, K) float32 and the indices in the bank (Q, K) int64 of sort keys (Q, K)."""
+    """Unpack sort keys (Q, K) into similarities (Q, K) float32 and indices in the bank (Q, K) int64."""
     bits = (keys >> 32).to(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), LOW - (keys & LOW)
 
@@ -221,10 +222,11 @@ def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, prot
     """Return the rank of the true class (Q,) for each k. `similarity` and `labels` (Q, K) have the nearest neighbour
     first."""
     votes = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
-    relative = similarity.double() - similarity[:, :1].double()  # dividing all weights by the largest prevents overflow
+    # dividing all weights by the largest weight prevents overflow
+    relative = similarity.double() - similarity[:, :1].double()
     weights = (relative / protocol.temperature).exp()
     found = {}
-    for n in range(1, max(protocol.k) + 1):  # one neighbour at a time fixes the order of the sums
+    for n in range(1, max(protocol.k) + 1):  # adding one neighbour at a time fixes the order of the sums
         votes.scatter_add_(1, labels[:, n - 1 : n], weights[:, n - 1 : n])
         if n in protocol.k:
             rank = true_class_rank(votes, target)

@@ -16,8 +16,8 @@ optimistic.) Published inputs:
     DINOv2          --blocks 1,4 --average_pool both --epochs 10 --head_batch_size 1024
     MAE             --blocks 1 --batch_norm
 
-`--batch_norm` uses the mean and variance of the centre crops of the whole training set, where MAE uses those of a batch
-of 16,384 images. The optimizer stays SGD, where MAE uses LARS.
+`--batch_norm` uses the mean and variance of the centre crops of the whole training set; MAE uses the mean and variance
+of each batch of 16,384 images. The optimizer is still SGD; MAE uses LARS.
 """
 
 import hashlib
@@ -165,23 +165,25 @@ def probe(
     accelerator: Accelerator | None,
     features_of_epoch: Callable[[int], LabelledFeatures] | None = None,
 ) -> dict[str, Any]:
-    """Train the classifiers, choose one and return its accuracy on `val`. Call it on all processes.
+    """Train the classifiers, choose one and return its accuracy on `val`. Call this function on all processes.
 
     Args:
-        train: this process's part of the training set; the held-out images are part of it.
+        train: this process's part of the training set, including the held-out images.
         val: this process's part of the test set.
         settings: settings of the command.
         dim: width of the encoder's output.
         accelerator: None for one process.
-        features_of_epoch: returns `train` with the features of an epoch. None: always those of `train`.
+        features_of_epoch: function that returns `train` with the features of a given epoch. None: every epoch uses the
+            features in `train`.
 
     Raises:
-        EvaluationError: no training image is held out, or none remains to train on.
+        EvaluationError: there is a choice between classifiers, and no training image is held out or none remains to
+            train on.
     """
     tried = head_inputs(settings.blocks, settings.average_pool, dim)
     choose = len(tried) * len(settings.rates) > 1
     held = held_out(train.keys, settings.holdout)
-    everywhere = torch.cat(all_gather(held))  # (all images of train,)
+    everywhere = torch.cat(all_gather(held))  # (training images of all processes,)
     if choose and not 0 < int(everywhere.sum()) < len(everywhere):
         raise EvaluationError(
             f"--holdout {settings.holdout} holds out {int(everywhere.sum())} of {len(everywhere)} training images. "

@@ -70,10 +70,11 @@ def _version(package: str) -> str | None:
 
 
 def report(path: Path | None, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a result as a table, and write it with the environment to `path`. Main process only.
+    """Print a result as a table, and write it with the environment to `path`. Call this function on the main process
+    only.
 
     Args:
-        path: JSON file; None prints only.
+        path: JSON file. None: the result is only printed.
         result: numbers and settings of the evaluation.
         columns: headings of the table.
         rows: cells of the table. Floats are accuracies from 0 to 1, printed in percent.

@@ -4,8 +4,9 @@ There are two differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
   printed after the trainer's last message.
-- SIGTERM and SIGUSR1 are forwarded to the trainers, which may take as long as they need to save. `accelerate launch`
-  is killed by SIGUSR1. After SIGTERM it leaves one trainer running, or kills several trainers after 30 seconds.
+- SIGTERM and SIGUSR1 are forwarded to the trainers, which may take as long as they need to save. `accelerate launch` is
+  killed by SIGUSR1. After SIGTERM, it leaves the trainer running if there is only one, and kills several trainers after
+  30 seconds.
 
 Before the trainers start, both signals end the launcher as they end any program, because nothing needs saving yet.
 """
@@ -33,7 +34,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 def exec_trainer(args: argparse.Namespace) -> NoReturn:
     """Replace this process by the only trainer, so that signals and the exit code need no forwarding.
 
-    Replaces accelerate's launcher for one process.
+    This function replaces accelerate's launcher for a single process.
     """
     command, environment = prepare_simple_launcher_cmd_env(args)
     sys.stdout.flush()
@@ -50,7 +51,7 @@ class Trainers:
         self._start, self._run = PContext.start, elastic.run
 
     def start(self, context: PContext) -> None:
-        """Start the trainers and forward signals to them. Replaces `PContext.start`."""
+        """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
         if self.received:  # `--max_restarts` must not restart trainers that were told to stop
             sys.exit(STOPPED_AND_SAVED)
         # torch versions that read this variable never install a SIGTERM handler of their own
@@ -73,19 +74,19 @@ class Trainers:
         """
         self.received = signal.Signals(number)
         for process in self.context.pids().values() if self.context else ():
-            with contextlib.suppress(ProcessLookupError):  # the trainer has ended
+            with contextlib.suppress(ProcessLookupError):  # a trainer that has ended needs no signal
                 os.kill(process, number)
 
     def run(self, args: argparse.Namespace) -> None:
         """Run the elastic agent. Exit with the trainers' exit code if they fail.
 
-        Replaces `torch.distributed.run.run`.
+        This method replaces `torch.distributed.run.run`.
         """
         try:
             self._run(args)
         except ChildFailedError as error:
             sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
-        except SignalException as error:  # Ctrl-C, or a closed terminal
+        except SignalException as error:  # raised after Ctrl-C, or when the terminal is closed
             sys.exit(128 + error.sigval)
 
 

@@ -24,9 +24,9 @@ import yaml
 from webdataset.shardlists import expand_urls
 
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
-"""Names of the settings of pretraining and evaluations whose values are shards."""
+"""Names of the settings that hold shards, in pretraining and in evaluations."""
 MAX_OPENED = 64
-"""Largest number of shards that a node opens. More would make many nodes wait for one disk."""
+"""Largest number of shards that a node opens. Opening more shards would make many nodes wait for one disk."""
 MIN_FREE_BYTES = 1e9
 """Least free space for a run whose checkpoint size is not known yet."""
 PACKAGES = ("torch", "accelerate", "runtime", "encoders", "data", "evaluation", "pretrain")
@@ -67,7 +67,7 @@ def check_gpus(count: int) -> Iterator[str]:
     """Yield the problems of the `count` GPUs that SLURM allocated. Each GPU is tested with a matrix product."""
     if not count:
         return
-    import torch  # the import takes seconds that a node without GPUs does not need
+    import torch  # imported here, because the import takes seconds and a node without GPUs does not need torch
 
     seen = torch.cuda.device_count()
     if seen < count:
@@ -87,10 +87,10 @@ def check_gpus(count: int) -> Iterator[str]:
 
 
 def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
-    """Yield the problems of the run folder: not shared between nodes, not writable, or a full disk.
+    """Yield the problems of the run folder: it is not shared between nodes, it is not writable, or its disk is full.
 
     Args:
-        sees: file that the first node wrote.
+        sees: file that the first node wrote and that this node must see.
         writes: run folder.
     """
     if sees and not appears(sees):
@@ -115,7 +115,8 @@ def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
 
 
 def appears(file: Path, seconds: float = 10) -> bool:
-    """Wait until a file exists and return True, or False after `seconds`. A network disk may show new files late."""
+    """Wait until a file exists and return True. Return False if the file is missing after `seconds`. A network disk may
+    show new files late."""
     end = time.monotonic() + seconds
     while not file.exists():
         if time.monotonic() > end:
@@ -149,7 +150,8 @@ def check_shards(flags: list[str]) -> Iterator[str]:
 
 
 def shard_patterns(flags: list[str]) -> Iterator[str]:
-    """Yield the paths, globs and brace ranges of shards in the flags, or, if the flags name none, in the settings file.
+    """Yield the paths, globs and brace ranges of shards in the flags, or in the settings file if the flags name no
+    shards.
 
     Raises:
         OSError, yaml.YAMLError: the settings file cannot be read.

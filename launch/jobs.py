@@ -15,7 +15,7 @@ import yaml
 
 LAUNCH = Path(__file__).resolve().parent
 EVALUATIONS = {"knn": "knn", "probe": "linear_probe"}
-"""Name of each evaluation on the command line, and the stem of its script and of its result file."""
+"""Evaluations: name on the command line -> stem of the script's file name and of the result's file name."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
@@ -107,7 +107,7 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
     Raises:
         LaunchError: SLURM refuses the job. The message quotes SLURM.
     """
-    # a job that submits another job must not pass on its own allocation
+    # if a job submits another job, the new job must not inherit the SLURM variables of the first job's allocation
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
     command = job.command(hold=hold, dependency=dependency)
     done = _run(command, inherited | job.environment)
@@ -118,12 +118,12 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
 
 
 def submit_chain(jobs: Sequence[Job]) -> None:
-    """Submit all jobs. If SLURM refuses one, cancel those that were submitted before it.
+    """Submit all jobs. If SLURM refuses one job, cancel the jobs that were submitted before.
 
     Raises:
         LaunchError: SLURM refuses a job.
     """
-    hold = len(jobs) > 1  # the first job must not start before the others exist
+    hold = len(jobs) > 1  # the first job must not start before the other jobs are submitted
     ids: dict[str, str] = {}
     try:
         for job in jobs:
@@ -213,7 +213,7 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
 
 
 def write_record(folder: Path, record: Record, jobs: Sequence[Job]) -> None:
-    """Write jobs.json into OUTPUT/submitted. Readers see the old file or the new one, never a part."""
+    """Write jobs.json into OUTPUT/submitted. Readers see the old file or the new one, never a partial file."""
     temporary = folder / ".jobs.json.part"
     entries = [asdict(job) | {"command": job.command()} for job in jobs]
     temporary.write_text(json.dumps({**record, "jobs": entries}, indent=1) + "\n")

@@ -56,7 +56,7 @@ def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
         if not (kept / name).exists():
             try:
                 _link(checkpoint / name, kept / name)
-            except FileNotFoundError:  # pretraining has removed this checkpoint
+            except FileNotFoundError:  # pretraining has removed this checkpoint in the meantime
                 return False
     return True
 
@@ -105,7 +105,7 @@ def _position(output: Path) -> str:
 
 
 def _last_record(path: Path) -> dict[str, Any]:
-    """Return the last complete line of metrics.jsonl. A killed run may leave a partial line after it."""
+    """Return the last complete line of metrics.jsonl. A killed run may leave a partial line at the end of the file."""
     lines = path.read_text().splitlines() if path.exists() else []
     for line in reversed(lines):
         try:

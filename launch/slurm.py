@@ -152,12 +152,12 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     with fresh_folder(output / "submitted") as folder:
         for name, text in frozen_files(options.config, options.accelerate, folder).items():
             (folder / name).write_text(text)
-        write_record(folder, record, [])  # the pretraining job reads this file
+        write_record(folder, record, [])  # the pretraining job reads jobs.json
         submit_chain(jobs)
         try:
             write_record(folder, record, jobs)
             release(jobs)
-        except BaseException:  # without jobs.json `cancel` could not find these jobs
+        except BaseException:  # without jobs.json, `cancel` could not find the submitted jobs
             scancel([job.id for job in jobs])
             raise
     for job in jobs:
@@ -294,7 +294,7 @@ def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], recor
     for name, text in frozen_files(options.config, options.accelerate, folder).items():
         print(f"cat > {shlex.quote(str(folder / name))} <<'END OF FILE'\n{text.rstrip()}\nEND OF FILE")
     print("# the jobs")
-    hold = len(jobs) > 1  # the first job must not start before the others exist
+    hold = len(jobs) > 1  # the first job must not start before the other jobs are submitted
     for job in jobs:
         print(f"{job.name}=$({job.shell_line(hold=hold and job.after is None)})")
     if hold:

@@ -219,12 +219,12 @@ def load(argv: Sequence[str]) -> RunConfig:
     config.yaml unless --config names another file.
 
     Raises:
-        SettingsError: an unknown name or a value out of range.
+        SettingsError: a name is unknown, or a value is out of range.
     """
     config, output = peek(argv, "config"), peek(argv, "output")
     own = Path(output) / "config.yaml" if output and "--resume" in argv else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
-    file = merge(RunConfig, file)  # expands short forms
+    file = merge(RunConfig, file)  # `merge` expands short forms
     method = peek(argv, "method") or file.get("method", "dino")
     if method not in METHODS:
         raise SettingsError(
@@ -232,7 +232,7 @@ def load(argv: Sequence[str]) -> RunConfig:
         )
     file_data = file.get("data") or {}
     shards = peek(argv, "data") or peek(argv, "data.shards")
-    if config and not shards and "shards" not in file_data:  # a run's own config.yaml has `shards: null`
+    if config and not shards and "shards" not in file_data:  # a run on the embedded digits writes `shards: null`
         raise SettingsError(f"{config} names no data. Give --data SHARDS")
     digits = PRESETS / f"digits_{method}.yaml"
     use_preset = not (shards or file_data.get("shards")) and digits.exists()
@@ -260,7 +260,7 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
         statistics: Pixel statistics of the shards, if `config.data.needs_statistics`.
 
     Raises:
-        SettingsError: settings that contradict each other.
+        SettingsError: two settings contradict each other.
     """
     steps = config.steps or max(100 * images // config.batch_size, 1)
     method = METHODS[config.method]

@@ -2,9 +2,9 @@
 
     python -m pretrain.export CHECKPOINT OUTPUT.safetensors [--part encoder|student|teacher|method]
 
-CHECKPOINT is a checkpoint, or a run folder, whose newest checkpoint is used. `encoders.load` and
-`--init_from` read an exported encoder. An exported method has all of its tensors under their own names: student,
-teacher, heads and centre for DINO, encoder and decoder for MAE. `load` reads it. The optimizer is not exported.
+CHECKPOINT is a checkpoint, or a run folder, whose newest checkpoint is used. `encoders.load` and `--init_from` read an
+exported encoder. An exported method has all of its tensors under their own names: student, teacher, heads and centre
+for DINO, encoder and decoder for MAE. The function `load` reads an exported method. The optimizer is not exported.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def load(path: str | Path) -> Method:
     """Return the method that `--part method` wrote to `path` (.safetensors), with its weights.
 
     Raises:
-        ValueError: `path` is not an exported method, or its .json is missing or does not fit.
+        ValueError: `path` is not an exported method, or its .json is missing or does not fit the weights.
     """
     beside = Path(path).with_suffix(".json")
     try:
@@ -144,7 +144,8 @@ def _module_name(method: Method, part: str) -> str:
 
 
 def _fill(module: nn.Module, prefix: str, checkpoint: Path) -> None:
-    """Load a module on the meta device from a checkpoint, in which the names of its tensors start with `prefix`."""
+    """Fill a module on the meta device from a checkpoint. The names of its tensors in the checkpoint start with
+    `prefix`."""
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
     try:

@@ -52,10 +52,10 @@ def pretrain(config: RunConfig) -> None:
 
 
 def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig) -> None:
-    """Train, export and score an encoder; the process group is initialised."""
+    """Train, export and score an encoder. The process group must be initialised."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
-    with accelerator.local_main_process_first():  # the first process fills the caches
+    with accelerator.local_main_process_first():  # the first process of a node fills the node's caches
         shards, given = training_shards(given)
         opened = open_sources(shards, source=given.source)
     sizes = [one.mean_bytes for one in opened.lists]
@@ -68,18 +68,19 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.check_fits(newest, settings)
         position = resume.read_train_state(newest)
-    torch.manual_seed(config.seed)  # the same weights on every process
+    torch.manual_seed(config.seed)  # equal random states give equal weights on all processes
     method = build_method(config, fresh=newest is None)
     config = resolve_crops(config, method)
     settings["loader"] = config.loader.model_dump(mode="json")
     if config.data.shards is not None:
-        jpeg_decoder()  # imported before the fork, so that workers share its memory; not needed for the digits (PNG)
+        # load the JPEG decoder before the workers are forked, so that they share its memory; the digits are PNG files
+        jpeg_decoder()
     batches = loader(config, method, opened, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:
             report(config, method, Plan(opened, images, accelerator.num_processes, workers(config, accelerator)))
         return
-    accelerator.wait_for_everyone()  # no process writes before all have checked the folder
+    accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     make_folder(output)
     engine = engine_class(accelerator, method, config.optim)
     torch.manual_seed(
@@ -91,7 +92,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
-        with atomic_write(output / "config.yaml") as part:  # --resume reads this file
+        with atomic_write(output / "config.yaml") as part:  # --resume reads config.yaml
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
@@ -102,8 +103,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
 
 
 def resolve_precision(precision: str) -> str:
-    """Return the precision of the forward pass. `auto` takes the launcher's, then bf16 if the GPU supports it, then
-    fp32.
+    """Return the precision of the forward pass. `auto` means the launcher's precision if the launcher sets one, else
+    bf16 if the GPU supports bf16, else fp32.
 
     Raises:
         SettingsError: fp16 without CUDA.
@@ -121,13 +122,13 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
     """Return an accelerator with the settings of the run, and the engine that the launcher asks for.
 
     Raises:
-        SettingsError: an engine that is not installed or does not fit the settings.
+        SettingsError: the engine is not installed or does not fit the settings.
     """
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = processes.make_accelerator(
         # DeepSpeed's own low precision would cast the teacher; the engine uses autocast (engines/zero.py)
         mixed_precision="no" if deepspeed or config.precision == "fp32" else config.precision,
-        # accelerate must not make a step at the end of the loader, which it does not prepare
+        # accelerate must not end an optimizer step at the end of the loader, because it does not prepare the loader
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
@@ -161,7 +162,7 @@ def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator)
         try:
             statistics = importlib.import_module("data.statistics")
             found = statistics.pixel_statistics(opened, config.data.channels)
-        except (ValueError, OSError) as error:  # sent to the other processes, which wait for the result
+        except (ValueError, OSError) as error:  # broadcast the error, because the other processes wait for the result
             found = ShardError(f"data: the pixel statistics cannot be measured: {error}")
     measured = broadcast_object(found)
     if isinstance(measured, ShardError):
@@ -190,8 +191,8 @@ def agree(opened: list[ShardList], buffers: list[int]) -> str:
 
 
 def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
-    """Return a hash of all that determines the order of the samples: names, sizes and order of the shards, and shuffle
-    buffers."""
+    """Return a hash of everything that determines the order of the samples: names, sizes and order of the shards, and
+    shuffle buffers."""
     counts: list[Any] = [
         [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
     ]
@@ -202,13 +203,13 @@ def run_folder(config: ResolvedRun) -> tuple[Path, Path | None]:
     """Return the run's folder, and the newest complete checkpoint in it if the run resumes. Writes nothing.
 
     Raises:
-        SettingsError: the folder holds another run, or `--resume` without `--output`.
+        SettingsError: the folder holds another run, or `--resume` is given without `--output`.
     """
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
     name = f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(broadcast_object(config.output or str(Path("runs") / name)))
-    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # those that rank 0 sees
+    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use the list of rank 0
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run. Continue that run with --resume, or choose another --output")
@@ -234,13 +235,13 @@ def make_folder(output: Path) -> None:
 
 
 def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
-    """Return the method with its encoder; all processes get equal weights from equal random states.
+    """Return the method with its encoder. Processes with equal random states get equal weights.
 
     Args:
         fresh: True for a run that starts from `init_from`; a resumed run takes its weights from the checkpoint.
 
     Raises:
-        SettingsError: settings that the encoder or the method does not take.
+        SettingsError: the encoder or the method does not support the settings.
     """
     encoder_settings = config.encoder_settings
     try:
@@ -266,7 +267,7 @@ def compile_blocks(method: Method) -> None:
     """Compile each block of the encoders in a method."""
     import torch._dynamo.config  # imported here, because the import takes seconds
 
-    torch._dynamo.config.recompile_limit = 64  # one limit for the blocks of all stages and crop sizes
+    torch._dynamo.config.recompile_limit = 64  # the blocks of all stages and crop sizes count towards this one limit
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:
@@ -289,7 +290,8 @@ def loader(config: ResolvedRun, method: Method, shards: Sources, first_step: int
     """Return this process's batches from `first_step` to the end.
 
     Raises:
-        SettingsError: the images do not fill a batch, or processes and accumulated passes cannot share one equally.
+        SettingsError: the images do not fill a batch, or a batch cannot be split equally over processes and accumulated
+            passes.
     """
     try:
         transform = method.transform()

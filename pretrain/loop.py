@@ -54,7 +54,7 @@ class Run:
     """Online k-NN evaluation; None without evaluation shards."""
     saver: Saver
     state: TrainState = field(default_factory=TrainState)
-    """progress of the run"""
+    """Progress of the run."""
 
     @property
     def steps(self) -> int:
@@ -67,17 +67,17 @@ class Step:
     """Result of one optimizer step."""
 
     loss: float
-    """mean over all images of the step"""
+    """Mean loss over all images of the step."""
     grad_norm: float
-    """global norm before clipping"""
+    """Global norm of the gradient before clipping."""
     updated: bool
-    """True if the weights and the teacher were updated; False if the loss or the gradient was not finite"""
+    """True if the weights and the teacher were updated; False if the loss or the gradient was not finite."""
     overflow: bool
-    """True if the step was skipped because float16 overflowed; the loss scale is lowered then"""
+    """True if the step was skipped because a gradient overflowed float16. The loss scale is then lowered."""
     stop: bool
-    """True if any process received a stop signal"""
+    """True if any process received a stop signal."""
     metrics: dict[str, Tensor]
-    """means over this process's forward passes"""
+    """Metrics of the method, averaged over this process's forward passes."""
 
 
 def training_step(run: Run, batches: Iterable[Batch]) -> Step:
@@ -98,7 +98,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     if updated:
         engine.step()
         method.after_step(step)
-    # A finite loss with gradients that overflow float16 is expected while the loss scale can still be lowered.
+    # Gradients that overflow float16 at a finite loss are expected while the loss scale can still be lowered.
     overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
     if not updated:
         engine.skip()
@@ -111,10 +111,10 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
 
 
 def _agree(loss: Tensor, norm: Tensor) -> list[float]:
-    """Return means over processes: of the loss, of the gradient norm, and of flags (1 or 0) for both being finite and
-    for a requested stop.
+    """Return four means over processes: the loss, the gradient norm, a flag that loss and norm are finite, and a flag
+    that a stop was requested. Flags are 1 or 0.
 
-    This is the only place in a step that waits for the device.
+    No other part of a training step waits for the device.
     """
     finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
     stop = torch.full_like(loss, preemption.stop_requested())
@@ -122,9 +122,9 @@ def _agree(loss: Tensor, norm: Tensor) -> list[float]:
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
-    """Train from `run.state` to the last step; record, evaluate and save on the way.
+    """Train from `run.state` to the last step; record, evaluate and save during training.
 
-    `batches` start at `run.state` and yield `config.accumulate` batches per step.
+    `batches` starts at the step of `run.state` and yields `config.accumulate` batches per step.
 
     Raises:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
@@ -154,7 +154,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
                 record = _record(run, result, window)
                 if stop and evaluate:
-                    state.unscored = record  # a stop must not wait for an evaluation; the resumed run does it
+                    # a stop must not wait for an evaluation; the resumed run evaluates this step
+                    state.unscored = record
                 else:
                     _record_and_score(run, record, micro_batches[0])
                 progress.line(record)
@@ -172,7 +173,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
 
 
 def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
-    """Write a checkpoint, and subtract its time from the training time."""
+    """Write a checkpoint. The time of writing does not count as training time."""
     started = time.perf_counter()
     _count_corrupt(run, window)
     run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
@@ -221,7 +222,7 @@ def _count_corrupt(run: Run, window: Window) -> None:
 
 
 def _on_device(run: Run, batch: Batch) -> Batch:
-    """Return a batch of the loader on the device, normalised."""
+    """Move a batch of the loader to the device, normalise it and return it."""
     return to_model_input(batch.to(run.accelerator.device, non_blocking=True))
 
 
@@ -230,7 +231,7 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
-    """Return the metrics of this step without evaluations, averaged over processes. Collective."""
+    """Return the metrics of this step, averaged over processes, without those of evaluations. Collective."""
     _count_corrupt(run, window)
     names = sorted(result.metrics)
     means: list[float] = []

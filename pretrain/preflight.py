@@ -39,7 +39,7 @@ class Plan:
 def dry_forward(method: Method) -> None:
     """Pass crops of a square, a wide and a tall image through a copy of the method on the meta device.
 
-    No value is computed and no random number is taken from the run.
+    No value is computed, and the random generators of the run do not advance.
 
     Raises:
         ValueError: the method or its encoder does not take the crops.
@@ -52,7 +52,7 @@ def dry_forward(method: Method) -> None:
     with torch.random.fork_rng(devices=[]):
         try:
             phantom(batch, 0)
-        except (NotImplementedError, RuntimeError) as error:  # the method reads values, which meta tensors do not have
+        except (NotImplementedError, RuntimeError) as error:  # meta tensors have no values to read
             log.debug("%s does not run on the meta device: %s", type(method).__name__, error)
 
 
@@ -83,7 +83,7 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
 
 def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # keeps tensors alive, so that no address is used twice
+    alive: list[Tensor] = []  # tensors that stay alive, so that no address is used twice
 
     def count(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

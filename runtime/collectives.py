@@ -95,9 +95,10 @@ def broadcast_object(value: T) -> T:
 
 
 def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `function` on every rank and return its local result, once it has succeeded on all ranks.
+    """Call `function` on every rank, wait until all ranks have succeeded, and return the local result.
 
-    If one rank raises an exception, all ranks raise one, so that no rank waits for another in the next collective.
+    If one rank raises an exception, all ranks raise an exception, so that no rank waits for another in the next
+    collective.
 
     Raises:
         RankError: `function` failed on a rank. An exception that is a subclass of `RankError` keeps its class.
@@ -123,10 +124,11 @@ def wait_for_path(path: Path) -> None:
     """Wait until a file or folder that another rank made is visible on this node. Not collective.
 
     Raises:
-        RankError: the path is not visible after `VISIBILITY_TIMEOUT`; with one process, at once.
+        RankError: the path is not visible within `VISIBILITY_TIMEOUT`, or, with one process, at the time of the call.
     """
     end = time.monotonic() + (VISIBILITY_TIMEOUT if dist.is_initialized() else 0)
-    while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):  # NFS refreshes `listdir`, not `exists`
+    # on NFS, `listdir` shows new files before `exists` does
+    while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):
         if time.monotonic() > end:
             raise RankError(
                 f"{path} is missing on {socket.gethostname()}. --output must be on a disk that all nodes share."
@@ -135,8 +137,10 @@ def wait_for_path(path: Path) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a parameter or gradient: rows under FSDP2, a flat range under ZeRO-3, otherwise all."""
-    if hasattr(tensor, "to_local"):  # a DTensor, recognised without its import, which takes most of a second
+    """Return the local shard of a parameter or gradient: rows under FSDP2, a flat range under ZeRO-3, else the full
+    tensor."""
+    # a DTensor; the attribute identifies it, because importing the class takes most of a second
+    if hasattr(tensor, "to_local"):
         return tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return getattr(tensor, "ds_tensor", tensor)
 

@@ -5,5 +5,5 @@ class UserError(Exception):
     """An error whose message tells the user what is wrong, where, and what to do.
 
     Commands print the message without a traceback and exit with code 2. A subclass that is raised for bad values also
-    derives from `ValueError`, so that Python callers can catch it as such.
+    derives from `ValueError`, so that Python callers can catch it as a `ValueError`.
     """

@@ -11,8 +11,8 @@ from pathlib import Path
 def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename it to `path` when the block ends without an exception.
 
-    A reader sees the old file or the new one, never a part. The temporary file is removed if the block raises. The
-    result has the permissions of a file made by `open`, whatever permissions the temporary file has.
+    A reader sees the old file or the new one, never a partial file. The temporary file is removed if the block raises.
+    The result has the permissions of a file made by `open`, whatever permissions the temporary file has.
 
     Args:
         path: file to create or replace; its folder must exist.

@@ -16,7 +16,7 @@ class Preempted(Exception):  # noqa: N818, because a requested stop is no error
 
 
 def listen() -> None:
-    """Record SIGTERM and SIGUSR1 from now on, instead of ending the process."""
+    """Record SIGTERM and SIGUSR1 from now on. The signals no longer end the process."""
     for number in SIGNALS:
         signal.signal(number, _record)
 
@@ -29,7 +29,7 @@ def ignore() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Call `listen`; at the end of the context restore the old handlers and forget the signals.
+    """Call `listen`; at the end of the context, restore the old handlers and clear the recorded signals.
 
     Outside of the main thread the context does nothing, because Python sets signal handlers only in the main thread.
     """
@@ -47,7 +47,7 @@ def listening() -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    """Return whether this process has received a signal to stop."""
+    """Return True if this process has received a signal to stop."""
     return bool(_received)
 
 

@@ -19,7 +19,7 @@ class LaunchError(UserError, ValueError):
 
 
 def make_accelerator(**settings: Any) -> Accelerator:
-    """Return `Accelerator(**settings)`, also without CUDA, with several processes, and under DeepSpeed.
+    """Return `Accelerator(**settings)`. Works without CUDA, with several processes, and under DeepSpeed.
 
     Raises:
         LaunchError: the launcher's environment does not describe one process group.
@@ -43,7 +43,8 @@ def make_accelerator(**settings: Any) -> Accelerator:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Print a `UserError` of the block without a traceback and exit with code 2; else destroy the process group."""
+    """Destroy the process group at the end of the block. If the block raises a `UserError`, print its message without a
+    traceback and exit with code 2 instead of destroying the process group."""
     try:
         yield
     except UserError as error:

@@ -87,7 +87,7 @@ def suggestion(unknown: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest known name, or an empty string."""
     known = list(known)
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
-    if not close:  # perhaps the section was forgotten: `lr` for `optim.lr`
+    if not close:  # the section may be missing in the name: `lr` for `optim.lr`
         last = unknown.lstrip("-").rpartition(".")[2]
         close = [name for name in known if name.lstrip("-").rpartition(".")[2] == last][:1]
     return f"; did you mean '{close[0]}'?" if close else ""
@@ -139,7 +139,8 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
     """Return the settings of a command line as nested dictionaries. Print the help and exit for `--help`.
 
     Raises:
-        SettingsError: an unknown flag (the message suggests the nearest one) or a missing value.
+        SettingsError: a flag is unknown or has no value. For an unknown flag, the message suggests the nearest known
+            flag.
     """
     known = settings_of(model)
     positional = [name for name, field in known.items() if _is_positional(field)]
@@ -214,7 +215,8 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     structured = kinds & {list, tuple, dict}
     if structured and _is_positional(field):
         return words
-    if structured and str in kinds:  # shards: only a word in JSON is parsed, because patterns contain braces and commas
+    # a word of SHARDS is parsed only if it is a JSON list or mapping, because patterns contain braces and commas
+    if structured and str in kinds:
         values = [_yaml(name, word) if word.startswith(('["', '{"')) else word for word in words]
         return values[0] if len(values) == 1 else values
     if not structured:
@@ -223,7 +225,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     if text.startswith(("[", "{")):
         return _yaml(name, text)
     if text in kinds or (kinds & {int, float} and "," not in text):
-        return text  # a single value for a setting that takes several values
+        return text  # the setting takes several values, and one value is given
     return [part.strip() for part in text.split(",")]
 
 
@@ -282,7 +284,8 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
     """Return typed settings from nested dictionaries.
 
     Raises:
-        SettingsError: one line for each setting that is unknown (with the nearest known one) or out of range.
+        SettingsError: a setting is unknown or out of range. The message has one line per such setting, with the nearest
+            known name for an unknown setting.
     """
     try:
         return model.model_validate(dict(values))

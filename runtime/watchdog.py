@@ -1,9 +1,9 @@
 """Mutual supervision of processes: when one is lost, the others exit with a message instead of waiting for it.
 
-A collective waits for minutes or forever for a process that was killed or whose machine failed. Every process
-therefore sends heartbeats to a store, from a thread of its own: a process that is busy with saving, reading or a long
-collective still sends them. Process 0 listens to all others, the others listen to process 0. The store also carries
-the message about a lost or failed process to all.
+A collective waits for minutes or forever for a process that was killed or whose machine failed. Every process therefore
+sends heartbeats to a store, from a thread of its own: a process that is busy with saving, reading or a long collective
+still sends heartbeats. Process 0 listens to all others, the others listen to process 0. The store also carries the
+message about a lost or failed process to all processes.
 """
 
 import datetime
@@ -26,7 +26,7 @@ EXIT_CODE = 69
 """Exit code after the loss of another process: EX_UNAVAILABLE of sysexits.h."""
 CONTINUE = "--resume with this run's --output continues from its newest checkpoint"
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
-_contexts = itertools.count()  # numbers contexts; all processes enter the same contexts in the same order
+_contexts = itertools.count()  # numbers of the contexts, which all processes enter in the same order
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class LostError(UserError, RuntimeError):
 def watched() -> Iterator[None]:
     """Watch the other processes, if there are any, until the context ends.
 
-    If one is lost, this process exits with `EXIT_CODE` and a message, whatever its main thread is doing.
+    If a process is lost, this process exits with `EXIT_CODE` and a message, whatever its main thread is doing.
 
     Raises:
-        LostError: replaces the error of a collective that failed because another process is lost.
+        LostError: a collective failed because another process is lost. `LostError` replaces the error of the
+            collective.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -69,7 +70,7 @@ def watched() -> Iterator[None]:
     watch = Watch(dist.get_rank(), dist.get_world_size(), address, prefix, _exit, TIMING)
     try:
         yield
-    except Preempted:  # no failure to report, because all processes stop at the same step
+    except Preempted:  # a preempted run reports no failure, because all processes stop at the same step
         watch.close()
         raise
     except BaseException as error:
@@ -81,11 +82,11 @@ def watched() -> Iterator[None]:
 
 
 class Watch:
-    """Sends this process's heartbeats and listens to those of others, in two threads, until it is closed.
+    """Sends this process's heartbeats and listens to those of other processes, in two threads, until `close` is called.
 
     One thread talks to the store, and blocks forever if the machine of the store is lost. The other thread measures how
-    long no heartbeat was seen. It counts only time in which it runs itself, so that a machine without a free core, or
-    one that was suspended, does not report others as lost.
+    long no heartbeat was seen. The other thread counts only time in which it runs itself, so that a machine without a
+    free core, or one that was suspended, does not report others as lost.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class Watch:
         self._closed = threading.Event()
         self._awake = 0.0  # seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
-        # time of the store's last answer, on the clock `_awake` and since the epoch
+        # time of the store's last answer, on the clock `_awake` and in seconds since the Unix epoch
         self._answered, self._answered_at = 0.0, time.time()
         self._peers = {peer: _Peer(time.time()) for peer in (others if rank == 0 else [0])}
         self._failure: str | None = None
         self._found = ""  # message about a loss that this process found
-        self._lost = self._failed = ""  # messages about a loss and a failure, read from the store
+        self._lost = self._failed = ""  # messages in the store about a lost and about a failed process
         self._talker = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
         self._talker.start()
@@ -131,7 +132,7 @@ class Watch:
         """
         self._failure = failure
         self._closed.set()
-        self._talker.join(5.0)  # with a timeout, because the store may be lost
+        self._talker.join(5.0)  # join with a timeout, because a lost store blocks the thread
         return self._lost or self._failed
 
     def _talk(self) -> None:
@@ -145,14 +146,14 @@ class Watch:
                     self._exchange(store)
                     over = self._closed.wait(self._timing.interval)
                 self._leave(store)
-            except (RuntimeError, OSError):  # no heartbeat was read; the other thread measures how long
+            except (RuntimeError, OSError):  # no heartbeat was read; `_look` measures for how long
                 store = None
                 over = over or self._closed.wait(self._timing.interval)
 
     def _connect(self) -> Store:
         """Return a separate connection to the store, because the main thread may block the process group's
         connection."""
-        # raises first if the store cannot be reached, because torch prints a page for each failed attempt
+        # test the address first, because torch prints a page of errors for each failed attempt to reach the store
         socket.create_connection(self._address, 10).close()
         limit = datetime.timedelta(seconds=10)
         store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=limit)
@@ -193,7 +194,7 @@ class Watch:
             }
             if silent:
                 self._found = self._describe(silent)
-                # gives others time to read the message, because the store may end with this process
+                # give other processes time to read the message, because the store may end with this process
                 self._closed.wait(2 * interval)
             told = self._found or self._lost or (self._failed if failed_for > self._timing.exit_delay else "")
             if told and not self._closed.is_set():
@@ -225,12 +226,12 @@ class _Peer:
         self.heard = 0.0
         """Time of the last new heartbeat, on the listener's `_awake` clock."""
         self.heard_at = heard_at
-        """Time of the last new heartbeat, in seconds since the epoch."""
+        """Time of the last new heartbeat, in seconds since the Unix epoch."""
 
 
 def _restart_count() -> str:
-    """Return the launcher's count of restarts. Processes before and after a restart share one store, so keys contain
-    it."""
+    """Return the launcher's count of restarts. Processes before and after a restart share one store, so the keys in the
+    store contain the count."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

@@ -1,6 +1,7 @@
 """Sizes and SHA-256 checksums of a checkpoint's files.
 
-Each process computes the checksums of the files it wrote. Before a checkpoint is loaded, the processes share the check.
+Each process computes the checksums of the files it wrote. Before a checkpoint is loaded, each process checks a share of
+its files.
 """
 
 import hashlib
@@ -23,7 +24,8 @@ def write(folder: Path, files: Files) -> None:
 
 
 def wrong_sizes(folder: Path) -> list[str]:
-    """Return a message for each missing, additional or truncated file of `folder`; empty if there is none."""
+    """Return a message for each missing, additional or truncated file of `folder`; an empty list if there is no such
+    file."""
     try:
         files = _read(folder)
         found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
@@ -41,7 +43,7 @@ def wrong_sizes(folder: Path) -> list[str]:
 
 
 def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str]:
-    """Return a message for each file whose content differs from the manifest; empty if there is none.
+    """Return a message for each file whose content differs from the manifest; an empty list if there is no such file.
 
     Call `wrong_sizes` first. Process `rank` of `processes` reads its share of the files.
     """

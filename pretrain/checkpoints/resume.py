@@ -43,7 +43,7 @@ class CheckpointError(RankError):
 
 @dataclass
 class TrainState:
-    """Progress of a run, and the other state that a resumed run needs."""
+    """Progress of a run, and further state that a resumed run needs."""
 
     step: int = 0
     """Number of steps done, skipped ones included."""
@@ -52,14 +52,14 @@ class TrainState:
     skipped_steps: int = 0
     """Number of steps whose loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Number of skipped steps since the last good step."""
+    """Number of consecutive skipped steps up to now."""
     corrupt_images: int = 0
     """Number of corrupt images that were replaced by other images, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
     """State of the collapse alarm."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step, if the run stopped before their evaluation. The resumed run evaluates and writes
-    them."""
+    """Metrics of the last step, if the run stopped before the evaluation that was due at this step. The resumed run
+    evaluates, and then writes these metrics."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -76,11 +76,11 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     Raises:
         CheckpointError: the checkpoint belongs to another method or encoder, or its files are damaged.
     """
-    path = path.resolve()  # `latest` may change while the checkpoint is read
+    path = path.resolve()  # resolve the link, because `latest` may change while the checkpoint is read
     trainer = read_trainer(path)
     verify(path)
     latest, main = path.parent / "latest", accelerator.is_main_process
-    # the run may have been killed after the checkpoint was complete and before `latest` pointed to it
+    # repair `latest`: the run may have been killed after the checkpoint was complete and before `latest` pointed to it
     run_on_all_ranks(lambda: os.replace(temporary_link(latest, path.name), latest) if main else None)
     state = engine.local_state()
     try:
@@ -101,10 +101,11 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
 
 
 def verify(path: Path) -> None:
-    """Compare a checkpoint's files with its manifest. Collective; the processes share the checksums.
+    """Compare a checkpoint's files with its manifest. Collective; each process computes a share of the checksums.
 
     Raises:
-        CheckpointError: names the damaged files, and the newest intact checkpoint before this one.
+        CheckpointError: a file is damaged. The message names the damaged files and the newest intact checkpoint before
+            this one.
     """
     faults = {fault for of_rank in gather_objects(manifest.wrong_sizes(path)) for fault in of_rank}
     if not faults:
@@ -138,7 +139,7 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
         settings: resolved settings of the run to resume.
 
     Raises:
-        CheckpointError: names every setting that differs.
+        CheckpointError: a setting of the method or the encoder differs. The message names every such setting.
     """
     saved = read_trainer(path)["settings"]
     saved["encoder"] = _encoder_defaults(saved["encoder"].get("variant")) | saved["encoder"]
@@ -201,7 +202,7 @@ def _read_trainer(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, faults: list[str]) -> CheckpointError:
-    path = path.resolve()  # resolves the link `latest`
+    path = path.resolve()  # `path` may be the link `latest`
     listed = list_checkpoints(path.parent)
     earlier = listed[: listed.index(path)] if path in listed else []
     intact = [p for p in earlier if not manifest.wrong_sizes(p)]

@@ -1,4 +1,5 @@
-"""Writing of checkpoints. A complete checkpoint is renamed from a temporary folder, so no reader sees a partial one."""
+"""Writing of checkpoints. A complete checkpoint is renamed from a temporary folder, so no reader sees a partial
+checkpoint."""
 
 import copy
 import datetime
@@ -41,7 +42,7 @@ THREAD = "checkpoint"
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Data of one checkpoint that this process writes."""
+    """The data that this process writes into one checkpoint."""
 
     folder: Path
     """The checkpoint's final folder."""
@@ -66,8 +67,8 @@ class _Snapshot:
 class Saver:
     """Writes the checkpoints of a run, one after the other. All methods are collective.
 
-    On exit, the context manager waits for the last checkpoint; after an exception, at most `BACKGROUND_TIMEOUT`
-    seconds.
+    On exit, the context manager waits until the last checkpoint is written; after an exception, it waits at most
+    `BACKGROUND_TIMEOUT` seconds.
     """
 
     def __init__(
@@ -111,16 +112,16 @@ class Saver:
     def save(
         self, train_state: TrainState, encoder: encoders.Encoder, *, exiting: bool = False, keep_old: bool = False
     ) -> None:
-        """Write a checkpoint, then remove old ones. Do nothing if the step already has a checkpoint.
+        """Write a checkpoint, then remove old checkpoints. Do nothing if the step already has a checkpoint.
 
         Args:
             encoder: the trained encoder, as the engine holds it.
-            exiting: the run is exiting: write synchronously even with `checkpoint.background`, and only log the failure
-                of an earlier background save.
-            keep_old: do not remove old checkpoints.
+            exiting: True if the run is exiting. The checkpoint is then written synchronously even with
+                `checkpoint.background`, and the failure of an earlier background save is only logged.
+            keep_old: True to keep all older checkpoints.
 
         Raises:
-            CheckpointError: this checkpoint, or the previous one in the background, could not be written. Earlier
+            CheckpointError: this checkpoint could not be written, or the previous background save failed. Earlier
                 checkpoints are intact, and `latest` points to the newest intact checkpoint.
         """
         try:
@@ -130,7 +131,7 @@ class Saver:
                 raise
             log.warning("%s", error)
         folder = self.folder / f"step-{train_state.step:08d}"
-        # rank 0 decides, because other nodes may see the folder late
+        # rank 0 decides whether the checkpoint exists, because other nodes may see its folder late
         if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:
             return
         snapshot = self._snapshot(folder, train_state, encoder, keep_old)
@@ -138,7 +139,7 @@ class Saver:
             self._write(snapshot)
             return
         copied = self._on_all_ranks(snapshot.to_host)
-        # a daemon thread, because the thread may wait for a lost process and the interpreter must still exit
+        # a daemon thread, so that the interpreter can exit even while the thread waits for a lost process
         self._thread = threading.Thread(target=self._in_background, args=(copied,), name=THREAD, daemon=True)
         self._thread.start()
 
@@ -252,7 +253,7 @@ def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
     for path in [*folder.glob(".*.part"), *old]:
         try:
             if path in old:
-                # renamed first, so that a kill during the removal leaves no partial checkpoint under a valid name
+                # rename first, so that a kill during the removal leaves no partial checkpoint under a valid name
                 path = path.rename(folder / f".{path.name}.part")
             if path.is_symlink():
                 path.unlink()
@@ -274,7 +275,7 @@ def _make_empty(folder: Path, needed: int) -> None:
 def _trainer(
     accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of trainer.json. `asdict` copies the train state, which later steps change."""
+    """Return the content of trainer.json. `asdict` copies the train state, because later steps change it."""
     return {
         "position": asdict(train_state),
         "processes": accelerator.num_processes,

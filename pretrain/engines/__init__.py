@@ -24,7 +24,7 @@ def select(accelerator: Accelerator, precision: str, accumulate: int) -> type[En
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.complete_config(accelerator, precision, accumulate)
         return ZeRO
-    # read the variable, because without CUDA accelerate ignores the launcher's FSDP settings
+    # read the environment variable, because without CUDA accelerate ignores the launcher's FSDP settings
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         fsdp2.check_options(accelerator, precision)
         return FSDP2

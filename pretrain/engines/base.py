@@ -36,7 +36,7 @@ class Engine(ABC):
 
     @abstractmethod
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
-        """Distribute `method` and build its optimizer, whose state is allocated at once."""
+        """Distribute `method`, build its optimizer, and allocate the optimizer's state."""
 
     @abstractmethod
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -47,7 +47,7 @@ class Engine(ABC):
         """
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """Return this process's part of the gradient: for each module of `parts` a list of views."""
+        """Return this process's part of the gradient: one list of views for each module of `parts`."""
         return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
 
     def step(self) -> None:
@@ -75,7 +75,8 @@ class Engine(ABC):
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer updates so far."""
-        return next((int(state["step"]) for state in self.adamw_state.values()), 0)  # equal for all parameters
+        # the count is equal for all parameters
+        return next((int(state["step"]) for state in self.adamw_state.values()), 0)
 
     def after_load(self, optimizer_steps: int) -> None:
         """Complete the loading of a checkpoint, after `local_state` was filled from it.
@@ -88,7 +89,7 @@ class Engine(ABC):
 
     @property
     def adamw_state(self) -> AdamWState:
-        """State of the optimizer that holds the moments."""
+        """AdamW's state by parameter; it includes the moments."""
         return self.optimizer.state
 
 
@@ -116,7 +117,7 @@ def local_state(
 
     Args:
         state: AdamW's state by parameter.
-        to_local: returns this process's part of a weight, buffer or moment.
+        to_local: function that returns this process's part of a weight, buffer or moment.
     """
     tensors = {f"method.{name}": tensor for name, tensor in method.state_dict(keep_vars=True).items()}
     for name, parameter in trainable(method).items():

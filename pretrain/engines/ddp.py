@@ -22,7 +22,7 @@ class DDP(Engine):
         allocate_moments(self.adamw_state, trainable(method).values())
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        del last  # accelerate itself counts the batches of a step
+        del last  # not needed, because accelerate itself counts the batches of a step
         with self.accelerator.accumulate(self.wrapped):
             loss, metrics = self.wrapped(batch, step)
             self.accelerator.backward(loss)
@@ -34,7 +34,7 @@ class DDP(Engine):
 
     def skip(self) -> None:
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()  # lowers the loss scale after an overflow
+            self.accelerator.scaler.update()  # `update` lowers the loss scale after an overflow
         super().skip()
 
     def local_state(self) -> dict[str, LocalTensor]:

@@ -34,14 +34,15 @@ class FSDP2(Engine):
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method)
-        plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
+        plugin = FullyShardedDataParallelPlugin()  # the plugin reads the launcher's settings from environment variables
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         for unit in method.units():
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward), offload_policy=policy
             )
-        fully_shard(method, mesh=mesh, offload_policy=policy)  # moves the method to the device, unit by unit
+        # `fully_shard` moves the method to the device, unit by unit
+        fully_shard(method, mesh=mesh, offload_policy=policy)
         self.optimizer = build_optimizer(method, optim)
         allocate_moments(self.adamw_state, trainable(method).values())
 
@@ -58,7 +59,7 @@ class FSDP2(Engine):
     def gather_on_main(self, module: M) -> M | None:
         if self.accelerator.is_main_process:
             return self.gather_full_parameters(module)
-        for _ in _full_parameters(module):  # every process has to take part in the gathering
+        for _ in _full_parameters(module):  # all processes must take part in the gathering of parameters
             pass
         return None
 

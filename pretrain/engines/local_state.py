@@ -1,8 +1,9 @@
 """Local state: this process's part of a run's tensors, saved and loaded by torch.distributed.checkpoint.
 
-Under DDP a process holds full tensors, under FSDP2 rows of them, under ZeRO-3 ranges of the flattened tensors, and
-under ZeRO-1 and 2 such ranges of the moments. All of these are contiguous ranges of a flattened tensor. A checkpoint
-therefore holds flat tensors, and every process of every engine reads the ranges that it needs.
+Under DDP a process holds full tensors, under FSDP2 rows of the tensors, under ZeRO-3 ranges of the flattened tensors,
+and under ZeRO-1 and 2 full weights and ranges of the flattened moments. All of these are contiguous ranges of a
+flattened tensor. A checkpoint therefore holds flat tensors, and every process of every engine reads the ranges that it
+needs.
 """
 
 import warnings
@@ -53,7 +54,8 @@ class LocalTensor:
     """True if every process holds the same elements."""
 
     def write_share(self, rank: int, processes: int) -> "LocalTensor":
-        """Return the part that process `rank` writes: all elements, or an equal share of replicated ones."""
+        """Return the part that process `rank` writes: all elements, or an equal share if the elements are
+        replicated."""
         if not self.replicated:
             return self
         share = -(-len(self.data) // processes)
@@ -64,7 +66,7 @@ class LocalTensor:
         return replace(self, data=self.data.detach().to("cpu", copy=True))
 
     def chunk(self) -> ChunkStorageMetadata:
-        """Return the range as torch.distributed.checkpoint describes it."""
+        """Return the description of this range for torch.distributed.checkpoint."""
         return ChunkStorageMetadata(offsets=torch.Size([self.offset]), sizes=torch.Size([len(self.data)]))
 
 
@@ -97,7 +99,7 @@ class _SavePlanner(DefaultSavePlanner):
             for name, tensor in self.state.items()
             if len(tensor.data)
         ]
-        names = {name: (name,) for name in self.state}  # lets torch's own tools read the checkpoint
+        names = {name: (name,) for name in self.state}  # torch's own tools need the names to read the checkpoint
         self.plan = SavePlan(items, planner_data=names)
         return self.plan
 
@@ -106,7 +108,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Planner that loads a checkpoint into a local state. Names and sizes of tensors must be equal in both."""
+    """Planner that loads a checkpoint into a local state. The checkpoint and the local state must agree in names and
+    sizes of tensors."""
 
     def __init__(self, state: LocalState, *, strict: bool) -> None:
         super().__init__()
@@ -138,7 +141,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState) -> None:
     """Raise `ValueError` if names or sizes differ between the checkpoint and a local state."""
     saved = {name: tensor.size.numel() for name, tensor in stored.items()}
-    wanted = {name: tensor.numel for name, tensor in state.items() if tensor.numel}  # empty tensors are not written
+    # a checkpoint holds no empty tensors
+    wanted = {name: tensor.numel for name, tensor in state.items() if tensor.numel}
     differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
     if not differ:
         return
@@ -173,7 +177,7 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
         CheckpointException: a process could not write. Raised on all processes.
     """
     save(
-        {},  # empty, because the planner holds the tensors
+        {},  # the state dict is empty, because the planner holds the tensors
         storage_writer=_Writer(folder),
         planner=_SavePlanner(state),
         process_group=group,

@@ -17,10 +17,11 @@ from runtime.settings import SettingsError
 
 
 class ZeRO(Engine):
-    """DeepSpeed's engine. Loss scaling, clipping and skipping of steps are not DeepSpeed's, but those used under DDP.
+    """DeepSpeed's engine. Loss scaling, gradient clipping and the skipping of steps work as under DDP, not as in
+    DeepSpeed.
 
     Weights stay float32 and autocast sets the precision of the forward pass. DeepSpeed's own bf16 would cast the
-    teacher too, and a moving average in bf16 does not move.
+    teacher too, and most updates of a moving average in bf16 are rounded to zero.
     """
 
     sharded = True
@@ -43,7 +44,8 @@ class ZeRO(Engine):
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         allocate_moments(self.adamw_state, flat)
         if self.stage < 3:
-            self.zero._lazy_init_hp_params_optimizer_state()  # maps each parameter to its range of the flat moments
+            # this call maps each parameter to its range of the flat moments
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -52,10 +54,10 @@ class ZeRO(Engine):
         return loss.detach(), metrics
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """Return this process's ranges of the gradient, as views; empty for a tensor of which this process has no
-        range."""
+        """Return this process's ranges of the gradient, as views. A view is empty if this process holds no range of the
+        tensor."""
         if self._offloads and self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()  # the copy of the gradients to the host may still be running
+            torch.cuda.synchronize()  # wait, because the copy of the gradients to the host may still be running
         return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
 
     @torch.no_grad()  # without no_grad, DeepSpeed 0.18 fails when it gathers weights into views
@@ -67,12 +69,12 @@ class ZeRO(Engine):
     @torch.no_grad()
     def skip(self) -> None:
         # DeepSpeed clears gradients only in `step`. For a gradient that is not finite, some versions update the weights
-        # in `step` and others do not, so the update is disabled.
+        # in `step` and others do not, so the optimizer's update is disabled here.
         self.zero.optimizer.step = lambda *_: None
         try:
             self.engine.step()
         finally:
-            del self.zero.optimizer.step  # restores the optimizer's own `step`
+            del self.zero.optimizer.step  # deleting the attribute restores the optimizer's own `step`
 
     def gather_full_parameters(self, module: M) -> M:
         if self.stage < 3:
@@ -82,7 +84,7 @@ class ZeRO(Engine):
     def gather_on_main(self, module: M) -> M | None:
         if self.stage < 3 or self.accelerator.is_main_process:
             return super().gather_on_main(self.gather_full_parameters(module))
-        for _ in _full_parameters(module):  # every process has to take part in the gathering
+        for _ in _full_parameters(module):  # all processes must take part in the gathering of parameters
             pass
         return None
 
@@ -97,7 +99,7 @@ class ZeRO(Engine):
         return found
 
     def after_load(self, optimizer_steps: int) -> None:
-        self.zero.refresh_fp32_params()  # renews the optimizer's own copy of the weights
+        self.zero.refresh_fp32_params()  # copy the loaded weights into the optimizer's copy of the weights
         super().after_load(optimizer_steps)
 
     @property
@@ -109,7 +111,7 @@ class ZeRO(Engine):
         return bool(self.zero.offload_optimizer if self.stage == 3 else self.zero.cpu_offload)
 
     def _range(self, parameter: Any, flat: Tensor) -> LocalTensor:
-        """Return ZeRO-3's range of a flattened parameter. Ranges have equal lengths; the last one is padded."""
+        """Return ZeRO-3's range of a flattened parameter. Ranges have equal lengths; the last range is padded."""
         offset = min(self.accelerator.process_index * parameter.partition_numel(), parameter.ds_numel)
         return LocalTensor(flat.detach()[: parameter.ds_numel - offset], offset, parameter.ds_numel)
 
@@ -124,7 +126,7 @@ class ZeRO(Engine):
         return LocalTensor(fragment.get_hp_fragment(moment), fragment.lp_fragment_address.start, parameter.numel())
 
     def _gradient(self, parameter: Any) -> Tensor:
-        """Return the gradient that DeepSpeed will use in its step: (n,), or of the parameter's shape."""
+        """Return the gradient that DeepSpeed will use in its step, either flat (n,) or in the parameter's shape."""
         if self.stage == 3:
             gradient, _ = self.zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
             return self._range(parameter, gradient).data
@@ -148,10 +150,10 @@ def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -> None:
-    """Check DeepSpeed's settings from the launcher or its DeepSpeed file, and set those that follow from the run.
+    """Check DeepSpeed's settings from the launcher or its DeepSpeed file, and set the values that follow from the run.
 
     Raises:
-        SettingsError: a setting would change what the method computes, or has no effect here.
+        SettingsError: a setting would change the results of the method, or would have no effect.
     """
     config = _config(accelerator)
     zero: dict[str, Any] = config["zero_optimization"]
@@ -173,11 +175,13 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     }
     config.pop("train_batch_size", None)
     for name in [name for name, value in zero.items() if value == "auto"]:
-        del zero[name]  # accelerate would derive a value from `hidden_size`, which the models here lack
+        # accelerate would replace "auto" by a value that it derives from `hidden_size`, which the models here lack
+        del zero[name]
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device", "none") == "none":
             zero.pop(part, None)
-    # unpartitioned parameters would not follow the teacher's average, which updates the local ranges
+    # with a higher threshold, small parameters of the teacher would stay unpartitioned; the moving average updates only
+    # local ranges and would miss these parameters
     zero["stage3_param_persistence_threshold"] = 0
     zero.setdefault("reduce_bucket_size", 50_000_000)  # DeepSpeed's default of 500 million allocates a buffer of 2 GB
 
@@ -190,7 +194,7 @@ def _config(accelerator: Accelerator) -> dict[str, Any]:
     return plugin.deepspeed_config
 
 
-# sections of a DeepSpeed file that change no result, or that are checked below
+# accepted sections of a DeepSpeed file: sections that change no result, and sections that are checked below
 SECTIONS = {
     "zero_optimization", "fp16", "bf16", "torch_autocast", "gradient_clipping", "gradient_accumulation_steps",
     "train_batch_size", "train_micro_batch_size_per_gpu", "communication_data_type", "data_types", "steps_per_print",
@@ -198,8 +202,8 @@ SECTIONS = {
     "csv_monitor", "comet", "aio", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
 
-# options of zero_optimization that change the parameter layout or precision that checkpoints and the EMA rely on, with
-# the only supported value
+# options of zero_optimization that change the layout or precision of parameters, on which checkpoints and the EMA rely;
+# each option has the only supported value
 FIXED = {
     "round_robin_gradients": False,
     "zero_hpz_partition_size": 1,

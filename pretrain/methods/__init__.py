@@ -5,4 +5,4 @@ from pretrain.methods.dino import DINO
 from pretrain.methods.mae import MAE
 
 METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE}
-"""Name -> class. To add a method from outside, assign to this dictionary before the settings are read."""
+"""Classes of methods by name. To add a method from outside, assign to this dictionary before the settings are read."""

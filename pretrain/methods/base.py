@@ -29,14 +29,14 @@ class Method(nn.Module):
     image_size: int
     """side of the images in pixels for the k-NN evaluation during training"""
     drop: bool = False
-    """True if the encoder drops hidden tokens instead of replacing them"""
+    """True if the encoder drops hidden tokens, False if it replaces them by a mask token"""
     small_settings: ClassVar[dict[str, Any]] = {}
     """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
     """advice of the collapse alarm when the rank of the features falls"""
     has_panels: bool = False
-    """True if the method has pictures of its predictions (`panels`), for which weights are gathered on the main
-    process"""
+    """True if the method has pictures of its predictions (`panels`). Full weights are gathered on the main process to
+    make these pictures."""
 
     @staticmethod
     def resolve(
@@ -61,8 +61,8 @@ class Method(nn.Module):
         return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of this process's images, a float32 scalar, and scalar metrics. Must not wait for the
-        device."""
+        """Return the loss of this process's images, a float32 scalar, and scalar metrics. The method must not wait for
+        the device."""
         raise NotImplementedError
 
     def transform(self) -> Transform:
@@ -85,11 +85,11 @@ class Method(nn.Module):
         return [block for part in self.modules() if isinstance(part, Encoder) for block in flat_blocks(part)]
 
     def frozen(self) -> dict[str, int]:
-        """Return the number of first steps with learning rate 0, by prefix of parameter names."""
+        """Return prefixes of parameter names -> number of steps at the start of the run with learning rate 0."""
         return {}
 
     def lr_factors(self) -> dict[str, float]:
-        """Return factors on the learning rate, by prefix of parameter names."""
+        """Return prefixes of parameter names -> factor on the learning rate."""
         return {}
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
@@ -106,7 +106,8 @@ class Method(nn.Module):
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
         """Return pictures of the method's predictions for the first `images` of a batch.
 
-        Name -> rows, one row per image, each a list of normalised pictures (C, H, W).
+        The keys are names of pictures. A value has one row per image, and a row is a list of normalised pictures (C, H,
+        W).
         """
         return {}
 

@@ -157,12 +157,12 @@ class Head(nn.Module):
         self.last_layer = Prototypes(config.bottleneck_dim, config.prototypes, fixed_length=config.norm_last_layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        # 1e-12 is 0 in float16
+        # a larger epsilon in low precision, because 1e-12 is 0 in float16
         return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
 
 
 def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean cross-entropy between each teacher crop and all other student crops.
+    """Return the mean cross-entropy between each teacher crop and all student crops other than the same crop.
 
         loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
 
@@ -186,7 +186,7 @@ def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
         logits: (N, K) float32; N may differ between processes.
     """
     scaled = logits / temperature
-    peak = all_reduce_max(scaled.max())  # subtracts the maximum, because exp would overflow
+    peak = all_reduce_max(scaled.max())  # the maximum is subtracted, because exp would overflow
     assignment = (scaled - peak).exp()  # (N, K)
     rows = all_reduce_sum(scaled.new_full((), len(logits)))
     for _ in range(iterations):
@@ -234,7 +234,7 @@ class DINO(Method):
     rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
 
     def __init__(self, encoder: Encoder, config: ResolvedDINO, steps: int) -> None:
-        """Build the student, and copy it for the teacher. `steps` is the length of the run."""
+        """Build the student, and copy the student to make the teacher. `steps` is the length of the run."""
         super().__init__()
         self.config = config
         self.steps = steps
@@ -244,8 +244,10 @@ class DINO(Method):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))
-        self._sums: tuple[int, Tensor] | None = None  # step; sum of the teacher's logits and number of rows (K + 1,)
-        self._last: tuple[Tensor, Tensor] | None = None  # teacher's pooled features and best prototypes, for health()
+        # the step, and the sum of the teacher's logits over rows followed by the number of rows, (K + 1,)
+        self._sums: tuple[int, Tensor] | None = None
+        # the teacher's pooled features and the index of the best prototype per row, for health()
+        self._last: tuple[Tensor, Tensor] | None = None
         self.train()
 
     @staticmethod
@@ -257,7 +259,7 @@ class DINO(Method):
 
     def train(self, mode: bool = True) -> "DINO":
         super().train(mode)
-        self.teacher.eval()  # no drop path in the teacher
+        self.teacher.eval()  # eval mode turns off drop path in the teacher
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -297,7 +299,8 @@ class DINO(Method):
         sums = torch.cat([logits.sum(0), logits.new_full((1,), len(logits))])  # (K + 1,)
         # sums of an earlier step belong to a skipped step and are discarded
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
-        self._last = (pooled.float(), target.argmax(-1))  # keeping `target` would cost memory until the next step
+        # keep indices only, because `target` would occupy memory until the next step
+        self._last = (pooled.float(), target.argmax(-1))
         spread = (logits - self.center).std(0).mean() / temperature
         return target.unflatten(0, (view.crops, -1)), spread
 
@@ -308,7 +311,7 @@ class DINO(Method):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Update the teacher by the student, and the centre by the mean of this step's teacher logits."""
+        """Move the teacher towards the student, and the centre towards the mean of this step's teacher logits."""
         if self._sums is None:
             raise RuntimeError("after_step needs a forward pass of the same step.")
         ema.update(

@@ -1,4 +1,4 @@
-"""MAE (2111.06377): the encoder sees part of an image, and a small decoder predicts the pixels of the rest.
+"""MAE (2111.06377): the encoder sees part of an image, and a small decoder predicts the pixels of the hidden part.
 
 Encoders that cannot drop hidden tokens replace them by a mask token, and a linear layer predicts the pixels, as in
 SimMIM (2111.09886).
@@ -31,7 +31,7 @@ LONGEST_SIDE = 512
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
-    NaViT: {"pool": "mean"},  # MAE's loss does not train attention pooling
+    NaViT: {"pool": "mean"},  # mean pooling, because MAE's loss does not train attention pooling
 }
 """the paper's encoder settings, for encoders that have them"""
 
@@ -102,7 +102,8 @@ class Decoder(nn.Module):
 
     def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
         super().__init__()
-        width = config.decoder_dim or min(max(dim // 32 * 32, 32), 512)  # 512, 16 heads, for the published encoders
+        # for the published encoders, the width is 512 with 16 heads
+        width = config.decoder_dim or min(max(dim // 32 * 32, 32), 512)
         heads = config.decoder_heads or max(width // 32, 1)
         if depth and width % heads:
             raise ValueError(
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
     def forward(self, features: Features, mask: Mask, sequences: Tensor | None = None) -> Tensor:
         """Predict pixels (T, P) from features of the visible tokens (V, D) or of all tokens (T, D).
 
-        `sequences` is the attribute of that name of `PackedImages`.
+        `sequences` is `PackedImages.sequences`, or None for images of one size.
         """
         x = self.embed(features.tokens)  # (V or T, E)
         if self.mask_token is not None:
@@ -156,7 +157,8 @@ class Decoder(nn.Module):
         return x[:, int(self.class_token) :].flatten(0, 1) if segments.uniform else x
 
     def _positions(self, grids: Tensor, segments: Segments) -> Tensor:
-        """Return fixed sine-cosine positions of all tokens: grids (B, 2) -> (T, E). The first half encodes the column.
+        """Return fixed sine-cosine positions of all tokens: grids (B, 2) -> (T, E). The first half of each position
+        vector encodes the column.
 
         Raises:
             ValueError: a grid is longer than `LONGEST_SIDE`.
@@ -178,13 +180,13 @@ def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Te
     hide the same number of tokens, as in the paper, this is the mean over all hidden tokens.
 
     Args:
-        predicted: (T, P) float32.
-        target: (T, P) float32.
-        grids: (B, 2).
+        predicted: predicted pixels, (T, P) float32.
+        target: true pixels, (T, P) float32.
+        grids: rows and columns of tokens of each image, (B, 2).
     """
     per_token = (predicted - target).square().mean(1)  # (T,)
     counts = grids.prod(1)
-    each = 1 / ((counts - mask.lengths) * len(counts))  # (B,) weight of a hidden token
+    each = 1 / ((counts - mask.lengths) * len(counts))  # (B,) weight of each hidden token of an image
     weights = copy_to_device(torch.repeat_interleave(each.to(per_token.dtype), counts), per_token.device)  # (T,)
     return (per_token * weights * mask.hidden).sum()
 
@@ -222,7 +224,7 @@ class MAE(Method):
         pixels = encoder.stride**2 * encoder.channels
         self.encoder = encoder
         self.decoder = Decoder(encoder.dim, pixels, config, depth, drop=self.drop, class_token=class_token)
-        self._pooled: Tensor | None = None  # (B, D) of the last forward, for health()
+        self._pooled: Tensor | None = None  # pooled features (B, D) of the last forward pass, for health()
 
     @staticmethod
     def encoder_defaults(config: MAEConfig, family: type[Encoder]) -> dict[str, Any]:
@@ -233,7 +235,8 @@ class MAE(Method):
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        # multiples of the largest image waste the fewest tokens (benchmarks/results/packing.md)
+        # budgets that are multiples of the largest image's tokens waste the fewest tokens
+        # (benchmarks/results/packing.md)
         budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
         crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)

@@ -44,7 +44,8 @@ def effective_rank(features: Tensor) -> float:
     rows = all_reduce_sum(features.new_full((), len(features), dtype=torch.float64))
     mean = all_reduce_sum(features.sum(0, dtype=torch.float64)) / rows  # (D,)
     centred = features.double() - mean
-    gram = all_reduce_sum(centred.T @ centred)  # (D, D); its eigenvalues are the squared singular values
+    # (D, D); its eigenvalues are the squared singular values of the centred features
+    gram = all_reduce_sum(centred.T @ centred)
     if not gram.isfinite().all():
         return math.nan
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
@@ -69,7 +70,8 @@ class CollapseAlarm:
             config: thresholds.
             steps: length of the run.
             rank_hint: advice of the method when the rank of the features falls.
-            memory: state of the alarm of a stopped run. It is updated in place, so that a checkpoint can hold it.
+            memory: state of the alarm, empty for a new run. The alarm updates the dictionary in place, so that a
+                checkpoint can store the state.
         """
         self.config, self.steps, self.rank_hint = config, steps, rank_hint
         self.memory = {} if memory is None else memory

@@ -18,7 +18,8 @@ from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, op
 
 
 class Recorder:
-    """Write metrics to the chosen sinks, and pictures and skipped samples to the run folder. Main process only."""
+    """Write metrics to the chosen sinks, and pictures and skipped samples to the run folder. Used on the main process
+    only."""
 
     def __init__(
         self, output: Path, step: int, config: MetricsConfig | None = None, settings: Mapping[str, Any] | None = None
@@ -48,7 +49,8 @@ class Recorder:
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
     def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
-        """Write pictures, name -> (H, W, 3) uint8, to the sinks; OUTPUT/pictures/NAME.png holds the newest of each."""
+        """Write pictures, name -> (H, W, 3) uint8, to the sinks; OUTPUT/pictures/NAME.png holds the newest picture of a
+        name."""
         folder = self.output / "pictures"
         folder.mkdir(exist_ok=True)
         for sink in self.sinks:

@@ -15,7 +15,7 @@ from pretrain.config import EvaluationConfig
 
 
 class OnlineKNN:
-    """k-NN evaluation of an encoder on labelled shards. Make and call it on all processes."""
+    """k-NN evaluation of an encoder on labelled shards. All processes must create and call the evaluation."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class OnlineKNN:
             bank: labelled SHARDS of the neighbours.
             image_size: side of the images in pixels.
             accelerator: processes and device.
-            source: how to reach remote shards.
+            source: options for reading remote shards.
 
         Raises:
             EvaluationError: a shard is in the bank and in `config.val`.

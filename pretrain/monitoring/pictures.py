@@ -1,7 +1,7 @@
 """Pictures of the input and the features of a run, as (H, W, 3) uint8 arrays.
 
-Normalised images are shown with their original colours: one channel as gray, two as red and green, and of more than
-three the first three as red, green and blue.
+Normalised images are shown with their original colours: one channel as gray, two channels as red and green, and three
+or more channels by the first three as red, green and blue.
 
 Shape letters: N images, C channels, D width of a token, h x w grid of tokens.
 """
@@ -21,7 +21,7 @@ def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
     columns = []
     shown = min(images, len(batch))
     for view in batch.views:
-        if isinstance(view.images, PackedImages):  # one crop per image, of many sizes
+        if isinstance(view.images, PackedImages):  # packed images have one crop per image, and the crops differ in size
             return panels([[image] for image in view.images.unpack()[:shown]], batch.preprocessing, side)
         per_crop = view.images.unflatten(0, (view.crops, -1))[:, :shown].float()  # (n, shown, C, H, W)
         columns += [_resized(_colours(crop, batch.preprocessing), side) for crop in per_crop]
@@ -92,7 +92,8 @@ def _colours(images: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def _resized(images: Tensor, side: int) -> Tensor:
-    """(N, 3, H, W) -> (N, 3, side, side): the longer side is fitted, and the rest is white."""
+    """Scale images so that the longer side is `side`, and pad them to white squares: (N, 3, H, W) -> (N, 3, side,
+    side)."""
     scale = side / max(images.shape[-2:])
     height, width = (max(round(s * scale), 1) for s in images.shape[-2:])
     resized = F.interpolate(images, size=(height, width), mode="nearest")

@@ -1,4 +1,4 @@
-"""Metric sinks: outputs for the numbers and pictures of a run, one class each.
+"""Metric sinks: outputs for the numbers and pictures of a run. Each output is one class.
 
 Every sink has the three methods of `Sink`. All sinks receive the same records. A resumed run repeats the steps after
 its checkpoint; each sink makes sure that no step appears twice.
@@ -27,7 +27,7 @@ EXTRAS = ("wandb", "mlflow")
 PARAMETERS_PER_CALL = 100
 """Largest number of parameters that MLflow accepts in one call."""
 LONGEST_PARAMETER = 500
-"""Largest number of characters of a parameter that every version of MLflow accepts."""
+"""Largest length of a parameter's value, in characters, that every version of MLflow accepts."""
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class TensorBoard:
     """OUTPUT/tensorboard: event files."""
 
     def __init__(self, output: Path, step: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.writer import SummaryWriter  # imported here, because the import is slow
 
         self.writer = SummaryWriter(output / "tensorboard", purge_step=step + 1 if step else 0)
 
@@ -120,7 +120,7 @@ class CSV:
         if not self.path.exists():
             return
         text = self.path.read_text()
-        whole_lines = text[: text.rfind("\n") + 1]  # a killed process may leave a partial last line
+        whole_lines = text[: text.rfind("\n") + 1]  # a killed process may have left a partial last line in the file
         rows = list(csv.DictReader(whole_lines.splitlines()))
         self._rewrite([row for row in rows if step and int(row["step"]) <= step])
 
@@ -151,8 +151,8 @@ class CSV:
 class WandB:
     """A run of Weights & Biases. The environment variables of `wandb` apply (`WANDB_PROJECT`, `WANDB_MODE`, ...).
 
-    The run's name is the name of the run folder. A resumed run continues the same run of Weights & Biases, which drops
-    the steps that it already has.
+    The run's name is the name of the run folder. A resumed run continues the same run of Weights & Biases. The service
+    drops repeated steps.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -222,7 +222,8 @@ class MLflow:
 def open_sinks(config: MetricsConfig, output: Path, step: int, settings: Mapping[str, Any]) -> list[Sink]:
     """Open the chosen sinks of a run that has done `step` steps.
 
-    Records of later steps are removed, and all records if `step` is 0. wandb and mlflow show `settings` with the run.
+    Records of later steps are removed. If `step` is 0, all records are removed. wandb and mlflow show `settings` with
+    the run.
     """
     makers: dict[str, Callable[[], Sink]] = {
         "jsonl": lambda: JSONLines(output, step),
@@ -250,7 +251,7 @@ def keep_lines(path: Path, step: int) -> None:
             if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
-            break  # a killed process may leave a partial last line
+            break  # a killed process may have left a partial last line in the file
     with atomic_write(path) as temporary:
         temporary.write_text("".join(kept))
 

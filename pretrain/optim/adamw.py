@@ -80,13 +80,14 @@ def adamw(
 
 
 def flat_blocks(encoder: Encoder) -> list[nn.Module]:
-    """Return the blocks of an encoder in one list, also if `Encoder.blocks` holds a list per stage (Twins)."""
+    """Return the blocks of an encoder in one list, even if `Encoder.blocks` holds one list per stage (Twins)."""
     stages = (block if isinstance(block, nn.ModuleList) else [block] for block in encoder.blocks)
     return [block for stage in stages for block in stage]
 
 
 def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yield the name, parameter and layer of each parameter of an encoder; layers count as in BEiT's fine-tuning.
+    """Yield the name, parameter and layer of each parameter of an encoder; layers are numbered as in BEiT's
+    fine-tuning.
 
     Layer 0 holds everything before the first block: embeddings, positions and tokens. Block i is layer i + 1.
     Everything after the last block is layer depth + 1. A part between two blocks, such as Swin's downsampling, belongs
@@ -135,7 +136,7 @@ def parameter_groups(
 
     Args:
         frozen: Steps of learning rate 0 by prefix of parameter names, `Method.frozen()`.
-        factors: Factors on the learning rate that are not 1, `learning_rate_factors`.
+        factors: Factors on the learning rate that are not 1, from `learning_rate_factors`.
     """
     encoders = [module for module in method.modules() if isinstance(module, Encoder)]
     undecayed = {

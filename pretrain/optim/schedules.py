@@ -21,7 +21,8 @@ def cosine(
 
 
 def linear(step: int, steps: int, start: float, end: float) -> float:
-    """Return a value that goes linearly from `start` to `end` over `steps` values, both included, and then stays.
+    """Return a value that goes linearly from `start` to `end` over `steps` values, both included, and then stays at
+    `end`.
 
     If `steps` is 1, the only value is `start`, as in `np.linspace(start, end, 1)`.
     """
