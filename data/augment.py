@@ -1,9 +1,9 @@
-"""Colour augmentation of DINO (2104.14294): drawn for each crop on the CPU, applied to batches on any device.
+"""Colour augmentation of DINO (2104.14294): parameters are drawn on the CPU and applied to batches on any device.
 
-Shapes: N crops of C channels and H x W pixels, n of them chosen for an operation; D taps of a blur. Defaults are those
-of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in torchvision: values are clamped
-after each factor, contrast changes the distance to the mean of the gray image, hue is shifted in HSV. Crops that are
-not RGB have the mean of their channels as gray image.
+Shapes: N crops have C channels and H x W pixels. An operation changes n of the N crops. A blur kernel has D taps. The
+default settings are those of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in
+torchvision: values are clamped after each change, contrast changes the distance to the mean of the gray image, hue is
+shifted in HSV. The gray image of a crop that is not RGB is the mean of its channels.
 """
 
 import logging
@@ -90,10 +90,11 @@ def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
 def draw_colors(
     rng: np.random.Generator, config: ColorConfig, blur: Sequence[float], solarize: Sequence[float]
 ) -> ColorParameters:
-    """Draw colour changes of N crops, with the probabilities `blur` and `solarize` of each crop.
+    """Draw the colour changes of N crops.
 
-    The function draws N * `COLOR_DRAWS` numbers from `rng`, one crop after another. The settings do not change this
-    number.
+    `blur` and `solarize` hold the probabilities of these operations for each crop.
+
+    The function always draws N * `COLOR_DRAWS` numbers from `rng`, one crop after another, for any settings.
     """
     u = rng.random((len(blur), COLOR_DRAWS))  # (N, COLOR_DRAWS)
     spread = np.array([config.brightness, config.contrast, config.saturation, config.hue])
@@ -120,8 +121,8 @@ def draw_colors(
 def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET) -> Tensor:
     """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
-    The order is jitter, gray, blur, solarise. The CPU never waits for the device: it sends one table of factors and one
-    list of crops, and leaves out operations that no crop needs.
+    The operations are applied in the order jitter, gray, blur, solarise. The CPU never waits for the device: it sends
+    one table of factors and one list of crop indices, and skips operations that no crop needs.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
@@ -153,10 +154,10 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
-    """Turn the uint8 views of a batch into float views: cut the crops of whole images, change colours, and normalise.
+    """Turn uint8 views into float views: cut the crops if the batch holds whole images, change colours, and normalise.
 
     Raises:
-        ValueError: the views are floats already, or packed images have colour changes.
+        ValueError: the views are already floats, or a view of packed images has colour changes.
     """
     if batch.raw is not None:
         batch = cut_views(batch)
@@ -173,7 +174,8 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
     if isinstance(images, PackedImages):
         if view.color is not None:
             raise ValueError("Packed images cannot have colour changes.")
-        x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)  # channels vary fastest in a patch
+        # The channel index varies fastest in a patch.
+        x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
         return replace(images, patches=_normalize(x, preprocessing).to(dtype).view_as(pixels))
     if view.color is not None:
         return augment_colors(images, view.color, preprocessing).to(dtype)
@@ -182,22 +184,25 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
 
 
 def gray_image(x: Tensor) -> Tensor:
-    """Luminance of RGB images (ITU-R 601), or mean of other channels: (N, C, H, W) -> (N, 1, H, W)."""
+    """Return the ITU-R 601 luminance of RGB images, or the channel mean of others: (N, C, H, W) -> (N, 1, H, W)."""
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     return (x[:, 0:1] * 0.299).add_(x[:, 1:2], alpha=0.587).add_(x[:, 2:3], alpha=0.114)
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """Shift the hue by `turns` of the colour circle. Value and saturation stay: (N, 3, H, W), (N,) -> (N, 3, H, W)."""
+    """Shift the hue by `turns` of the colour circle: (N, 3, H, W), (N,) -> (N, 3, H, W).
+
+    The shift preserves value and saturation.
+    """
     red, green, blue = x.unbind(1)  # (N, H, W)
     value, chroma = x.amax(1), x.amax(1) - x.amin(1)
     divisor = torch.where(chroma == 0, 1, chroma)
     sixth = torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
     sixth = torch.where(value == red, (green - blue) / divisor, sixth) + 6 * turns[:, None, None]
     out = torch.empty_like(x)
-    # Around the colour circle, a channel is at its maximum over two sixths, at its minimum over two sixths, and linear
-    # in between.
+    # As the hue goes round the colour circle, each channel stays at its maximum for two sixths of the circle, stays at
+    # its minimum for two sixths, and is linear in between.
     for channel, start in enumerate((5, 3, 1)):
         k = (sixth + start).remainder_(6)
         out[:, channel] = value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
@@ -205,7 +210,7 @@ def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Blur each crop with its standard deviation, edge pixels repeated: (N, C, H, W), (N,) -> (N, C, H, W).
+    """Blur each crop with its own `sigma`, and repeat edge pixels: (N, C, H, W), (N,) -> (N, C, H, W).
 
     The kernel reaches four standard deviations to each side, but at most `radius` pixels. Its weights sum to one.
     """
@@ -216,24 +221,25 @@ def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
 
 
 def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
-    """Return the matrix that blurs a line of pixels, for each standard deviation: (n,) -> (n, length, length)."""
+    """Return one matrix per `sigma`, which blurs a line of `length` pixels: (n,) -> (n, length, length)."""
     offsets = torch.arange(-radius, radius + 1, device=sigma.device)  # (D,)
     weights = torch.exp(-0.5 * (offsets / sigma[:, None]).square())  # (n, D)
     weights = weights * (offsets.abs() <= torch.ceil(4 * sigma[:, None]))
     weights = weights / weights.sum(1, keepdim=True)
     pixels = torch.arange(length, device=sigma.device)
     sources = (pixels + offsets[:, None]).clamp_(0, length - 1)  # (D, length)
-    taps = (sources[:, :, None] == pixels).to(weights.dtype)  # (D, length, length): 1 if a tap reads a pixel
+    # (D, length, length): entry [d, i, j] is 1 if tap d of pixel i reads pixel j.
+    taps = (sources[:, :, None] == pixels).to(weights.dtype)
     return (weights @ taps.flatten(1)).unflatten(1, (length, length))
 
 
 def _blends(p: ColorParameters) -> Tensor:
-    """Return the factors of the four colour changes of each crop, in the order of the changes: (3, 4, N).
+    """Return the factors of the four colour changes of each crop, in the order in which they are applied: (3, 4, N).
 
     The first axis holds the factor of the image, the factor of its gray image, and the factor of the mean of the gray
-    image. Brightness, saturation and contrast compute x * f + (1 - f) * r, where r is black, the gray image, or the
-    mean of the gray image. Crops with different orders can therefore be computed together. For hue, the factors leave
-    the image unchanged.
+    image. Brightness, saturation and contrast compute x * f + (1 - f) * r, where r is black for brightness, the gray
+    image for saturation, and the mean of the gray image for contrast. Crops with different orders can therefore be
+    computed together. The factors of a hue change leave the image unchanged.
     """
     factors = torch.stack([p.brightness, p.contrast, p.saturation, torch.ones_like(p.hue)], dim=1)  # (N, 4)
     factors = factors.gather(1, p.order)
@@ -242,23 +248,23 @@ def _blends(p: ColorParameters) -> Tensor:
 
 
 def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the indices of the true values of each flag, on `device`. A flag is (N,) bool on the CPU.
+    """Return the indices of the true values of each tensor in `flags`, on `device`.
 
-    A single copy moves the indices of all flags.
+    Each tensor is (N,) bool on the CPU. A single copy moves the indices of all tensors to the device.
     """
     places = [flag.nonzero().squeeze(1) for flag in flags]
     return list(_to_device(torch.cat(places), device).split([len(p) for p in places]))
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting. CUDA copies in the background only from pinned memory."""
+    """Copy a tensor to a device without waiting. For CUDA, the tensor is pinned first, because other copies wait."""
     return (
         tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
     )
 
 
 def _normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Normalise (N, C, ...) in place, channel by channel."""
+    """Normalise a tensor (N, C, ...) in place, one channel at a time."""
     for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
         x[:, channel].sub_(mean).div_(std)
     return x

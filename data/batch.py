@@ -1,7 +1,8 @@
 """The batch that the loader yields, and the random parameters that a transform draws for one image.
 
-Shapes: B images of a batch; n crops of one image in a view; N = n * B crops of a view, crop-major: crop c of image b is
-row c * B + b. C channels, H x W pixels. Images of many sizes are packed instead, one crop each.
+Shapes: a batch has B images with C channels and H x W pixels. A view has n crops of each image, N = n * B crops in
+total. They are crop-major: crop c of image b is row c * B + b. Crops of different sizes are packed, and a packed view
+has one crop of each image.
 """
 
 from collections.abc import Sequence
@@ -20,29 +21,29 @@ from encoders.images import Images, Mask, PackedImages
 class ColorParameters:
     """Random colour changes of N crops, which `data.augment.augment_colors` applies on any device.
 
-    All tensors are (N,) float32 unless noted. The tensors stay on the CPU: the code decides there which crops need
-    which operation, so that it never waits for a device.
+    All tensors are (N,) float32 unless noted. The tensors stay on the CPU, where the code decides which crops need
+    which operation without waiting for a device.
     """
 
     brightness: Tensor
-    """Brightness factor; 1 is the identity."""
+    """Brightness factor; 1 for no change."""
     contrast: Tensor
-    """Contrast factor; 1 is the identity."""
+    """Contrast factor; 1 for no change."""
     saturation: Tensor
-    """Saturation factor; 1 is the identity."""
+    """Saturation factor; 1 for no change."""
     hue: Tensor
-    """Shift of the hue in turns of the colour circle, -0.5 to 0.5; 0 is the identity."""
+    """Shift of the hue in turns of the colour circle, -0.5 to 0.5; 0 for no change."""
     order: Tensor
-    """(N, 4) int64: order of the changes of brightness, contrast, saturation and hue."""
+    """(N, 4) int64: order in which brightness (0), contrast (1), saturation (2) and hue (3) are changed."""
     grayscale: Tensor
     """bool: True for a crop that becomes gray."""
     blur: Tensor
-    """Standard deviation of the blur in pixels; 0 is the identity."""
+    """Standard deviation of the Gaussian blur in pixels; 0 for no blur."""
     solarize: Tensor
-    """bool: True for a crop whose values of one half and above are inverted."""
+    """bool: True for a solarised crop, in which values of 0.5 and above are inverted."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process sends arrays by value. Each tensor would cost a block of shared memory and an open file.
+        # Worker processes send NumPy arrays by value. A tensor would need a block of shared memory and an open file.
         return {name: value.numpy(force=True) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -50,25 +51,25 @@ class ColorParameters:
 
     @classmethod
     def stack(cls, images: Sequence["ColorParameters"]) -> "ColorParameters":
-        """Return the parameters of a batch, crop-major, from those of B images: B x (n, ...) -> (n * B, ...)."""
+        """Stack the parameters of B images, each (n, ...), into those of a batch, (n * B, ...) in crop-major order."""
         columns = ([getattr(image, f.name) for image in images] for f in fields(cls))
         return cls(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns))
 
 
 @dataclass
 class CropParameters:
-    """Boxes of N crops, and how each box becomes a crop: resize, keep a window, mirror, rotate."""
+    """Boxes of N crops, and the operations that turn each box into a crop: resize, window, mirror, rotate."""
 
     boxes: np.ndarray
-    """(N, 4) int64: top, left, height, width in pixels of the image."""
+    """(N, 4) int64: top, left, height and width of each box, in pixels of the image."""
     size: tuple[int, int]
     """Height and width of a box after the resize."""
     flips: np.ndarray
-    """(N,) bool: mirror left and right after the resize."""
+    """(N,) bool: True for a box that is mirrored left to right after the resize."""
     degrees: np.ndarray | None = None
     """(N,): counter-clockwise rotation in degrees, after mirroring; None for no rotation."""
     window: tuple[int, int, int, int] | None = None
-    """Top, left, height and width of the part of the resized box that becomes the crop; None for the complete box."""
+    """Top, left, height and width of the part of the resized box that becomes the crop; None if all of the box does."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,14 +77,14 @@ class CropParameters:
         return self.size if self.window is None else self.window[2:]
 
     def shrunk(self, shrink: int) -> "CropParameters":
-        """Return the boxes for the image at 1 / `shrink` of its size, with edges rounded to whole pixels."""
+        """Return the boxes scaled to an image of 1 / `shrink` of the size, with edges rounded to whole pixels."""
         start, end = self.boxes[:, :2], self.boxes[:, :2] + self.boxes[:, 2:]
         start, end = ((2 * edge + shrink) // (2 * shrink) for edge in (start, end))
         return replace(self, boxes=np.concatenate([start, end - start], axis=1))
 
     @classmethod
     def stack(cls, images: Sequence["CropParameters"]) -> "CropParameters":
-        """Return the parameters of a batch, crop-major, from those of B images: B x (n, ...) -> (n * B, ...)."""
+        """Stack the parameters of B images, each (n, ...), into those of a batch, (n * B, ...) in crop-major order."""
         stacked = [np.stack(column, axis=1) for column in ([p.boxes for p in images], [p.flips for p in images])]
         boxes, flips = (column.reshape(-1, *column.shape[2:]) for column in stacked)
         degrees = [image.degrees for image in images if image.degrees is not None]
@@ -98,7 +99,7 @@ class ViewParameters:
     color: ColorParameters | None = None
     """Colour changes of the crops; None for no change."""
     masks: tuple[np.ndarray, ...] = ()
-    """Masks of the crops: any number of arrays (n, h, w) bool, with True for a hidden token."""
+    """Masks of the crops: any number of bool arrays (n, h, w), in which True marks a hidden token."""
 
 
 SampleParameters = Sequence[ViewParameters]
@@ -106,10 +107,10 @@ SampleParameters = Sequence[ViewParameters]
 
 
 def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
-    """Return the largest factor of 1, 2, 4 and 8 by which an image of `size` (H, W) can shrink before crops are cut.
+    """Return the largest factor, 1, 2, 4 or 8, by which an image of `size` (H, W) can shrink before it is cropped.
 
-    No box of the smaller image may be smaller than its crop. The factor is 1 for a view that keeps a window of the
-    resized image, as in evaluation.
+    No box may become smaller than its crop. The factor is 1 if a view keeps only a window of the resized box, as in
+    evaluation.
     """
     most = min(min(size[0] // view.boxes.size[0], size[1] // view.boxes.size[1]) for view in views)
     if most < 2 or any(view.boxes.window for view in views):
@@ -120,7 +121,7 @@ def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """Settings of a batch of packed crops, which have different sizes."""
+    """Settings for packing crops of different sizes."""
 
     patch: int
     """Side of a patch in pixels."""
@@ -130,34 +131,34 @@ class Packing:
 
 @dataclass
 class RawImages:
-    """Whole images of a batch, in `Batch.memory`, from which a device cuts the crops (`data.resample.cut_views`)."""
+    """Whole images of a batch, stored in `Batch.memory`. `data.resample.cut_views` cuts their crops on a device."""
 
     sizes: np.ndarray
-    """(B, 2) int64: height and width."""
+    """(B, 2) int64: height and width of each image."""
     starts: np.ndarray
-    """(B,) int64: first byte of each image. The memory order of an image is row, column, channel."""
+    """(B,) int64: index in `Batch.memory` of the first byte of each image. The memory order is row, column, channel."""
 
 
 @dataclass
 class View:
-    """One view of a batch: n crops of each of B images. The crops have one size, or they are packed."""
+    """One view of a batch: n crops of each of B images. Either all crops have the same size, or they are packed."""
 
     images: Images
-    """(n * B, C, H, W) crop-major, or packed images. uint8 from the loader, normalised floats after
-    `data.augment.to_model_input`. Empty as long as the batch holds whole images (`Batch.raw`)."""
+    """Crops (n * B, C, H, W) in crop-major order, or packed images. The loader yields uint8 values, and
+    `data.augment.to_model_input` returns normalised floats. The tensor is empty before the crops are cut from
+    `Batch.raw`."""
     crops: int
     """Crops per image (n)."""
     masks: tuple[Mask, ...] = ()
-    """Masks over all n * B crops, crop-major. The tuple is empty for methods without masks; I-JEPA has several
-    masks."""
+    """Masks of all n * B crops, in crop-major order. Methods without masks have none; I-JEPA has several."""
     color: ColorParameters | None = None
     """Colour changes that have not been applied yet; None if there are none."""
     boxes: CropParameters | None = None
-    """Boxes of the crops as long as the batch holds whole images; None afterwards."""
+    """Boxes of crops that must still be cut from `Batch.raw`; None once the crops are cut."""
 
     @classmethod
     def from_samples(cls, images: Images, samples: Sequence[ViewParameters], *, raw: bool = False) -> "View":
-        """Return the view of B images from the parameters of each image. `raw` keeps the boxes of the crops.
+        """Return a view from its images and the parameters of each image. It keeps the crop boxes if `raw` is true.
 
         Raises:
             ValueError: the images have different numbers of masks, or a mask has a wrong shape.
@@ -182,7 +183,7 @@ class View:
 
 
 def _stack_masks(images: Sequence[tuple[np.ndarray, ...]], crops: int) -> tuple[Mask, ...]:
-    """Return the masks of a batch, crop-major, from the masks of B images. Each mask of an image is (n, h, w)."""
+    """Return the masks of a batch, in crop-major order. `images` holds the masks of each image, each (n, h, w)."""
     if len({len(masks) for masks in images}) > 1:
         counts = sorted({len(masks) for masks in images})
         raise ValueError(f"The images of a batch have {counts} masks. Draw the same number of masks for every image.")
@@ -190,18 +191,18 @@ def _stack_masks(images: Sequence[tuple[np.ndarray, ...]], crops: int) -> tuple[
 
 
 def _stack_mask(images: Sequence[np.ndarray], crops: int) -> Mask:
-    """Return one mask of n * B crops, crop-major, from B arrays (n, h, w). The grids of two images may differ."""
+    """Return one mask of n * B crops, in crop-major order, from B arrays (n, h, w) with any h and w."""
     if any(array.ndim != 3 or len(array) != crops for array in images):
         shapes = sorted({array.shape for array in images})
         raise ValueError(f"Masks have the shapes {shapes}. A mask of {crops} crops must be ({crops}, rows, columns).")
-    grids = [array[crop] for crop in range(crops) for array in images]  # n * B of (h, w)
+    grids = [array[crop] for crop in range(crops) for array in images]  # n * B grids, each (h, w)
     hidden = torch.from_numpy(np.concatenate([grid.ravel() for grid in grids]))
     return Mask.from_hidden(hidden, torch.tensor([grid.shape for grid in grids]))
 
 
 @dataclass
 class Batch:
-    """Images of one forward pass of one process."""
+    """Views, labels and sample names of one forward pass of one process."""
 
     views: list[View]
     keys: list[str] = field(default_factory=list)
@@ -209,9 +210,9 @@ class Batch:
     labels: Tensor | None = None
     """(B,) int64: class number of each image; None if labels are missing or were not requested."""
     positions: Tensor | None = None
-    """(B,) int64 on the CPU: position of each sample in the run; None in evaluation."""
+    """(B,) int64 on the CPU: position of each sample in the run, counted from 0; None in evaluation."""
     skipped: list[str] = field(default_factory=list)
-    """`shard.tar/key: reason` of each corrupt image that was replaced or left out."""
+    """Corrupt images that were replaced or left out, each as `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
     """Normalisation that `data.augment.to_model_input` applies."""
     raw: RawImages | None = None
@@ -246,9 +247,9 @@ class Batch:
         return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
     def in_memory(self, memory: Tensor) -> "Batch":
-        """Return the batch with `memory` in place of its own buffer.
+        """Return the batch with `memory` in place of its buffer.
 
-        `memory` must hold the same bytes before the pixels are read.
+        `memory` must hold the same bytes as the replaced buffer by the time the pixels are read.
         """
         if self.memory is None:
             raise ValueError("The views of this batch do not share a buffer, so its memory cannot be replaced.")

@@ -1,7 +1,7 @@
-"""The collator, which makes one batch of samples. It writes one image after another into given memory.
+"""The collator makes one batch from samples. It writes one image after another into the memory of the batch.
 
-Shapes: B images, n crops of each in a view, C channels, S x S pixels of a crop. The memory order of pixels is row,
-column, channel, as in decoding and resizing.
+Shapes: a batch has B images with C channels. A view has n crops of each image, with S x S pixels each. The memory order
+of pixels is row, column, channel, as in decoding and resizing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from encoders.base import IMAGENET, Preprocessing
 from encoders.images import best_fit, pack
 
 RAW_PIXELS = 2**20
-"""Mean number of pixels that are reserved in shared memory for a whole image."""
+"""Number of pixels per whole image for which shared memory is reserved, as a mean over a batch."""
 
 
 class ViewShape(NamedTuple):
@@ -31,7 +31,8 @@ class ViewShape(NamedTuple):
 
 
 class Transform(Protocol):
-    """Draws the random parameters of a sample. It must be picklable and may use `rng` only."""
+    """Draws the random parameters of a sample. A transform must be picklable, and `rng` must be its only source of
+    randomness."""
 
     @property
     def views(self) -> tuple[ViewShape, ...]:
@@ -58,7 +59,7 @@ class Sample(NamedTuple):
     views: SampleParameters
     label: int | None = None
     position: int | None = None
-    """Position in the run; None in evaluation."""
+    """Position of the sample in the run, counted from 0; None in evaluation."""
 
 
 class Skipped(NamedTuple):
@@ -81,12 +82,12 @@ class Collator:
 
     @property
     def size(self) -> int:
-        """Number of bytes that is enough for nearly every batch."""
+        """Size in bytes of a buffer that can hold nearly every batch."""
         channels = self.preprocessing.channels
         return channels * RAW_PIXELS * self.images if self.raw else crop_bytes(self.transform, self.images, channels)
 
     def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
-        """Return the batch of the good samples. Its pixels are in `memory` (bytes,) uint8 if that is large enough."""
+        """Return a batch of the usable samples. Its pixels are in `memory` (bytes,) uint8 if there is enough room."""
         builder = self._builder(memory)
         keys: list[str] = []
         labels: list[int] = []
@@ -124,13 +125,13 @@ class Collator:
 
 
 def needs_workers(transform: Transform) -> bool:
-    """Return True if a device cannot cut these crops: packed crops, and windows of resized images."""
+    """Return True for crops that a device cannot cut: packed crops, and windows of resized boxes."""
     views = transform.draw((64, 64), np.random.default_rng(0))
     return transform.packing is not None or any(view.boxes.window for view in views)
 
 
 def crop_bytes(transform: Transform, images: int, channels: int = 3) -> int:
-    """Return the maximum number of bytes of the crops of `images` images."""
+    """Return the maximum total size in bytes of the crops of `images` images."""
     return images * sum(view.crops * channels * view.size**2 for view in transform.views)
 
 
@@ -140,7 +141,7 @@ def collate(
     rngs: Sequence[np.random.Generator],
     preprocessing: Preprocessing = IMAGENET,
 ) -> Batch:
-    """Return the batch of decoded images (C, H, W) uint8. Its samples have no names."""
+    """Return a batch made from decoded images (C, H, W) uint8. The sample names are empty."""
     samples = (
         Sample("", image, transform.draw((image.shape[1], image.shape[2]), rng))
         for image, rng in zip(images, rngs, strict=True)
@@ -174,9 +175,9 @@ class CropBuilder:
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and the order of its images: entry i is the index of the `add` call of image i."""
+        """Return the batch, and for each of its images the index of the `add` call that added the image."""
         images, memory, crops = len(self._samples), self._memory, self._crops
-        if images < self._images:  # close the gaps that are reserved for missing images
+        if images < self._images:  # the batch is not full: close the gaps left for missing images
             memory = torch.cat([view[:, :images].flatten() for view in crops])
             crops = self._split(memory, images)
         stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in crops]  # (n * B, C, S, S)
@@ -184,14 +185,14 @@ class CropBuilder:
         return Batch(views, memory=memory), range(images)
 
     def _split(self, memory: Tensor, images: int) -> list[Tensor]:
-        """Return the parts of `memory` that hold the crops of each view: (n, B, S, S, C) each."""
+        """Split `memory` into the crops of each view. Return one tensor (n, B, S, S, C) per view."""
         shapes = [(view.crops, images, view.size, view.size, self._channels) for view in self._shapes]
         parts = memory.split([int(np.prod(shape)) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class PackBuilder:
-    """Cuts one crop of any size per image, and packs the crops in the order that fills sequences best.
+    """Cuts one crop of any size per image, and packs the crops so that few sequences are needed.
 
     Args:
         packing: side of a patch, and maximum number of patches of a sequence.
@@ -213,7 +214,7 @@ class PackBuilder:
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and the order of its images: entry i is the index of the `add` call of image i.
+        """Return the batch, and for each of its images the index of the `add` call that added the image.
 
         Raises:
             ValueError: an image has more patches than a sequence.
@@ -261,7 +262,7 @@ class RawBuilder:
         self._used = end
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and the order of its images: entry i is the index of the `add` call of image i."""
+        """Return the batch, and for each of its images the index of the `add` call that added the image."""
         raw = RawImages(np.array(self._sizes, dtype=np.int64), np.array(self._starts, dtype=np.int64))
         empty = torch.empty(0, dtype=torch.uint8)
         views = [View.from_samples(empty, column, raw=True) for column in _columns(self._samples)]

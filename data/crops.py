@@ -1,9 +1,10 @@
-"""Transforms that draw crops: multi-crop (DINO, 2104.14294), one crop (MAE, 2111.06377), the crop of evaluation.
+"""Transforms that draw crops: multi-crop (DINO, 2104.14294), single crop (MAE, 2111.06377) and evaluation crop.
 
 A transform draws the parameters of an image from its size and a random generator; `data.resample` cuts the crops. Boxes
-follow torchvision's RandomResizedCrop: an area uniform in `scale`, a log-uniform aspect ratio, ten tries.
+are drawn as in torchvision's RandomResizedCrop: the area is uniform in `scale`, and the aspect ratio is log-uniform. A
+box that does not fit into the image is drawn again, up to ten times in total.
 
-Shapes: H x W pixels of an image; n crops of S x S pixels.
+Shapes: an image has H x W pixels; n crops have S x S pixels.
 """
 
 import math
@@ -18,9 +19,9 @@ from data.collate import ViewShape
 from runtime.settings import Section
 
 TRIES = 10
-"""Number of random boxes that are tried before the central box is used."""
+"""Number of random boxes to try before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
-"""Number of random numbers that are drawn for each crop."""
+"""Number of random numbers drawn for each crop."""
 LONGEST = 4
 """Largest ratio of the long side to the short side of a crop that keeps the aspect ratio."""
 
@@ -115,16 +116,16 @@ class RandomCrop:
 
 
 class NativeCrop:
-    """One random crop that keeps the aspect ratio of its image up to whole patches: the input of NaViT (2307.06304).
+    """One random crop in the aspect ratio of its image, rounded to whole patches, as for NaViT (2307.06304).
 
-    The area of the box is a share of the area of the image, drawn from `config.scale`; `config.ratio` is not used. The
-    box is resized to the area of a square whose side is drawn uniformly from `smallest` to `config.size`. The crops of
-    a batch are packed.
+    The area of the box is a share of the image's area, and this share is drawn from `config.scale`. `config.ratio` is
+    not used. The crop has about the area of a square whose side is drawn uniformly from `smallest` to `config.size`.
+    The crops of a batch are packed.
 
     Args:
         config: size, scale, flip and rotation.
         patch: side of a patch in pixels.
-        smallest: smallest side in pixels.
+        smallest: smallest side of that square in pixels.
         token_budget: maximum number of patches of a sequence.
 
     Raises:
@@ -144,7 +145,7 @@ class NativeCrop:
         self.views = (ViewShape(1, config.size),)
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw one crop of whole patches of an image of `size` (H, W)."""
+        """Draw one crop of an image of `size` (H, W). The sides of the crop are multiples of the patch size."""
         u = rng.random(6)
         least, most = self.config.scale
         height, width = min(size[0], LONGEST * size[1]), min(size[1], LONGEST * size[0])
@@ -160,9 +161,9 @@ class NativeCrop:
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
-    """Return rows and columns of at most `tokens` patches, close to the aspect ratio of `height` x `width`.
+    """Return the rows and columns of a grid of at most `tokens` patches in about the ratio `height` to `width`.
 
-    The exact sides are rounded up or down, so that the grid has as many patches as possible.
+    Each exact side is rounded up or down so that the grid has as many patches as allowed.
     """
     rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
     near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]
@@ -190,8 +191,8 @@ class CenterCrop:
             raise ValueError(f"A crop of {size} pixels does not fit an image resized to {self.resize} pixels.")
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
-        """Return the crop of an image of `size` (H, W). Nothing is random."""
-        # The ends of a very long image are cut off before the resize, because the resized image would be too large.
+        """Return the crop of an image of `size` (H, W). The crop is deterministic, and `rng` is not used."""
+        # Cut the ends off a very long image before the resize. The resized image would otherwise be too large.
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)
@@ -209,14 +210,14 @@ def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config
 
 
 def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.ndarray:
-    """Return top, left, height, width of n crops of an image of `size` (H, W): (n, BOX_DRAWS) -> (n, 4) int64."""
+    """Return n boxes (top, left, height, width) in an image of `size` (H, W): (n, BOX_DRAWS) -> (n, 4) int64."""
     return np.array([_box(numbers, size, config) for numbers in u.tolist()])
 
 
 def _box(numbers: list[float], size: tuple[int, int], config: RandomCropConfig) -> tuple[int, int, int, int]:
-    """Return the first random box that fits into the image, else the central box.
+    """Return the first random box that fits into the image, or the central box if none fits.
 
-    Python numbers are several times faster here than small arrays.
+    The code computes with Python numbers, because small arrays would be several times slower.
     """
     (least, most), (low, high), (height, width) = config.scale, map(math.log, config.ratio), size
     for share, skew in zip(numbers[:TRIES], numbers[TRIES : 2 * TRIES], strict=True):

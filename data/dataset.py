@@ -1,7 +1,7 @@
 """Map-style datasets: position in the run -> decoded sample.
 
-`torch.utils.data.DataLoader` asks for the samples of a whole batch at once (`__getitems__`), so a dataset can read
-ahead. Samples are decoded one by one, while the collator takes them.
+`torch.utils.data.DataLoader` asks for all samples of a batch in one call (`__getitems__`), so a dataset can read ahead.
+Each sample is decoded when the collator requests it.
 """
 
 import functools
@@ -27,7 +27,7 @@ MOST_NAMED = 10
 DRAWN = 8
 """Number of samples whose parameters are drawn before these samples are decoded.
 
-Drawing and decoding in turn for each sample is slower, because decoding displaces other data from processor caches.
+Alternating between drawing and decoding is slower, because decoding evicts other data from the processor caches.
 """
 
 
@@ -49,7 +49,7 @@ class Decoding:
 
 
 class _Address(NamedTuple):
-    """A position in the run, and the source, shard and number of its sample."""
+    """A position in the run, and the location of its sample: source, shard and number within the shard."""
 
     position: int
     source: int
@@ -58,7 +58,7 @@ class _Address(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """An encoded sample and its parameters."""
+    """An encoded sample and the parameters drawn for it."""
 
     key: str
     picture: Picture
@@ -66,16 +66,16 @@ class _Drawn(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """A sample that cannot be used, with the reason."""
+    """Reason why a sample cannot be used."""
 
     reason: str
     corrupt: bool
-    """True if the image is corrupt, False if its shard cannot be read."""
+    """True if the image is corrupt; False if the shard of the sample cannot be read."""
 
 
 @dataclass
 class TrainDataset(Dataset[Sample]):
-    """Training samples. A sample and its parameters are a function of the seed and its position in the run.
+    """Training samples. The seed and the position in the run determine a sample and its parameters.
 
     A sample that cannot be used is replaced by the next good one of its virtual stream.
     """
@@ -100,7 +100,7 @@ class TrainDataset(Dataset[Sample]):
         return next(one for one in self.__getitems__([position]) if isinstance(one, Sample))
 
     def __getitems__(self, positions: Sequence[int] | np.ndarray) -> Iterator[Sample | Skipped]:
-        """Yield the sample of each position. Before a replacement, yield the samples that could not be used.
+        """Yield the sample of each position. Before a replacement, yield a `Skipped` for each sample that it replaces.
 
         Raises:
             ShardError: the shards cannot be read, or too many images in a row are corrupt.
@@ -130,7 +130,8 @@ class TrainDataset(Dataset[Sample]):
     def _decode(self, address: _Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
         """Yield the decoded sample at an address.
 
-        If the sample cannot be used, yield the skipped samples and then the next good sample of the virtual stream.
+        If the sample cannot be used, yield the next usable sample of the virtual stream, after a `Skipped` for each
+        unusable sample before that.
         """
         failed: list[_Failed] = []
         while True:
@@ -173,7 +174,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return Reader(self.shards)  # each worker process opens its own reader
 
     def __getitem__(self, number: int) -> Sample | Skipped:
-        """Return the decoded sample with a number in the list of all samples.
+        """Return the decoded sample `number`, counted over all shards.
 
         Raises:
             ShardError: a label is missing or not an integer.
@@ -181,7 +182,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return next(iter(self.__getitems__(range(number, number + 1))))
 
     def __getitems__(self, numbers: Sequence[int]) -> Iterator[Sample | Skipped]:
-        """Yield the decoded samples with these numbers in the list of all samples.
+        """Yield the decoded samples `numbers`, counted over all shards.
 
         Raises:
             ShardError: a label is missing or not an integer.

@@ -1,9 +1,8 @@
 """Decode images into upright tensors of C channels.
 
-H x W pixels. torchvision decodes upright JPEGs of one or three components, the bulk of every data set, with
-libjpeg-turbo. Pillow decodes other JPEGs, PNGs and WebPs. For JPEGs, Pillow gives the same pixels and is a little
-slower. tifffile
-reads TIFFs.
+Images have H x W pixels. torchvision decodes upright JPEGs of one or three components, which are the bulk of most data
+sets, with libjpeg-turbo. Pillow decodes all other JPEGs, PNGs and WebPs. Pillow decodes a JPEG to the same pixels as
+torchvision, but a little more slowly. tifffile reads TIFFs.
 """
 
 import functools
@@ -18,12 +17,12 @@ from torch import Tensor
 from data.tiff import TiffError, is_tiff, read_tiff
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-"""Formats that Pillow may decode, with Pillow's names."""
+"""Pillow's names of the formats that it may decode."""
 ORIENTATION = 0x0112
-"""EXIF tag of the orientation, 1 to 8; 1 is upright."""
+"""Number of the EXIF tag that holds the orientation. Orientations are 1 to 8, and 1 is upright."""
 FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
-"""EXIF orientations whose images are turned upright by mirroring left and right, by mirroring up and down, and by
-transposing. Images are transposed before they are mirrored."""
+"""EXIF orientations of images that are turned upright by mirroring left to right, by mirroring top to bottom, and by
+transposing. A transposition comes before the mirroring."""
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels of an image, for all formats. Pillow has the same default."""
 
@@ -33,12 +32,13 @@ _CHANNELS = (1, 3, 4)
 
 @functools.cache
 def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
-    """Return torchvision's JPEG decoder, or None if this torchvision has none. Pillow then decodes all JPEGs.
+    """Return torchvision's JPEG decoder, or None if it does not exist. Pillow then decodes all JPEGs.
 
-    The decoder takes the encoded bytes (N,) uint8, and 1 or 3 channels. torchvision deprecates it in favour of
-    torchcodec.
+    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision deprecates this
+    decoder in favour of torchcodec.
     """
-    import torchvision.io  # slow, because it loads torch's compiler; --help and other image formats do not need it
+    # This import is slow, because it loads torch's compiler. --help and other image formats do not need it.
+    import torchvision.io
 
     modes = {1: torchvision.io.ImageReadMode.GRAY, 3: torchvision.io.ImageReadMode.RGB}
     decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
@@ -52,13 +52,13 @@ class ImageError(ValueError):
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
     """Decode a JPEG, PNG, WebP or TIFF file: (C, H, W) uint8, turned upright by its EXIF data.
 
-    The memory order is row, column, channel. Three channels are RGB, where transparent parts show white. One channel is
-    the luminance of these colours. Four channels are RGBA; images without transparency are opaque. A TIFF of C bands
-    keeps its bands, for any C.
+    The memory order is row, column, channel. Three channels are RGB, on white where the image is transparent. One
+    channel is the luminance of these colours. Four channels are RGBA, with alpha 255 for images without transparency. A
+    TIFF of C bands keeps its bands, for any C.
 
-    16-bit gray and 16-bit TIFFs are divided by 257. Other 16-bit images keep the upper byte of each value, which is at
-    most one level less. Only the first picture of an animation is decoded. `max_pixels` and Pillow's own limit are
-    compared with the header before anything is decoded.
+    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. Other 16-bit images keep the upper byte of each
+    value, which differs from division by 257 by at most one level. Only the first picture of an animation is decoded.
+    The size in the header is compared with `max_pixels` and Pillow's own limit before any pixel is decoded.
 
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels, or cannot be
@@ -68,15 +68,15 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
 
 
 class Picture:
-    """An encoded image whose header has been read. `pixels` decodes JPEGs; the constructor decodes other formats.
+    """An encoded image whose header has been read. JPEGs are decoded by `pixels`, other formats by the constructor.
 
     Args:
-        encoded: the file.
+        encoded: content of the image file.
         max_pixels: largest number of pixels.
         channels: wanted channels (C).
 
     Raises:
-        ImageError: see `decode`. A JPEG with a good header raises the error in `pixels` instead.
+        ImageError: see `decode`. For a damaged JPEG with a good header, `pixels` raises the error.
     """
 
     encoded: bytes
@@ -101,22 +101,22 @@ class Picture:
             self.size = plain[1], plain[0]
             return
         opened = _open(encoded, channels, max_pixels)
-        if opened.format not in ("PNG", "WEBP"):  # Pillow has another name for JPEGs of many pictures
+        if opened.format not in ("PNG", "WEBP"):  # "JPEG", or "MPO" for a JPEG of several pictures
             width, height = opened.size
             self.size = (width, height) if _orientation(opened) in TRANSPOSED else (height, width)
-        else:  # the orientation of a PNG may be at the end of the file
+        else:  # the EXIF data with the orientation may follow the pixels
             self._pixels = _loaded(opened, channels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
 
     def fraction(self, shrink: int) -> int:
-        """Return the largest factor, up to `shrink`, by which the image can be shrunk while it is decoded.
+        """Return the largest factor, at most `shrink`, by which the decoder can shrink the image.
 
         The factor is 1 for all formats except JPEG.
         """
         if self._pixels is not None:
             return 1
-        # libjpeg pads the last block of a side that `shrink` does not divide. Turning the image upright could make this
-        # block the first one.
+        # If `shrink` does not divide a side, libjpeg pads the last block of that side. Turning the image upright could
+        # move the padded block to the beginning.
         while not self.plain and any(side % shrink for side in self.size):
             shrink //= 2
         return shrink
@@ -125,7 +125,8 @@ class Picture:
         """Return the pixels, (C, H, W) uint8; see `decode`.
 
         A JPEG is decoded at 1 / `shrink` of its size, with `shrink` 1, 2, 4 or 8 and sides rounded up. libjpeg then
-        transforms only the lower frequencies of each block, which is faster, and gives about the mean of each square.
+        transforms only the lower frequencies of each block, which is faster. Each pixel is about the mean of `shrink` x
+        `shrink` pixels.
 
         Raises:
             ImageError: the file is damaged or truncated.
@@ -134,7 +135,7 @@ class Picture:
             return self._pixels
         if self.plain and shrink == 1 and self._channels in (1, 3) and (decode_jpeg := jpeg_decoder()):
             try:
-                # Tensors are writable, but `bytes` are not. The copy in a bytearray is writable.
+                # `torch.frombuffer` needs a writable buffer, and `bytes` are not writable. Copy them to a bytearray.
                 pixels = decode_jpeg(torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8), self._channels)
             except RuntimeError as error:
                 raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
@@ -162,15 +163,15 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
     place = 2
     while 0 <= (place := encoded.find(b"\xff", place)) < len(encoded) - 9:
         marker = encoded[place + 1]
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # a stuffed byte, or a marker without a segment
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # not a marker, or a marker without a segment
             place += 1 if marker == 0xFF else 2
             continue
         length = int.from_bytes(encoded[place + 2 : place + 4], "big")
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # start of frame
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # frame header
             height = int.from_bytes(encoded[place + 5 : place + 7], "big")
             width = int.from_bytes(encoded[place + 7 : place + 9], "big")
             return (width, height) if encoded[place + 9] in (1, 3) else None
-        if marker in (0xD9, 0xDA):  # pixels, or the end of the image, before any frame
+        if marker in (0xD9, 0xDA):  # scan data or the end of the image comes before any frame header
             return None
         if marker == 0xE1 and not _stands_upright(encoded[place + 4 : place + 2 + length]):
             return None
@@ -181,12 +182,12 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
 def _stands_upright(segment: bytes) -> bool:
     """Return True if an APP1 segment of a JPEG does not rotate or mirror the image."""
     if not segment.startswith(b"Exif\0\0"):
-        return b"tiff:Orientation" not in segment  # XMP, which Pillow reads if there is no EXIF data
+        return b"tiff:Orientation" not in segment  # XMP data, where Pillow looks for an orientation if EXIF has none
     exif = Image.Exif()
     try:
         exif.load(segment)
         return exif.get(ORIENTATION, 1) == 1
-    except Exception:  # Pillow's parser fails in many ways on a damaged block
+    except Exception:  # Pillow raises many kinds of errors for damaged EXIF data
         return False
 
 
@@ -202,14 +203,14 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
         raise ImageError("not a JPEG, PNG, WebP or TIFF image, or its header is damaged") from error
     except Image.DecompressionBombError as error:
         raise ImageError(str(error)) from error
-    except Exception as error:  # Pillow fails in many ways on a damaged file
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise ImageError(f"a damaged image: {error}") from error
 
 
 def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
     """Decode an opened image: (C, H, W), upright."""
     try:
-        if shrink > 1 or channels == 1:  # a gray image is decoded from the luminance of the JPEG alone
+        if shrink > 1 or channels == 1:  # the JPEG decoder can shrink an image, or decode only its luminance
             size = (image.width // shrink, image.height // shrink) if shrink > 1 else None
             image.draft("L" if channels == 1 else None, size)
         image.load()
@@ -238,12 +239,12 @@ def _orientation(image: Image.Image) -> int:
     """Return the orientation in the EXIF data; 1 (upright) if there is none."""
     try:
         return image.getexif().get(ORIENTATION, 1)
-    except Exception:  # the pixels of an image with damaged EXIF data can still be good
+    except Exception:  # an image with damaged EXIF data may still have good pixels
         return 1
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
-    """Turn pixels (H, W, C) with an EXIF orientation upright: (C, H, W)."""
+    """Turn pixels (H, W, C) upright, according to their EXIF orientation: (C, H, W)."""
     if orientation in TRANSPOSED:
         pixels = pixels.swapaxes(0, 1)
     if orientation in FLIPPED_ROWS:
@@ -254,7 +255,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
 
 
 def _converted(image: Image.Image, channels: int) -> np.ndarray:
-    """Convert any of Pillow's modes to gray, RGB or RGBA: (H, W, C)."""
+    """Convert an image of any Pillow mode to gray, RGB or RGBA pixels: (H, W, C)."""
     image = _eight_bits(image)
     if channels == 4:
         return np.array(image.convert("RGBA"))
@@ -268,7 +269,7 @@ def _converted(image: Image.Image, channels: int) -> np.ndarray:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit gray, with a transparent value or without, to 8 bits. Pillow would clip all values above 255."""
+    """Convert a 16-bit gray image to 8 bits, and keep transparency. Pillow's own conversion clips values above 255."""
     if not image.mode.startswith("I"):
         return image
     values, key = np.asarray(image).astype(np.int32), image.info.get("transparency")

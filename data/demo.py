@@ -1,7 +1,7 @@
-"""The embedded data set: the 1,797 handwritten digits of scikit-learn as shards, for a first run without other data.
+"""The built-in data set for a first run: shards of the 1,797 handwritten digits of scikit-learn.
 
-The digits have 8 x 8 pixels with 17 gray levels. They are enlarged to 32 x 32 RGB so that crops have room. 1,437 images
-are for training. 360 images, 36 of each class, are held out; the seed of a run does not change the choice.
+The digits have 8 x 8 pixels with 17 gray levels. They are enlarged to 32 x 32 RGB so that there is room for crops. The
+1,437 training images and the 360 held-out images, 36 of each class, are the same in every run.
 """
 
 import io
@@ -17,14 +17,16 @@ from PIL import Image
 from data.shards import ShardError, cache_folder
 from data.tools.tar_writer import write_tar
 
-VERSION = 1  # increase this number when the samples change
+VERSION = 1  # increase when the samples of the data set change
 SIZE = 32  # pixels
 HELD_OUT = 36  # number of held-out images of each class
 SHARDS = {"train": 4, "held-out": 2}
 
 
 def demo_shards() -> tuple[str, str]:
-    """Return the train and the held-out shards as brace ranges. The first call writes them to the cache folder.
+    """Return one brace range for the train shards and one for the held-out shards.
+
+    The first call writes the shards to the cache folder.
 
     Raises:
         ShardError: the cache folder cannot be written.
@@ -40,10 +42,11 @@ def demo_shards() -> tuple[str, str]:
 
 
 def _write(folder: Path) -> None:
-    """Write all shards to a temporary folder and rename the folder. Of several processes, the first one succeeds."""
-    from sklearn.datasets import load_digits  # this import takes a second, and only the first run needs scikit-learn
+    """Write all shards to a temporary folder and rename the folder. If several processes do so, the first one wins."""
+    # Import late: scikit-learn takes a second to import, and only the first run needs it.
+    from sklearn.datasets import load_digits
 
-    pixels, labels = load_digits(return_X_y=True)  # (1797, 64) from 0 to 16, (1797,)
+    pixels, labels = load_digits(return_X_y=True)  # pixels (1797, 64) from 0 to 16, labels (1797,)
     held_out = np.sort(np.concatenate([_choose(np.flatnonzero(labels == digit)) for digit in range(10)]))
     train = np.setdiff1d(np.arange(len(labels)), held_out)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -63,12 +66,12 @@ def _write(folder: Path) -> None:
 
 
 def _choose(numbers: np.ndarray) -> np.ndarray:
-    """Choose `HELD_OUT` of `numbers`, evenly spaced, because neighbouring digits are by the same writer."""
+    """Return `HELD_OUT` evenly spaced entries of `numbers`, because neighbouring digits are by the same writer."""
     return numbers[np.linspace(0, len(numbers) - 1, HELD_OUT).round().astype(int)]
 
 
 def _files(pixels: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the files of a shard."""
+    """Yield the name and content of each file of a shard."""
     for number in numbers:
         small = Image.fromarray((pixels[number].reshape(8, 8) * (255 / 16)).round().astype(np.uint8))
         file = io.BytesIO()

@@ -1,8 +1,9 @@
 """Batches for training and evaluation: sampler, dataset and collator in a `torch.utils.data.DataLoader`.
 
 A batch depends only on the shards, the seed and its position in the run. The number of processes or workers, and the
-step at which a run was resumed, do not change a batch. webdataset's tar format and shard patterns are used as they are;
-its pipeline is not, because a shuffle buffer that fills from a stream cannot resume at an exact sample.
+step at which a run was resumed, do not change a batch. The tar format and the shard patterns are those of webdataset.
+The pipeline of webdataset is not used, because its shuffle buffer fills from a stream and cannot resume at an exact
+sample.
 """
 
 import logging
@@ -66,7 +67,7 @@ class LoaderConfig(Section):
         return values
 
     def resolved(self, transform: Transform) -> "LoaderConfig":
-        """Return the settings with `auto` replaced by the choice for this machine and this transform.
+        """Return the settings with `crops: auto` resolved for this machine and this transform.
 
         Raises:
             ValueError: the device cannot cut the crops of this transform.
@@ -89,7 +90,7 @@ class Reading:
     source: SourceConfig = DEFAULT
     """Access to remote shards."""
     preprocessing: Preprocessing = IMAGENET
-    """Normalisation that travels with the batches; its channels are those of the decoded images."""
+    """Normalisation to store in each batch. It also sets the number of channels of decoded images."""
 
     @property
     def decoding(self) -> Decoding:
@@ -106,22 +107,22 @@ def training_batches(
     stream: StreamConfig = StreamConfig(),  # noqa: B008 - frozen
     reading: Reading = Reading(),
 ) -> "Batches":
-    """Batches of this process, one for each forward pass of `batches`.
+    """Return the training batches of this process, one for each forward pass of `batches`.
 
-    A corrupt image is replaced by the next good one of its virtual stream and named in `Batch.skipped`.
+    The next good image of the virtual stream replaces a corrupt image. `Batch.skipped` names the corrupt image.
 
     Args:
         shards: see `WeightedShards`.
         transform: draws crops, colours and masks.
-        batches: batch size, steps, and the part of this process.
+        batches: batch size, steps, rank of this process, and number of processes.
         seed: 0 to 2**64 - 1.
         stream: order of the samples.
         reading: workers, decoding, access to remote shards, normalisation.
 
     Raises:
         ValueError: there are fewer images than a batch needs, or the device cannot cut the crops of the transform.
-        ShardError: the shards cannot be used; while iterating also if a shard vanishes or changes, or if more than 100
-            images in a row are corrupt.
+        ShardError: the shards cannot be used. Iteration raises it if a shard vanishes or changes, or if 100 images in a
+            row are corrupt.
     """
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
     buffers = bounded_buffers(
@@ -156,20 +157,20 @@ def evaluation_batches(
 
     Each process gets one contiguous part of the images. The sizes of the parts differ by at most one image.
 
-    Workers cut the crops from images of full size, so scores are the same on every machine. Corrupt images are left out
-    and named in `Batch.skipped`. A batch in which all images are corrupt is left out.
+    Workers always cut the crops on the CPU from images of full size, so scores are the same on every machine. Corrupt
+    images are left out, and `Batch.skipped` names them. A batch whose images are all corrupt is left out.
 
     Args:
         shards: see `Shards`.
         transform: draws crops. The crops of an image depend only on the number of the image.
-        batch_size: images of a batch of one process; the last batch may be smaller.
+        batch_size: number of images per batch and process; the last batch may be smaller.
         part: rank of this process, and number of processes.
         labels: True to read the labels.
         reading: see `training_batches`.
 
     Raises:
         ValueError: `batch_size` is below 1.
-        ShardError: the shards cannot be used, or labels are missing; while iterating also if a label is not an integer.
+        ShardError: the shards cannot be used, or labels are missing. Iteration raises it if a label is not an integer.
     """
     if batch_size < 1:
         raise ValueError(f"A batch must have at least one image, not {batch_size}.")
@@ -222,7 +223,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
-        # SIGTERM is blocked during the fork, because a worker must install its handler before the first SIGTERM.
+        # Block SIGTERM during the fork, so that a worker receives no SIGTERM before it has set up its handling.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             batches = iter(self._loader())
@@ -235,17 +236,17 @@ class Batches:
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
-                # After the first images, log only when their number has doubled.
+                # After the first corrupt images, log one only each time their number has doubled.
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
 
     def _ring(self) -> BufferRing | None:
-        """Return the shared memory of the workers; None without workers or memory.
+        """Return the shared memory of the workers; None if there are no workers or the system refuses the memory.
 
-        Each worker gets buffers for the batches that it prepares in advance, and one for the batch that is being
-        opened.
+        Each worker gets buffers for the batches that it prepares in advance, and one more for the batch that the parent
+        copies.
         """
         if not self._workers:
             return None
@@ -263,18 +264,18 @@ class Batches:
             collate_fn=_SharedCollator(self.collator, self._ring()),
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
-            # Workers must be children of this process, and must set signal handlers before they start threads. Other
-            # start methods guarantee neither.
+            # Workers must be children of this process, and must set signal handlers before they start threads. Only the
+            # start method `fork` guarantees both.
             multiprocessing_context="fork" if workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=start_worker,
-            # Without its own generator, DataLoader would draw from the global generator at each start of a run.
+            # Without this generator, DataLoader would draw from torch's global generator at each start of a run.
             generator=torch.Generator(),
         )
 
 
 class _Numbers(Sampler):
-    """Batch sampler for DataLoader: yields the sample numbers of each batch."""
+    """Batch sampler for DataLoader, which yields the sample numbers of each batch."""
 
     def __init__(self, batches: BatchSampler | Sequence[range]) -> None:
         self.batches = batches
@@ -288,14 +289,14 @@ class _Numbers(Sampler):
 
 @dataclass
 class _Failure:
-    """Message of a ShardError, sent from a worker. DataLoader would turn the exception itself into a traceback."""
+    """Message of a `ShardError` in a worker. DataLoader would show the exception itself as a traceback."""
 
     message: str
 
 
 @dataclass
 class _SharedCollator:
-    """Makes batches in the worker's buffers of the ring, or in new memory if there is no ring."""
+    """Makes batches in this worker's buffers of the ring, or in new memory if there is no ring or no free buffer."""
 
     collator: Collator
     ring: BufferRing | None
@@ -316,7 +317,7 @@ class _SharedCollator:
 
 
 def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
-    """Check that an epoch is at least one batch, so that no batch repeats a sample.
+    """Check that each source holds enough images for one batch, so that no batch repeats a sample.
 
     Raises:
         ValueError: a source has fewer images than a batch takes from this source.

@@ -15,9 +15,9 @@ from data.crops import NativeCrop, RandomCrop
 MaskKind = Literal["random", "block"]
 
 LEAST_BLOCK = 0.08
-"""Smallest block as a share of the grid: 16 of 196 tokens in BEiT."""
+"""Area of the smallest block as a share of the grid: 16 of 196 tokens, as in BEiT."""
 BLOCK_RATIO = 0.3
-"""Smallest ratio of a block's height to its width. The largest ratio is the inverse; ratios are log-uniform."""
+"""Smallest ratio of a block's height to its width. Ratios are log-uniform up to the inverse of this number."""
 
 
 def hidden_count(tokens: int, ratio: float) -> int:
@@ -32,7 +32,7 @@ def hidden_count(tokens: int, ratio: float) -> int:
 
 
 def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """Hide `hidden_count` tokens of a grid (h, w), drawn uniformly from all sets of tokens: (h, w) bool."""
+    """Hide `hidden_count` tokens of a grid (h, w), drawn uniformly without replacement: (h, w) bool."""
     tokens = grid[0] * grid[1]
     hidden = np.zeros(tokens, dtype=bool)
     hidden[rng.random(tokens).argsort()[: hidden_count(tokens, ratio)]] = True
@@ -42,7 +42,8 @@ def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -
 def block_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
     """Hide `hidden_count` tokens of a grid (h, w) in rectangles that may overlap: (h, w) bool.
 
-    Rectangles are added until enough tokens are hidden. The last rectangle hides only its first tokens, row by row.
+    Rectangles are added until enough tokens are hidden. The last rectangle hides tokens row by row until the number is
+    reached.
     """
     rows, columns = grid
     wanted = hidden_count(rows * columns, ratio)

@@ -1,12 +1,12 @@
 """Resize boxes of images to crops: image by image on the CPU, or for a whole batch on any device.
 
-Bicubic resizing with antialiasing is linear along each side. A crop is therefore a product with a matrix of weights for
-its columns, rounded to whole levels as in Pillow, and then with a matrix for its rows. On a device, boxes of similar
-sizes form a chunk and are padded to the largest of them. All shapes follow from numbers on the CPU, so the CPU never
-waits for the device.
+Bicubic resizing with antialiasing is a linear operation along each side. A box is therefore multiplied by a weight
+matrix for its columns, rounded to whole levels as in Pillow, and then multiplied by a weight matrix for its rows. On a
+device, boxes of similar sizes form a chunk and are padded to the largest box of the chunk. All shapes follow from
+numbers on the CPU, so the CPU never waits for the device.
 
-Shapes: C channels; H x W pixels of an image or a padded box; n crops of one image, N of a batch, M of a chunk; S x T
-pixels of a crop.
+Shapes: an image or a padded box has C channels and H x W pixels. There are n crops of one image, N crops of a batch and
+M crops of a chunk. A crop has S x T pixels.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from data.batch import Batch, CropParameters
 from encoders.segments import copy_to_device
 
 CHUNK_PIXELS = 2**24
-"""Maximum number of pixels that are resized at once, including the padding of boxes. A pixel takes about 23 bytes."""
+"""Maximum number of pixels in one resize operation, including padding. A pixel takes about 23 bytes."""
 WIDTH_BIN = 64
-"""Length in pixels of the intervals of widths. The boxes of a chunk have widths in the same interval."""
+"""Range of box widths in a chunk, in pixels. Widths are sorted into intervals of this length."""
 
 
 def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
@@ -47,8 +47,8 @@ def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
 
 def resize(pixels: Tensor, out: Tensor) -> Tensor:
     """Resize as Pillow does, bicubic with antialiasing: (1, H, W, C) uint8 into `out` (1, S, T, C) uint8."""
-    # torch's `interpolate` calls this operation, but cannot write into a given tensor. Its fastest kernel takes this
-    # memory order for input and output.
+    # `torch.nn.functional.interpolate` calls this operation, but cannot write into a given tensor. The fastest kernel
+    # of the operation needs channels-last input and output.
     torch.ops.aten._upsample_bicubic2d_aa.out(
         pixels.permute(0, 3, 1, 2), out.shape[1:3], False, None, None, out=out.permute(0, 3, 1, 2)
     )
@@ -69,7 +69,7 @@ def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
 
 
 def exact(device: torch.device) -> AbstractContextManager:
-    """Return a context without autocast, in which products keep float32. Lower precision would change pixel values."""
+    """Return a context without autocast, because less precision than float32 would change pixel values."""
     return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
 
 
@@ -104,16 +104,16 @@ def resample(
 
     Args:
         pixels: (bytes,) uint8: B images in the order row, column, channel.
-        starts: (B,) int64: first byte of each image.
+        starts: (B,) int64: index of the first byte of each image in `pixels`.
         sizes: (B, 2) int64: height and width of each image.
         cut: boxes of N = n * B crops, crop-major.
         channels: channels of the images (C).
-        chunk: maximum number of pixels that are resized at once. A single row of a crop may have more.
+        chunk: maximum number of pixels in one resize operation. A single row of a chunk may have more.
     """
     rows, columns = cut.size
     top, left, *sides = cut.boxes.T
     image = np.arange(len(cut.boxes)) % len(starts)
-    first = starts[image] // channels + top * sizes[image, 1] + left  # in pixels; there are no gaps between images
+    first = starts[image] // channels + top * sizes[image, 1] + left  # index of a box's first pixel
     table = np.stack([first, sizes[image, 1], *sides, cut.flips, np.arange(len(image))])  # (6, N)
     order = np.lexsort((sides[0], sides[1] // WIDTH_BIN))
     out = torch.empty((len(order), channels, rows, columns), dtype=torch.uint8, device=pixels.device)
@@ -129,7 +129,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, int, int]]:
     """Yield chunks of sorted boxes, with the largest height and the largest width of the boxes of a chunk."""
     for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // WIDTH_BIN)) + 1):
-        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # includes intermediate results
+        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # with intermediate results
         for some in np.split(like, range(0, len(like), max(most // int(room), 1))[1:]):
             yield slice(some[0], some[-1] + 1), int(heights[some].max()), int(widths[some].max())
 
@@ -139,17 +139,18 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
 
     Args:
         pixels: (P, C) uint8.
-        table: (6, M): first pixel of each box, width of its image, height and width of the box, 1 for a mirrored box.
+        table: (6, M): index of the first pixel of each box, width of the image, height and width of the box, 1 if the
+            box is mirrored, number of the crop.
         longest: height and width of a padded box (H, W).
         size: height and width of a crop (S, T).
-        most: maximum number of pixels that are resized at once.
+        most: maximum number of pixels in one resize operation.
     """
     channels = pixels.shape[1]
     first, stride, height, width, flip = table[:5, :, None]  # each (M, 1)
     with exact(pixels.device):
         columns = weights(width, size[1], longest[1], flip.bool())  # (M, T, W)
         rows = weights(height, size[0], longest[0])  # (M, S, H)
-        x = torch.arange(longest[1], device=pixels.device).minimum(width - 1)  # (M, W): padding repeats the last pixel
+        x = torch.arange(longest[1], device=pixels.device).minimum(width - 1)  # (M, W), with the last pixel repeated
         step = max(most // (len(x) * longest[1]), 1)
         narrow = []
         for y in torch.arange(longest[0], device=pixels.device).split(step):
@@ -164,9 +165,9 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
 def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = None) -> Tensor:
     """Return the weights that resize lines of `lengths` (M, 1) int64 pixels to `size`: (M, size, longest) float32.
 
-    The weights are those of Pillow and of `resize`. They are values of a cubic with a = -0.5, which spans two pixels of
-    the coarser line to each side. Weights are rounded to multiples of a power of two. The power is chosen so that the
-    largest weight is just below 2**15 multiples.
+    The weights are those of Pillow and of `resize`. They are values of the cubic kernel with a = -0.5, which spans two
+    pixels to each side, measured in pixels of the coarser line. Weights are rounded to multiples of a power of two,
+    chosen so that the largest weight is just below 2**15 multiples.
 
     Args:
         lengths: number of pixels of each line, at most `longest`.
@@ -177,7 +178,7 @@ def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = 
     places = torch.arange(size, device=lengths.device).expand(len(lengths), -1)  # (M, size)
     if mirrored is not None:
         places = torch.where(mirrored, size - 1 - places, places)
-    # Integers in units of 1 / (2 * size) of a pixel.
+    # Centres and distances are integers in units of 1 / (2 * size) of a pixel.
     centres, reach = (2 * places + 1) * lengths, 2 * lengths.clamp(min=size)
     start = torch.div(centres - 2 * reach, 2 * size, rounding_mode="floor").clamp(min=0)
     taps = torch.arange(4 * max(longest, size) // size + 3, device=lengths.device)  # (K,)

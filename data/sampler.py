@@ -1,17 +1,18 @@
 """Samplers: pure functions from a position in the run to a sample of the shards.
 
-Positions count the samples of a run from 0. With N samples in the shards, epoch e is positions e * N to (e + 1) * N - 1
+Positions count the samples of a run from 0. With N samples in the shards, epoch e takes the N positions from e * N on,
 and holds every sample once. No sampler has state: the order depends on the seed and the sizes of the shards alone, so
 every process, every worker and every resumed run computes the same order.
 
 The order consists of V virtual streams (the canonical nodes of MosaicML streaming). Position p belongs to stream p mod
 V. In each epoch the shards are cut into blocks of neighbouring samples, all blocks are shuffled, and each stream gets
-one contiguous part of the shuffled blocks. The part has as many samples as the stream has positions in the epoch. A
-stream shuffles its part within one buffer of samples after another. A stream therefore reads from
-about buffer / block blocks at a time, while neighbouring blocks of a shard are far apart in the order.
+one contiguous part of the shuffled blocks. The part has as many samples as the stream has positions in the epoch. Each
+stream splits its part into consecutive shuffle buffers, and shuffles the samples within each buffer. A stream therefore
+reads from about (buffer size) / (block size) blocks at a time, while neighbouring blocks of a shard are far apart in
+the order.
 
-The order uses raw words of Philox, which all versions of numpy generate alike; `sample_rng` returns a `Generator`,
-whose draws numpy may change.
+The order uses raw words of the Philox generator, which are the same in all versions of NumPy. `sample_rng` returns a
+`Generator`, whose draws may differ between versions of NumPy.
 """
 
 from collections import OrderedDict
@@ -31,20 +32,21 @@ PATTERN = 1024
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
 ENOUGH_BLOCKS = 2**16
-"""Number of blocks that is enough for a good shuffle. Data sets with fewer samples use blocks of one sample."""
+"""Number of blocks that suffices for a good shuffle. Data sets with fewer samples use blocks of one sample."""
 MOST_BLOCKS = 2**22
-"""Maximum number of blocks of an epoch. The tables of so many blocks take about 50 MB."""
+"""Maximum number of blocks of an epoch. The tables of an epoch with this many blocks take about 50 MB."""
 
 _BLOCKS, _BUFFER, _MIXTURE, _SAMPLE = range(4)
 
 
 def _philox(seed: int, purpose: int, source: int, *counter: int) -> np.random.Philox:
-    """Return a random generator for a purpose, a source and a counter.
+    """Return a Philox generator for a purpose, a source and a counter.
 
-    Seed, purpose and source form the key of the generator. `counter` forms the upper words of its counter.
+    Seed, purpose and source form the key of the generator. `counter` sets the upper words of the generator's counter.
     """
     key = np.array([seed, purpose + 16 * source], dtype=np.uint64)
-    words = np.array([0, *counter, *[0] * (3 - len(counter))], dtype=np.uint64)  # the lowest word counts the draws
+    # The generator counts its draws in the lowest word.
+    words = np.array([0, *counter, *[0] * (3 - len(counter))], dtype=np.uint64)
     return np.random.Philox(key=key, counter=words)
 
 
@@ -60,9 +62,9 @@ def sample_rng(seed: int, position: int) -> np.random.Generator:
 def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None, streams: int = STREAMS) -> list[int]:
     """Return the number of samples in the shuffle buffer of a stream, for each source of a mixture.
 
-    A buffer holds sample numbers, not images. Parts of the shards are read several times until their buffers are used
-    up, so a node's cache should hold all samples of the current buffers. `gigabytes` limits the size of these samples.
-    The sources share this limit equally.
+    A buffer holds sample numbers, not images. While a buffer is in use, the same parts of the shards are read again and
+    again. The cache of a node should therefore hold all samples of the current buffers. `gigabytes` limits the total
+    size of these samples. The sources share this limit equally.
 
     Args:
         sizes: mean encoded bytes of a sample, for each source.
@@ -87,7 +89,7 @@ class ShuffledSampler:
         block: number of neighbouring samples of a shard that stay together. None chooses 1 for data sets up to 65,536
             samples, 16 from a million samples on, and more for billions of samples.
         buffer: number of samples in the shuffle buffer of a stream.
-        source: number of the source in a mixture; each has an order of its own.
+        source: number of the source in a mixture. Sources are shuffled differently.
 
     Raises:
         ValueError: there is no shard, a shard is empty, or an argument is out of range.
@@ -119,7 +121,7 @@ class ShuffledSampler:
         self._buffers: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return epoch, shard, and number within the shard of each position: three (P,) int64 arrays."""
+        """Return the epoch of each position, the shard, and the number within the shard: three (P,) int64 arrays."""
         positions = np.asarray(positions, dtype=np.int64)
         epochs, streams = positions // self.images, positions % self.streams
         shards, samples = np.empty_like(positions), np.empty_like(positions)
@@ -130,7 +132,7 @@ class ShuffledSampler:
         return epochs, shards, samples
 
     def _before(self, position: int, streams: np.ndarray) -> np.ndarray:
-        """Return how many positions below `position` belong to each of `streams`."""
+        """Return the number of positions below `position` in each of `streams`."""
         return (position - streams + self.streams - 1) // self.streams
 
     def _offsets(self, epoch: int, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -139,7 +141,8 @@ class ShuffledSampler:
         before = self._before(epoch * self.images, every)  # (V,)
         sizes = self._before((epoch + 1) * self.images, every) - before  # (V,)
         starts = np.cumsum(sizes) - sizes  # (V,)
-        turns = positions // self.streams - before[streams]  # (P,): earlier positions of the stream in the epoch
+        # (P,): number of earlier positions of the same stream in the epoch.
+        turns = positions // self.streams - before[streams]
         numbers, offsets = np.divmod(turns, self.buffer)
         groups, inverse = np.unique(numbers * self.streams + streams, return_inverse=True)
         for group, members in enumerate(np.split(np.argsort(inverse, kind="stable"), _ends(inverse, len(groups)))):
@@ -178,7 +181,7 @@ class ShuffledSampler:
         """Return the shuffled blocks of an epoch, and the offset at which each block ends."""
         count = int(self._first_blocks[-1])
         blocks = _permutation(count, _philox(self._seed, _BLOCKS, self._source, epoch)).astype(np.int32)
-        lengths = np.full(count, self.block, dtype=np.int32)  # int32: these arrays are large for billions of samples
+        lengths = np.full(count, self.block, dtype=np.int32)  # int32 saves memory for billions of samples
         lengths[self._first_blocks[1:] - 1] = (self._counts - 1) % self.block + 1
         return blocks, np.cumsum(lengths[blocks], dtype=np.int64)
 
@@ -191,7 +194,7 @@ def _suitable_block(counts: np.ndarray) -> int:
 
 
 def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
-    """Return the indices that split the sorted `inverse` into its groups."""
+    """Return the indices at which to split the sorted `inverse` into groups."""
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
@@ -225,14 +228,15 @@ class MixtureSampler:
             self._turns[self._sources == source] = np.arange(quota)
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return source, shard, and number within the shard of each position: three (P,) int64 arrays.
+        """Return the source of each position, the shard, and the number within the shard: three (P,) int64 arrays.
 
-        `later` moves each position ahead by that many samples of its virtual stream, to replace corrupt samples.
+        `later` is the number of samples by which each position moves ahead in its virtual stream, to replace corrupt
+        samples.
         """
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
         sources = self._sources[entries]
-        own = rounds * self.quotas[sources] + self._turns[entries]  # positions within the source
+        own = rounds * self.quotas[sources] + self._turns[entries]  # positions in the order of each source alone
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             here, sampler = sources == source, self.samplers[source]
@@ -241,7 +245,7 @@ class MixtureSampler:
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Return how many of 1,024 positions each source gets, at least one: (S,) int64.
+    """Return the number of positions, of 1,024, that each source gets: (S,) int64. Each source gets at least one.
 
     The numbers are rounded by the method of largest remainders.
 
@@ -265,18 +269,18 @@ class BatchSampler(Sampler[np.ndarray]):
     """Positions (P,) of each forward pass of one process: `accumulation` passes per optimizer step.
 
     Step s takes positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream if all streams have
-    equally many of these positions. The passes of all processes are consecutive parts of this sequence. Together they
-    equal the step of a single process, and each process reads from as few streams as possible.
+    equally many of these positions. Each pass of each process takes the next part of this sequence. All passes together
+    contain the same positions as the step of a single process, and each process reads from as few streams as possible.
 
     Raises:
-        ValueError: the batch does not split evenly.
+        ValueError: the batch does not split evenly over processes and passes.
     """
 
     batch_size: int
     """Number of images of one optimizer step, over all processes and passes."""
     first_step: int = 0
     steps: int = 1
-    """Number of the step before which the run ends, counted from 0."""
+    """Total number of steps of the run, including the steps before `first_step`."""
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1

@@ -1,9 +1,9 @@
 """A ring of buffers in memory that worker processes share with their parent.
 
-A worker fills a buffer and sends its index together with the rest of the batch; the parent copies the pixels
-into other memory, for example pinned memory, and frees the buffer. Batches thus travel without being copied or
-allocated anew. The memory is anonymous, made before the workers are forked, and reused as long as they live: /dev/shm
-may be small.
+A worker fills a buffer with pixels and sends the index of the buffer with the batch. The parent copies the pixels into
+its own memory, for example pinned memory, and frees the buffer. The processes thus exchange pixels without a pipe, and
+allocate no shared memory for each batch. The memory is anonymous, because /dev/shm may be small. It is created before
+the workers are forked, and is used until they exit.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from torch import Tensor
 from data.batch import Batch
 
 UNRESERVED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
-"""Flags of shared memory for which the system reserves nothing in advance. 0x4000 is MAP_NORESERVE, which Python's mmap
-does not define."""
+"""Flags for shared memory that the system does not reserve in advance. 0x4000 is MAP_NORESERVE, which Python's mmap
+lacks."""
 
 _numbers = itertools.count()
 _rings: "weakref.WeakValueDictionary[int, BufferRing]" = weakref.WeakValueDictionary()
@@ -34,19 +34,19 @@ class BufferRing:
         size: size of a buffer in bytes. The system provides memory at the first write, so unused bytes cost nothing.
 
     Raises:
-        OSError: the system refuses so much memory.
+        OSError: the system refuses to map the memory.
     """
 
     def __init__(self, workers: int, buffers: int, size: int) -> None:
         self.number, self.buffers, self.size = next(_numbers), buffers, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         everything = mmap.mmap(-1, max(workers * buffers * self.size, 1), flags=UNRESERVED)
         self._memory = torch.frombuffer(everything, dtype=torch.uint8)
-        # A byte for each buffer: the worker sets 1 to take the buffer, the parent sets 0 to free the buffer.
+        # One byte per buffer: a worker writes 1 to take a buffer, and the parent writes 0 to free a buffer.
         self._taken = memoryview(mmap.mmap(-1, workers * buffers))
         _rings[self.number] = self
 
     def take(self, worker: int) -> "Buffer | None":
-        """Take a free buffer of `worker`, in that worker process. Return None if no buffer of the worker is free."""
+        """Take and return a free buffer of `worker`; None if no buffer is free. Only that worker may call this."""
         for index in range(worker * self.buffers, (worker + 1) * self.buffers):
             if not self._taken[index]:
                 self._taken[index] = 1
@@ -64,7 +64,7 @@ class BufferRing:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer of a ring. It is sent between processes as its index."""
+    """One buffer of a ring. Pickling a buffer stores only its index."""
 
     ring: BufferRing
     index: int
@@ -97,7 +97,7 @@ class SharedBatch:
     def from_batch(cls, batch: Batch, buffer: Buffer) -> "SharedBatch | Batch":
         """Wrap a batch whose memory is the beginning of the buffer.
 
-        Return any other batch unchanged, and free the buffer.
+        If the batch uses other memory, return the batch unchanged and free the buffer.
         """
         if batch.memory is None or batch.memory.data_ptr() != buffer.memory.data_ptr():
             buffer.free()
@@ -113,5 +113,5 @@ class SharedBatch:
         return opened
 
     def pin_memory(self) -> Batch:
-        """Return the batch in pinned memory; torch's loader calls this in a thread of its own."""
+        """Return the batch in pinned memory. DataLoader calls this method in its pinning thread."""
         return self.open(pinned=True)

@@ -1,6 +1,6 @@
 """Pixel statistics: histograms of channels, and the mean and standard deviation that follow from them.
 
-C channels, H x W pixels.
+Images have C channels and H x W pixels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from data.shards.reader import UnreadableError
 from encoders.base import Preprocessing
 
 READ_TOGETHER = 64
-"""Number of images that are downloaded together."""
+"""Number of images per download."""
 LEAST_STD = 1 / 255
-"""Smallest standard deviation, one of 255 levels, for constant channels such as the alpha of opaque images."""
+"""Smallest standard deviation that is returned, for constant channels such as the alpha of opaque images."""
 
 
 def histogram(pixels: Tensor) -> np.ndarray:
@@ -47,8 +47,9 @@ def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
 def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Preprocessing:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1].
 
-    The statistics of a source come from its `index.json`. Without them, `images` images are decoded, evenly spread over
-    all shards of the source. The result depends only on the shards and their weights. Corrupt images are left out.
+    The statistics of a source come from its `index.json`. If the index has none, `images` images are decoded, evenly
+    spread over all shards of the source. The result depends only on the shards and their weights. Corrupt images are
+    left out.
 
     Raises:
         ShardError: the shards cannot be read, or none of the images can be decoded.

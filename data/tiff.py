@@ -1,7 +1,7 @@
 """TIFF images of any number of bands, read by tifffile.
 
 Images may come from untrusted sources. Only the listed compressions are decoded. All sizes that determine the required
-memory are compared with limits before pixels are decoded. H x W pixels.
+memory are compared with limits before pixels are decoded. Images have H x W pixels.
 """
 
 from io import BytesIO
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from tifffile import TiffPage
 
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-"""First bytes of a file: TIFF and BigTIFF, each in two byte orders."""
+"""First bytes of TIFF and BigTIFF files, each in two byte orders."""
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
 """Numbers of the supported compressions: none, LZW, deflate (two numbers), PackBits."""
 GRAY, RGB = 1, 2
-"""Numbers of the supported photometric interpretations. Bands without a colour are marked as gray in a file."""
+"""Numbers of the supported photometric interpretations. A file marks bands that have no colour as gray."""
 ORIENTATION = 274
 """Number of the orientation tag."""
 ALPHA = 2
-"""Number in the tag of extra bands that marks alpha; the colours are not premultiplied with it."""
+"""Value of the tag ExtraSamples for an alpha band whose alpha is not premultiplied into the colours."""
 
 
 class TiffError(ValueError):
@@ -52,7 +52,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
         TiffError: the TIFF is damaged, not supported or too large, or a package is missing.
     """
     try:
-        import imagecodecs  # noqa: F401 - its decoders write no more bytes than a strip should have; tifffile's own do
+        import imagecodecs  # noqa: F401 - unlike tifffile's own decoders, these never write past the end of a strip
         from tifffile import TiffFile
     except ImportError as error:
         raise TiffError(
@@ -67,7 +67,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
             mode = _mode(page)
     except (TiffError, MemoryError):
         raise
-    except Exception as error:  # tifffile fails in many ways on a damaged file
+    except Exception as error:  # tifffile raises many kinds of errors for damaged files
         raise TiffError(f"a damaged TIFF image: {error}") from error
     pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
     if pixels.dtype == np.uint16:

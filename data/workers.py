@@ -1,4 +1,4 @@
-"""Worker processes of the loader: how many to start, and how they treat the signals that all processes of a job get."""
+"""Worker processes of the loader: their number, and their handling of signals sent to all processes of a job."""
 
 import gc
 import os
@@ -7,20 +7,20 @@ import threading
 
 
 def free_cores(processes: int) -> int:
-    """Return the number of workers of a training process: its share of the node's cores less one, between 1 and 8."""
+    """Return the number of workers of a training process: one less than its share of the node's cores, from 1 to 8."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     cores = len(os.sched_getaffinity(0))
-    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # SLURM may not confine a job to its cores
+    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # SLURM may give a job fewer cores than it can see
     return max(1, min(8, min(cores, allocated) // local - 1))
 
 
 def start_worker(_number: int) -> None:
-    """Prepare a worker process. It ignores the scheduler's signals: only the training process acts on them."""
+    """Prepare a worker process. A worker ignores the scheduler's signals, because the training process handles them."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # else each garbage collection would copy all shared pages of the training process
+    gc.freeze()  # without this, garbage collection would copy memory pages shared with the training process
 
 
 def _end_with_parent() -> None:

@@ -1,13 +1,13 @@
 """A cache folder of bounded size, shared by all processes of a node.
 
 The cache keeps downloaded and decompressed files. An entry is written as `NAME.part` and then renamed. The writer
-holds a lock on the part file. A second process waits for that lock. If a writer dies, the lock is released, and the
+holds a lock on the part file. Other processes wait for that lock. If a writer dies, the lock is released, and the
 next process starts the entry again.
 
 The file `bytes` holds the total size of the folder, including space reserved by writers. After a kill this number may
-be too high, but never too low, because space is counted before it is used. A process that would exceed the bound scans
-the folder, removes the least recently used entries down to nine tenths of the bound, and writes the correct total. A
-process that holds a removed entry open can still read it; the next open downloads it again.
+be too high, but never too low, because space is counted before it is used. A process that would exceed the limit scans
+the folder, removes the least recently used entries until nine tenths of the limit are in use, and writes the correct
+total. A process that holds a removed entry open can still read it; the next open downloads it again.
 """
 
 import errno
@@ -22,8 +22,8 @@ from data.shards.errors import ShardError
 
 SPARE_BYTES = 2**28
 """Number of bytes on the disk that the cache leaves free."""
-AHEAD = 2**26  # bytes; the most that is reserved in advance for an entry of unknown size
-KEPT = 0.9  # share of the bound that remains after removing entries
+AHEAD = 2**26  # maximum number of bytes to reserve in advance for an entry of unknown size
+KEPT = 0.9  # fraction of the cache limit down to which eviction shrinks the cache
 PART = ".part"
 
 
@@ -39,18 +39,18 @@ class CacheError(ShardError):
 
 
 class Cache:
-    """Entries below `folder` that together take at most `limit` bytes. Usable from threads and after a fork.
+    """Cache in `folder`, whose entries take at most `limit` bytes in total. Threads and forks may share it.
 
     Args:
         folder: a folder on a local disk; created when it is needed.
-        limit: largest total size in bytes.
+        limit: maximum total size of the entries in bytes.
     """
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
 
     def find(self, name: str, size: int | None = None) -> int | None:
-        """Return a descriptor of an entry, which the caller closes; None if there is no entry of `size` bytes."""
+        """Return a descriptor of an entry, or None if no entry has `size` bytes. The caller closes the descriptor."""
         try:
             descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -64,10 +64,12 @@ class Cache:
         return descriptor
 
     def open(self, name: str, fill: Callable[["Sink"], None], size: int | None = None) -> int:
-        """Return a descriptor of an entry, which the caller closes. One process fills the entry, the others wait.
+        """Return a descriptor of an entry, which the caller closes.
+
+        If the entry does not exist, one process fills the entry while other processes wait.
 
         Args:
-            name: letters and digits, evenly distributed, such as a hash.
+            name: name of the entry, made of evenly distributed letters and digits, such as a hash.
             fill: writes the content. Its exceptions are raised here, and the entry is discarded.
             size: size of the entry in bytes; None if unknown.
 
@@ -83,7 +85,7 @@ class Cache:
                 made = False
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
-                    if _names(part, descriptor):  # otherwise another process has renamed or removed the part
+                    if _names(part, descriptor):  # False if another process has renamed or removed the part file
                         made = self._make(descriptor, part, path, fill, size)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:
@@ -104,7 +106,7 @@ class Cache:
         return self.folder / name[:2] / name
 
     def _make(self, descriptor: int, part: Path, path: Path, fill: Callable[["Sink"], None], size: int | None) -> bool:
-        """Fill the locked part and rename it to `path`. Return False if the entry exists already."""
+        """Fill the locked part file and rename it to `path`. Return False if the entry already exists."""
         if path.exists():  # another process made the entry before this process got the lock
             part.unlink()
             return False
@@ -117,17 +119,17 @@ class Cache:
             sink.close()
             part.rename(path)
             return True
-        except BaseException:  # other processes may hold the part open, so empty the file to free disk space
+        except BaseException:  # other processes may hold the part file open; empty it to free disk space
             part.unlink(missing_ok=True)
             sink.restart()
             sink.close()
             raise
 
     def resize(self, descriptor: int, old: int, new: int) -> None:
-        """Change the size of a part from `old` to `new` bytes, update the total, and remove entries if necessary.
+        """Resize a part file from `old` to `new` bytes and update the total size. Remove entries if necessary.
 
         Raises:
-            CacheError: the part exceeds the bound of the cache.
+            CacheError: the part file exceeds the limit of the cache.
             OSError: the disk is full.
         """
         if new > self.limit:
@@ -139,7 +141,7 @@ class Cache:
             total = _read_total(counter)
             if total is None or total + new - old > self.limit:
                 total = self._evict(int(KEPT * self.limit) - (new - old))
-            if new > old and not self._fits(new - old):  # the disk is full before the cache reaches its bound
+            if new > old and not self._fits(new - old):  # the disk is full, but the cache is not
                 total = self._evict(total - (new - old) - self.limit // 10)
                 if not self._fits(new - old):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -165,7 +167,7 @@ class Cache:
     def _evict(self, target: int) -> int:
         """Remove the least recently used entries until at most `target` bytes are left.
 
-        Return the remaining size in bytes, including the parts of running writers.
+        Return the remaining size in bytes, including the part files of running writers.
         """
         total, entries = 0, []
         for folder in os.scandir(self.folder):
@@ -196,10 +198,10 @@ class Sink:
     def __init__(self, cache: Cache, descriptor: int):
         self._cache, self._descriptor, self._reserved = cache, descriptor, 0
         self.written = 0
-        os.ftruncate(descriptor, 0)  # a killed process may have left bytes
+        os.ftruncate(descriptor, 0)  # a killed process may have left a partial write in the file
 
     def reserve(self, size: int) -> None:
-        """Reserve `size` bytes in total."""
+        """Ensure that at least `size` bytes are reserved for the entry."""
         if size > self._reserved:
             self._resize(size)
 
@@ -207,7 +209,7 @@ class Sink:
         """Append `data`.
 
         Raises:
-            CacheError: there is no room.
+            CacheError: the cache or its disk has no room.
         """
         if self.written + len(data) > self._reserved:
             ahead = min(2 * self._reserved, self._reserved + AHEAD, self._cache.limit)
@@ -222,11 +224,11 @@ class Sink:
             raise _unwritable(self._cache.folder, error) from error
 
     def restart(self) -> None:
-        """Discard the content and start from the beginning."""
+        """Discard the content written so far, so that the next write starts at the beginning."""
         self.written = 0
 
     def close(self) -> None:
-        """Release reserved bytes that were not used."""
+        """Release the reserved bytes that were not written."""
         self._resize(self.written)
 
     def _resize(self, size: int) -> None:
@@ -240,7 +242,7 @@ class Sink:
 
 
 def _names(path: Path, descriptor: int) -> bool:
-    """Return True if `path` names the open file."""
+    """Return True if `path` still names the open file `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -248,7 +250,7 @@ def _names(path: Path, descriptor: int) -> bool:
 
 
 def _remove_if_abandoned(part: str) -> bool:
-    """Remove a part that is not locked by a writer. Return True if it was such a part."""
+    """Remove a part file if no writer has locked it. Return True if none has."""
     descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,7 +264,7 @@ def _remove_if_abandoned(part: str) -> bool:
 
 
 def _read_total(counter: int) -> int | None:
-    """Return the number in the file `bytes`; None if the file is new or damaged."""
+    """Return the total size in the file `bytes`; None if the file is new or damaged."""
     try:
         return int(os.pread(counter, 32, 0))
     except ValueError:
@@ -270,7 +272,7 @@ def _read_total(counter: int) -> int | None:
 
 
 def _allocate(descriptor: int, old: int, new: int) -> None:
-    """Extend a file to `new` bytes, and reserve them on the disk if the file system supports that."""
+    """Extend a file from `old` to `new` bytes, and reserve disk space if the file system supports that."""
     try:
         os.posix_fallocate(descriptor, old, new - old)
     except OSError as error:

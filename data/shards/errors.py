@@ -1,4 +1,4 @@
-"""The exception for shards that cannot be used, and advice for the end of its messages."""
+"""The exception for unusable shards, and advice that its messages end with."""
 
 from runtime.errors import UserError
 

@@ -1,9 +1,9 @@
-"""The two index files beside shards, with which a run starts without reading the header of any shard.
+"""The two kinds of index files beside shards. With them, a run starts without reading the header of any shard.
 
-`index.json` lists the shards of its folder, in the format of webdataset's `wids` indices plus a few optional keys.
-`SHARD.tar.index` is a NumPy archive with the names and byte positions of the samples of one shard. Both may come from
-an untrusted source: nothing is unpickled, names cannot leave the folder, and sizes are checked before memory is
-allocated.
+`index.json` lists the shards of its folder. The format is that of webdataset's `wids` indices, with additional optional
+keys. `SHARD.tar.index` is a NumPy archive with the names and byte positions of the samples of one shard. Both files may
+come from an untrusted source. Nothing is unpickled, file names cannot point outside the folder, and sizes are checked
+before memory is allocated.
 """
 
 import io
@@ -21,9 +21,9 @@ from runtime.files import atomic_write
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"
-"""Suffix of the table of a shard."""
-LARGEST_TABLE = 2**30  # bytes; the table of a million samples takes about 60 MB
-LARGEST_FOLDER_INDEX = 2**28  # bytes; the index of a hundred thousand shards takes about 20 MB
+"""Suffix that turns the file name of a shard into the name of its table."""
+LARGEST_TABLE = 2**30  # maximum size in bytes of a table; a million samples take about 60 MB
+LARGEST_FOLDER_INDEX = 2**28  # maximum size of index.json in bytes; 100,000 shards take about 20 MB
 
 
 def _file_name(name: str) -> str:
@@ -33,7 +33,7 @@ def _file_name(name: str) -> str:
 
 
 class ShardEntry(BaseModel):
-    """One shard of a folder."""
+    """Entry of `index.json` for one shard."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -42,15 +42,15 @@ class ShardEntry(BaseModel):
     nsamples: int = Field(ge=1)
     """Number of samples."""
     filesize: int = Field(ge=1)
-    """Size in bytes."""
+    """Size of the shard in bytes."""
     labelled: int | None = Field(default=None, ge=0)
     """Number of samples with a label; None in an index that another tool wrote."""
     sha256: str | None = None
-    """SHA-256 of the file in hexadecimal."""
+    """SHA-256 of the shard in hexadecimal."""
 
 
 class FolderIndex(BaseModel):
-    """The shards of one folder, in order."""
+    """Content of `index.json`: the shards of a folder, in order."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
@@ -63,7 +63,7 @@ class FolderIndex(BaseModel):
     mean: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
     """Mean of each channel over all pixels, in [0, 1]; None if it was not computed."""
     std: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
-    """Standard deviation of each channel over all pixels."""
+    """Standard deviation of each channel over all pixels, in [0, 1]; None if it was not computed."""
 
     @model_validator(mode="after")
     def _same_channels(self) -> Self:
@@ -80,7 +80,7 @@ def parse_folder(content: bytes, path: str) -> FolderIndex:
         path: name of the file in error messages.
 
     Raises:
-        ShardError: the content is not such an index.
+        ShardError: the content is not a valid `index.json`.
     """
     try:
         return FolderIndex.model_validate_json(content)
@@ -97,7 +97,7 @@ def write_folder(folder: str | Path, index: FolderIndex) -> None:
 
 
 def write_table(shard: str | Path, table: Index) -> None:
-    """Write the index of a shard beside it, atomically."""
+    """Write the table of a shard atomically, to a file beside the shard."""
     with atomic_write(f"{shard}{TABLE}", sync=True) as path, path.open("wb") as file:
         np.savez(file, **table._asdict())
 
@@ -110,7 +110,7 @@ def parse_table(content: bytes, path: str) -> Index:
         path: name of the file in error messages.
 
     Raises:
-        ShardError: the content is not such a table, or an entry is outside the shard.
+        ShardError: the content is not a valid table, or an entry is outside the shard.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -119,7 +119,7 @@ def parse_table(content: bytes, path: str) -> Index:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             table = Index(**{name: arrays[name] for name in Index._fields})
         _check(table)
-    except Exception as error:  # damaged archives and arrays raise many kinds of errors
+    except Exception as error:  # NumPy raises many kinds of errors for damaged archives and arrays
         raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
     return table
 

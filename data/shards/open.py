@@ -1,4 +1,4 @@
-"""Open shards: check that they can be read, and count their samples."""
+"""Opening of shards: check that the shards can be read, and count their samples."""
 
 import dataclasses
 import logging
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 
 
 class Sources(NamedTuple):
-    """Opened sources of a mixture."""
+    """Opened sources of a mixture, with their weights."""
 
     lists: list[ShardList]
     weights: list[float]
 
 
 WeightedShards = Shards | Mapping[str, float] | Sources
-"""Shards, or a mixture: patterns, each with its share of the samples."""
+"""Shards, or a mixture that maps each shard pattern to its share of the samples."""
 
 
 class SourcePlan(TypedDict):
-    """Size of one source of a mixture, and the mean part of one loader worker."""
+    """Size of one source of a mixture, and the mean number of shards and images per loader worker."""
 
     weight: float
     shards: int
@@ -48,24 +48,24 @@ class SourcePlan(TypedDict):
 
 
 class _Opened(NamedTuple):
-    """One opened shard."""
+    """An opened shard with its size and counts."""
 
     shard: Shard
     samples: int
     labelled: int
     """Number of samples with a label, or -1 if unknown."""
     size: int
-    """Size in bytes."""
+    """Size of the shard in bytes."""
     moments: PixelMoments | None = None
 
 
 def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> ShardList:
-    """Open shards and count their samples, from `index.json`, from the cache, or from the headers of the tars.
+    """Open shards and count their samples. The counts come from `index.json`, the cache, or the headers of the tars.
 
     Args:
         shards: see `Shards`. A list of opened shards is returned unchanged.
-        progress: show the progress on stderr.
-        source: settings of access.
+        progress: True to show the progress on stderr.
+        source: settings for access to shards.
 
     Raises:
         ShardError: shards cannot be used. The message lists the first 20 of them with the reasons. If unreadable
@@ -86,7 +86,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
         _probe_ranges(shard)
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    moments = statistics.pop() if len(statistics) == 1 else None  # folders may have different statistics
+    moments = statistics.pop() if len(statistics) == 1 else None  # None if the folders have different statistics
     return ShardList(
         [one.shard for one in found],
         counts,
@@ -102,13 +102,13 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
 def _open_all(
     paths: list[str], indices: FolderIndices, progress: bool
 ) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
-    """Open all shards. Return the opened ones and the errors of the others, by their position in `paths`."""
+    """Open all shards. Return the opened shards and the errors of unusable shards, both by position in `paths`."""
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path):
             opened[place] = _from_index(path, indices.entries[path], indices.source)
-    # Each process begins at a random shard. Processes that start together then find most results in the shared cache.
+    # Begin at a random shard. Processes that start at the same time then find most results of each other in the cache.
     first = random.SystemRandom().randrange(len(paths))
     unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
     bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
@@ -139,7 +139,7 @@ def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> 
 
 
 def _probe_ranges(shard: Shard) -> None:
-    """Check once whether a web server supports byte ranges, so that the loader workers need not check."""
+    """Check whether the web servers support byte ranges, so that the loader workers need not check this."""
     try:
         _ = shard.supports_ranges
     except ShardError:
@@ -148,7 +148,7 @@ def _probe_ranges(shard: Shard) -> None:
 
 
 def _from_index(path: str, listed: Listed, source: SourceConfig) -> _Opened:
-    """Return a remote shard without a request, from its entry in `index.json`."""
+    """Return a remote shard from its entry in `index.json`, without a request to the server."""
     shard = Shard(path, listed.size, listed.sha256 or "", sha256=listed.sha256, source=source)
     return _Opened(shard, listed.samples, listed.labelled, listed.size, listed.moments)
 
@@ -171,7 +171,7 @@ def _open(path: str, indices: FolderIndices) -> _Opened:
 
 
 def open_sources(shards: WeightedShards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Sources:
-    """Open the sources of a mixture. Shards without weights are one source of weight 1.
+    """Open the sources of a mixture. Shards without weights form one source of weight 1.
 
     Raises:
         ShardError: see `open_shards`.
@@ -189,7 +189,7 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
 def plan(
     shards: WeightedShards, *, world_size: int = 1, workers: int = 0, source: SourceConfig = DEFAULT
 ) -> list[SourcePlan]:
-    """Return the sizes of each source, and the mean number of shards and images of a loader worker.
+    """Return the size of each source, and the mean number of its shards and images per loader worker.
 
     Raises:
         ShardError: see `open_shards`.

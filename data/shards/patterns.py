@@ -22,9 +22,9 @@ Pattern = str | os.PathLike[str]
 Shards = Pattern | Sequence[Pattern] | ShardList
 """One pattern, several patterns, or a list of opened shards.
 
-A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, one of these as a URL (`https://`,
-`s3://`, `gs://` and all others that fsspec opens), the `index.json` of a folder, or `pipe:COMMAND`. Shards end in
-`.tar` or `.tar.gz`."""
+A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, the `index.json` of a folder, or
+`pipe:COMMAND`. All but the last may be URLs (`https://`, `s3://`, `gs://` or any other that fsspec opens).
+Names of shards end in `.tar` or `.tar.gz`."""
 
 
 class PixelMoments(NamedTuple):
@@ -35,18 +35,18 @@ class PixelMoments(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Facts about a shard from the `index.json` of its folder."""
+    """A shard as listed in the `index.json` of its folder."""
 
     samples: int
     labelled: int
     """Number of samples with a label, or -1 if unknown."""
     size: int
-    """Size in bytes."""
+    """Size of the shard in bytes."""
     sha256: str | None
     written: int
     """Modification time of the `index.json` in nanoseconds; 0 if it is remote."""
     moments: PixelMoments | None
-    """Pixel statistics of the folder."""
+    """Pixel statistics of the folder that holds the shard."""
 
 
 def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
@@ -80,7 +80,7 @@ def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
         return indices.read(pattern) if pattern.endswith(FOLDER_INDEX) else [pattern]
     try:
         if pattern.startswith(remote.PIPE):
-            return list(braceexpand(pattern, escape=False))  # the backslashes of a command stay
+            return list(braceexpand(pattern, escape=False))  # do not remove backslashes from the command
         braced = expand_urls(pattern)
     except ValueError as error:
         raise ShardError(f"{pattern}: {error}. Correct the braces.") from error
@@ -98,7 +98,7 @@ def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
 
 
 def _local(name: str) -> str:
-    """Prefix the name of an existing file so that it cannot be taken for a command or a URL."""
+    """Return the path of an existing file, with a prefix if it looks like a command or a URL."""
     return f"./{name}" if remote.is_remote(name) else name
 
 
@@ -106,7 +106,7 @@ def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
     """Read an `index.json`; None if there is no such file.
 
     Raises:
-        ShardError: the file is not an index, or its server does not answer.
+        ShardError: the file is not a valid `index.json`, or its server does not answer.
     """
     found = _read_index_file(path, source)
     return None if found is None else parse_folder(found[0], path)
@@ -137,7 +137,7 @@ class FolderIndices:
         """Return the shards that the index at `path` lists.
 
         Raises:
-            ShardError: the file does not exist or is not an index.
+            ShardError: the file does not exist or is not a valid `index.json`.
         """
         self._visited.add(path)
         found = _read_index_file(path, self.source)
@@ -146,12 +146,12 @@ class FolderIndices:
         return self._add(path, parse_folder(found[0], path), found[1])
 
     def read_beside(self, shard: str) -> None:
-        """Read the index in the folder of a shard, if there is one.
+        """Read the `index.json` in the folder of a shard, if there is one.
 
-        A file of that name written by another tool only causes a warning.
+        An `index.json` in the format of another tool only causes a warning.
 
         Raises:
-            ShardError: the server does not answer, and unreadable shards are not skipped.
+            ShardError: the server does not answer and the settings do not allow skipping unreadable shards.
         """
         folder = remote.without_query(shard).rpartition("/")[0]
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-DELAY = 1.0  # seconds before a bar appears, so that short work shows none
-LINE = 30.0  # seconds between two lines where stderr is not a terminal
+DELAY = 1.0  # seconds before a progress bar appears; shorter work shows no bar
+LINE = 30.0  # seconds between two progress lines if stderr is not a terminal
 
 
 @contextmanager
 def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows on stderr how many of `total` units are done.
+    """Yield a function that takes the number of finished units and shows it on stderr, out of `total`.
 
     Args:
         title: name of the work, for example "writing".

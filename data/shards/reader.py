@@ -20,11 +20,11 @@ from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD
 from data.shards.shard import ShardList
 from data.shards.tar import Index, is_member
 
-KEPT_SAMPLES = 2_000_000  # maximum number of samples whose positions stay in memory, about 60 bytes each
+KEPT_SAMPLES = 2_000_000  # maximum number of samples whose byte positions stay in memory, about 60 bytes per sample
 KEPT_FILES = 128
 LARGEST_REQUEST = 64 * 2**20  # bytes
-USUAL_REQUEST = 8 * 2**20  # bytes of a request that may cover several blocks
-FETCHERS = 4  # simultaneous requests of one reader
+USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
+FETCHERS = 4  # number of simultaneous requests per reader
 MOST_LOST = 10  # number of consecutive unreadable shards after which reading fails
 HEADER = 512  # size in bytes of the tar header before each member
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class UnreadableError(ShardError):
-    """Raised if a sample is in a shard that has become unreadable and is skipped."""
+    """Raised if the shard of a sample has become unreadable and is skipped."""
 
 
 class _File:
@@ -51,16 +51,16 @@ class _File:
 
 
 class Reader:
-    """Reader of the samples of a list of shards. Files are opened when first needed, so create one in each process.
+    """Reader of the samples of a list of shards. It opens files when needed, so each process needs its own reader.
 
-    A shard may vanish, change, or fail to download. If unreadable shards are skipped, methods then raise
-    `UnreadableError`, and `ShardError` after ten such shards in a row or when no shard is left. Otherwise methods raise
-    `ShardError`.
+    A shard may vanish, change, or fail to download. If the settings skip unreadable shards, methods raise
+    `UnreadableError` for such a shard, and `ShardError` after ten of them in a row or when no shard is left. If the
+    settings do not skip unreadable shards, methods raise `ShardError`.
 
     Args:
         shards: opened shards.
-        readers: number of readers in this process, which share the limits on memory and open files.
-        block: number of neighbouring samples that the sampler visits together; None if samples are read in order.
+        readers: number of readers in this process. All readers share the limits on memory and open files.
+        block: number of neighbouring samples per block of the sampler; None if samples are read in order.
     """
 
     def __init__(self, shards: ShardList, readers: int = 1, block: int | None = None):
@@ -74,7 +74,7 @@ class Reader:
         usual = max(USUAL_REQUEST * shards.images // max(total, 1), 1)  # samples
         if block is None:
             self._samples_per_request = usual
-        elif total <= shards.source.cache_gb * 1e9 / 2:  # the cache can hold all shards, and all of them will be read
+        elif total <= shards.source.cache_gb * 1e9 / 2:  # the cache can hold all shards
             self._samples_per_request = max(usual // block, 1) * block
         else:
             self._samples_per_request = block
@@ -114,9 +114,9 @@ class Reader:
             ) from None
 
     def prepare(self, shards: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray) -> None:
-        """Download the parts of shards that hold these samples and are not cached, with several requests at a time.
+        """Download the byte ranges of these samples that are not in the cache, with several requests at a time.
 
-        Errors are deferred until the sample is read.
+        Errors are raised later, when the sample is read.
         """
         wanted = [
             (int(shard), int(sample))
@@ -131,9 +131,9 @@ class Reader:
             self._map(pool, lambda *span: os.close(self._open(*span)[0]), ranges)
 
     def _map(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
-        """Run `do` for each call in `pool`, and return the calls with their results.
+        """Run `do(*call)` for each of `calls` in the thread pool, and return the calls with their results.
 
-        The first argument of a call is a shard. Calls for unreadable shards are left out.
+        The first argument of each call is a shard. The result lacks calls for unreadable shards.
         """
 
         def one(call: tuple[int, ...]) -> list[tuple[Any, T]]:
@@ -145,7 +145,7 @@ class Reader:
         return [result for results in pool.map(one, calls) for result in results]
 
     def _guard(self, shard: int, do: Callable[[], T]) -> T:
-        """Call `do` and return its result. Remember a shard that fails, and do not read it again."""
+        """Return the result of `do`, which reads `shard`. If a shard has failed before, `do` is not called again."""
         try:
             if shard in self._lost:
                 raise ShardError(self._lost[shard])
@@ -166,24 +166,24 @@ class Reader:
             raise UnreadableError(str(error)) from error
 
     def _member(self, shard: int, sample: int, offset: int, size: int, wanted: int) -> bytes:
-        """Return the first `wanted` bytes of a member, after a check of the header before the member."""
+        """Check the tar header of a member, and return the first `wanted` bytes of the member."""
         index, local = self._index(shard), self._is_local(shard)
         for _ in range(1 if local else 2):
             header, data, name = (self._read_local if local else self._read_cached)(shard, sample, offset, wanted)
             if len(data) == wanted and is_member(header, index.key(sample), size):
                 return data
             if not local:
-                self._shards.shards[shard].cache.remove(name)  # perhaps only the cached copy is damaged
+                self._shards.shards[shard].cache.remove(name)  # the cached copy may be damaged: download it again
         raise ShardError(
             f"{self._shards.shards[shard].path}: {index.key(sample)} is not at byte {offset}, where the index says. "
             f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
         )
 
     def _read_cached(self, shard: int, sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
-        """Return a member's header, the beginning of its content, and the name of the cache entry with both."""
+        """Return a member's header, the beginning of its content, and the name of the cache entry that holds them."""
         start, end = offset - HEADER, offset + wanted
         span = self._request(shard, sample)
-        if not span[0] <= start <= end <= span[1]:  # the label is not in the byte range of its image
+        if not span[0] <= start <= end <= span[1]:  # a label outside the requested byte range
             span = (start, end)
         descriptor, first, name = self._open(shard, *span)
         try:
@@ -227,31 +227,33 @@ class Reader:
         return span
 
     def _open(self, shard: int, start: int, end: int) -> tuple[int, int, str]:
-        """Return the descriptor of a file with a byte range, the position of that file in the shard, and its cache
-        name."""
+        """Open a cached file that holds a byte range of a shard.
+
+        Return its descriptor, the position in the shard at which the file begins, and its name in the cache.
+        """
         opened = self._shards.shards[shard]
         whole = opened.cache_name("whole")
         if not opened.supports_ranges:
             return opened.open(), 0, whole
-        descriptor = opened.cache.find(whole)  # the shard was downloaded to read its headers
+        descriptor = opened.cache.find(whole)  # not None if the complete shard was downloaded to read its headers
         if descriptor is not None:
             return descriptor, 0, whole
         return opened.open_range(start, end), start, opened.cache_name(f"{start}-{end}")
 
 
 def warn_of_small_cache(sources: Sequence[ShardList], spans: Sequence[int]) -> None:
-    """Log a warning if the cache is smaller than the parts of shards that are needed at the same time.
+    """Log a warning if the cache cannot hold all shard data that is needed at the same time.
 
     Args:
         sources: sources of a mixture.
-        spans: number of samples of each source that are needed at the same time.
+        spans: number of samples that are needed at the same time, for each source.
     """
     limit = min(opened.source.cache_gb for opened in sources) * 1e9
     needed = 0.0
     for opened, span in zip(sources, spans, strict=True):
         shard = next((shard for shard in opened.shards if not shard.is_local_tar), None)
         if shard is not None:
-            with suppress(ShardError):  # reading the shard raises this error again
+            with suppress(ShardError):  # ignore the error here: reading the shard raises it again
                 needed += float(opened.sizes.sum()) * (min(span / opened.images, 1) if shard.supports_ranges else 1)
     if needed > limit:
         log.warning(
@@ -268,7 +270,7 @@ def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, byte
 
 
 def _span(index: Index, first: int, last: int) -> tuple[int, int]:
-    """Return the byte range of the members of samples `first` to `last`, with their headers."""
+    """Return the byte range of the members of samples `first` to `last` - 1, including headers."""
     labels = index.labels[first:last]
     places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0]])  # (M, 2)
     return int(places[:, 0].min()) - HEADER, int(places.sum(1).max())

@@ -1,4 +1,4 @@
-"""Files on other machines, read by fsspec, and the output of commands, with limits on time and attempts."""
+"""Reading of remote files by fsspec, and of the output of commands, with time limits and retries."""
 
 import functools
 import gzip
@@ -22,23 +22,23 @@ from data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, wi
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
-SLOWEST = 2**20  # bytes per second; a slower request of known size fails
+SLOWEST = 2**20  # minimum bytes per second of a request of known size; a slower request fails
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
-"""Keys of fsspec's file information whose values change with the file, the most reliable key first."""
+"""Keys of the file information of fsspec whose values change with the file. The most reliable key comes first."""
 
 log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A destination of bytes."""
+    """Protocol of objects to which bytes are written."""
 
     def write(self, data: bytes) -> None: ...
     def restart(self) -> None: ...
 
 
 class Readable(Protocol):
-    """A source of bytes."""
+    """Protocol of objects from which bytes are read."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -49,12 +49,12 @@ def is_remote(path: str) -> bool:
 
 
 def without_query(path: str) -> str:
-    """Return a URL without the part from `?` on, which holds signatures. Return other paths unchanged."""
+    """Return a URL without its query string, which may hold signatures. Return other paths unchanged."""
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def host(url: str) -> str:
-    """Return the web server of a URL, and an empty string for other paths."""
+    """Return host and port of a web server's URL; an empty string for other paths."""
     return urlsplit(url).netloc if url.startswith(("http://", "https://")) else ""
 
 
@@ -81,7 +81,7 @@ def read_small(url: str, source: SourceConfig, limit: int) -> bytes | None:
 
 
 def describe(url: str, source: SourceConfig) -> tuple[int, str]:
-    """Return the size in bytes (0 if unknown) and a text that changes with the file (empty if there is none).
+    """Return the size of a file in bytes (0 if unknown), and its version: a text that changes with the file, or empty.
 
     Raises:
         ShardError: the file does not exist, or all attempts failed.
@@ -110,7 +110,8 @@ def matches(pattern: str, source: SourceConfig) -> list[str]:
 
     def once() -> list[str]:
         system, path = _system(pattern, source)
-        found = with_timeout(source.timeout * 10, lambda: system.glob(path))  # a listing takes many requests
+        # Ten times the usual time limit, because a listing takes many requests.
+        found = with_timeout(source.timeout * 10, lambda: system.glob(path))
         return sorted(str(system.unstrip_protocol(name)) for name in found)
 
     return retry(pattern, source, once)
@@ -123,7 +124,7 @@ def read_range(url: str, start: int, end: int, expected: int, source: SourceConf
         expected: size of the file in bytes; 0 if unknown.
 
     Raises:
-        NoRangesError: the server sends complete files only.
+        NoRangesError: the server does not support byte ranges and sends complete files only.
         ShardError: the file has another size, or all attempts failed.
     """
 
@@ -145,7 +146,7 @@ def read_range(url: str, start: int, end: int, expected: int, source: SourceConf
 
 
 def supports_ranges(url: str, source: SourceConfig) -> bool:
-    """Return True if byte ranges of a file can be read. Each process asks a web server once.
+    """Return True if byte ranges of a file can be read. Each process checks a web server only once.
 
     Raises:
         ShardError: the file does not exist, or all attempts failed.
@@ -166,7 +167,7 @@ def supports_ranges(url: str, source: SourceConfig) -> bool:
 
 
 def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: str | None = None) -> None:
-    """Write a complete shard to `sink`, decompressed if it is a `.tar.gz`. The shard may also be local.
+    """Write a complete local or remote shard to `sink`. A `.tar.gz` is decompressed.
 
     Args:
         size: size of the stored file in bytes; 0 if unknown.
@@ -199,7 +200,7 @@ def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: 
 
 
 class _CountingReader:
-    """A stream that counts and hashes its bytes, and raises an error when it exceeds its limit."""
+    """Stream that counts and hashes the bytes read from it, and raises an error if they exceed a limit."""
 
     def __init__(self, file: Readable, limit: int, url: str):
         self._file, self._limit, self._url = file, limit, url
@@ -217,7 +218,7 @@ class _CountingReader:
 
 
 class _TimedReader:
-    """A file of which every read ends within a time limit."""
+    """File whose `read` raises `TimeoutError` after a time limit."""
 
     def __init__(self, file: Any, timeout: float):
         self._file, self._timeout = file, timeout
@@ -227,7 +228,7 @@ class _TimedReader:
 
 
 def _read_up_to(file: Readable, limit: int) -> bytes:
-    """Read to the end of a file, but stop once more than `limit` bytes were read."""
+    """Read a file to its end, or until more than `limit` bytes have been read."""
     chunks, count = [], 0
     while count <= limit and (chunk := file.read(READ_SIZE)):
         chunks.append(chunk)
@@ -236,7 +237,7 @@ def _read_up_to(file: Readable, limit: int) -> bytes:
 
 
 def _http_range(url: str, start: int, end: int, expected: int, source: SourceConfig) -> bytes:
-    """Read a range and check the server's status and total size, which fsspec's `cat_file` does not do."""
+    """Read a byte range and check the HTTP status and the total size. fsspec's `cat_file` checks neither."""
     system, path = _system(url, source)
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     file = with_timeout(source.timeout, lambda: system.open(path, "rb", block_size=0, size=end, headers=headers))
@@ -288,7 +289,7 @@ def _output(command: str, source: SourceConfig) -> Iterator[Readable]:
 
 
 _servers_with_ranges: dict[str, bool] = {}
-"""Web server -> True if the server supports byte ranges, False if not. Only checked servers are listed."""
+"""Maps each web server that was checked to True if it supports byte ranges, else to False."""
 
 
 def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
@@ -307,18 +308,18 @@ def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
 
 @functools.cache
 def _open_system(_process: int, scheme: str, server: str, timeout: float) -> Any:
-    """Open a file system for this process.
+    """Open a file system of fsspec. `_process`, the process id, makes each process open its own.
 
     A forked process cannot use the file system of its parent, because threads do not survive a fork.
     """
     system = url_to_fs(f"{scheme}://{server}/", **_options(scheme, timeout))[0]
     if scheme in ("s3", "s3a"):
-        system.retries = 1  # `retry` repeats failed requests, so that the file system need not
+        system.retries = 1  # no retries by the file system itself, because `retry` repeats failed requests
     return system
 
 
 def _options(scheme: str, timeout: float) -> dict[str, Any]:
-    """Return time limits for a file system. The user's own configuration of fsspec takes precedence."""
+    """Return options that set the time limits of a file system. The user's configuration of fsspec takes precedence."""
     given = fsspec.config.conf.get(scheme, {})
     if scheme in ("http", "https"):
         import aiohttp

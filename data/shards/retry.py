@@ -1,4 +1,4 @@
-"""Retries with growing pauses, and time limits, for requests to other machines."""
+"""Retries and time limits for requests to other machines. The pauses between retries grow."""
 
 import itertools
 import logging
@@ -13,9 +13,9 @@ from pydantic import Field
 from data.shards.errors import RESTORE_SHARD, ShardError
 from runtime.settings import Section
 
-BACKOFF = 0.5  # seconds before the second attempt; each later pause is twice as long
+BACKOFF = 0.5  # seconds before the second attempt; each later pause is twice as long as the pause before
 LONGEST_PAUSE = 30.0  # seconds
-TRANSIENT = (408, 429)  # HTTP statuses from 400 to 499 that are not permanent, so that the request is repeated
+TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated; other 4xx are permanent
 PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -25,7 +25,7 @@ PERMANENT = (
     TypeError,
     ValueError,
 )
-"""Permanent errors, after which no other attempt is made."""
+"""Permanent errors, after which a request is not repeated."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     A call that takes too long is abandoned. Its thread cannot be stopped, and continues in the background.
 
     Raises:
-        TimeoutError: there was no result after `seconds`.
+        TimeoutError: `do` returned no result within `seconds`.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -65,7 +65,7 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     def work() -> None:
         try:
             results.append(do())
-        except BaseException as error:  # raised again in the calling thread
+        except BaseException as error:  # the calling thread raises the error again
             errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -90,7 +90,7 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
             return do()
         except (ShardError, NoRangesError):
             raise
-        except Exception as error:  # each file system of fsspec raises its own classes
+        except Exception as error:  # each file system of fsspec raises its own exception classes
             message = f"{url}: {_describe(error)}"
             if _is_permanent(error):
                 raise ShardError(f"{message}. {RESTORE_SHARD}") from error
@@ -103,7 +103,7 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its chain of causes."""
+    """Yield an error, its cause, the cause of that cause, and so on."""
     following: BaseException | None = error
     while following is not None:
         yield following
@@ -115,7 +115,8 @@ def _status(error: BaseException) -> int | None:
     for one in _causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-        gcsfs = type(one).__module__.startswith("gcsfs")  # aiohttp sets `code` to 400 when a body is too short
+        # Errors of gcsfs hold the status in `code`. aiohttp sets `code` to 400 if a body is too short.
+        gcsfs = type(one).__module__.startswith("gcsfs")
         status = answer or getattr(one, "status", None) or (getattr(one, "code", None) if gcsfs else None)
         if str(status).isdigit() and int(str(status)) >= 400:
             return int(str(status))
@@ -135,12 +136,12 @@ def _is_permanent(error: BaseException) -> bool:
     if any("Credentials" in type(one).__name__ for one in _causes(error)):
         return True
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        return _is_permanent(error.__cause__)  # fsspec raises FileNotFoundError for every connection problem
+        return _is_permanent(error.__cause__)  # fsspec turns every connection problem into FileNotFoundError
     return isinstance(error, PERMANENT)
 
 
 def _describe(error: BaseException) -> str:
-    """Return a description of an error in one line."""
+    """Return a one-line description of an error."""
     status = _status(error)
     root = list(_causes(error))[-1]
     text = next((line.strip() for line in str(root).splitlines() if line.strip()), "")

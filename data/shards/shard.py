@@ -1,8 +1,8 @@
-"""One shard on a disk, behind a URL, or as the output of a command.
+"""Shards: tars on a disk, at a URL, or in the output of a command.
 
-A local tar is read in place. From a remote tar, byte ranges of neighbouring samples are downloaded into the cache of
-the node. Three kinds of shards are downloaded completely, because byte ranges are not possible: a `.tar.gz`, which is
-decompressed meanwhile, the output of a command, and the files of a web server without byte ranges.
+A local tar is read in place. For a remote tar, the node's cache holds downloaded byte ranges of neighbouring samples.
+Three kinds of shards do not allow byte ranges and are stored completely in the cache: a `.tar.gz`, which is
+decompressed, the output of a command, and a file of a web server without byte ranges.
 """
 
 import functools
@@ -31,7 +31,7 @@ class _NoTableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard, with the size and version that it had when it was opened.
+    """A shard with its size and version at the time of opening.
 
     Path, size and version identify the entries of the shard in the cache.
     """
@@ -41,11 +41,11 @@ class Shard:
     size: int
     """Size of the stored file in bytes; 0 if unknown."""
     version: str
-    """Text that changes with the file, from the file system or server: times, an ETag, a checksum."""
+    """Text that changes with the file: times, an ETag or a checksum, as given by the file system or server."""
     modified: int = 0
     """Modification time of a local shard in nanoseconds since 1970."""
     sha256: str | None = None
-    """SHA-256 from an `index.json`, which is checked if the complete shard is downloaded."""
+    """SHA-256 from an `index.json`; None if unknown. It is checked only if the complete shard is downloaded."""
     source: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
 
     @classmethod
@@ -53,7 +53,7 @@ class Shard:
         """Return the shard at `path`.
 
         Raises:
-            ShardError: the path does not exist or cannot be a shard.
+            ShardError: the path does not exist, or its name or type is not that of a shard.
         """
         if path.startswith(remote.PIPE):
             return cls(path, 0, "", source=source)
@@ -72,7 +72,7 @@ class Shard:
             raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
         if not status.st_size:
             raise ShardError(f"{path}: has 0 bytes. {MAKE_SHARD_AGAIN}")
-        # The change time is set by the system alone, while a copy may keep the modification time of another file.
+        # A copy may keep the modification time of another file, but only the system sets the change time.
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
         return cls(path, status.st_size, version, status.st_mtime_ns, source=source)
 
@@ -103,11 +103,11 @@ class Shard:
 
     @property
     def cache(self) -> Cache:
-        """Cache of downloaded and decompressed parts of shards."""
+        """Cache of downloaded and decompressed shard data."""
         return Cache(cache_folder() / "pieces-v1", int(self.source.cache_gb * 1e9))
 
     def cache_name(self, part: str) -> str:
-        """Return the name of a part of the shard in the cache."""
+        """Return the cache name of a part of this shard, for example of a byte range."""
         path = self.path if remote.is_remote(self.path) else os.path.realpath(self.path)
         identity = f"{path}\n{self.size}\n{self.version}\n{part}"
         return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
@@ -130,7 +130,7 @@ class Shard:
         return self.cache.open(self.cache_name("whole"), fill)
 
     def open_range(self, start: int, end: int) -> int:
-        """Return a descriptor of a file with bytes `start` to `end` of the shard. The caller closes the descriptor.
+        """Return a descriptor of a cached file with bytes `start` to `end` of the shard. The caller closes it.
 
         Raises:
             ShardError: the shard has changed or cannot be downloaded, or the cache folder has no room.
@@ -181,7 +181,7 @@ class Shard:
         return self.index().summary if cached is None else cached["summary"]
 
     def _local_table(self) -> Index | None:
-        """Read the table beside a local shard; None if there is none or it is older than the shard."""
+        """Read the table beside a local shard. Return None if no table exists or the table is older than the shard."""
         path = self.path + TABLE
         try:
             if os.stat(path).st_mtime_ns < self.modified:
@@ -193,7 +193,7 @@ class Shard:
             return None
 
     def _remote_table(self) -> Index | None:
-        """Download the table beside a remote shard; None if there is none."""
+        """Download the table beside a remote shard. Return None if no table exists."""
         if self.path.startswith(remote.PIPE) or "?" in self.path:
             return None
         path = self.path + TABLE
@@ -213,7 +213,7 @@ class Shard:
         try:
             return self._parse(content, path)
         except ShardError:
-            self.cache.remove(self.cache_name("table"))  # perhaps only the cached copy is damaged
+            self.cache.remove(self.cache_name("table"))  # the cached copy may be damaged: download it next time
             raise
 
     def _parse(self, content: bytes, path: str) -> Index:
@@ -233,7 +233,7 @@ class Shard:
         try:
             with np.load(self._cached_index) as arrays:
                 return {name: arrays[name] for name in names}
-        except Exception:  # a missing or damaged file; NumPy raises many kinds of errors
+        except Exception:  # NumPy raises many kinds of errors for missing or damaged files
             return None
 
     def _store(self, index: Index) -> None:
@@ -251,17 +251,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardList:
-    """S opened shards."""
+    """List of S opened shards."""
 
     shards: list[Shard]
     counts: np.ndarray
-    """Number of samples: (S,) int64."""
+    """Number of samples of each shard: (S,) int64."""
     labelled: np.ndarray
-    """Number of samples with a label, or -1 if unknown before labels are read: (S,) int64."""
+    """Number of samples with a label in each shard, or -1 if not yet known: (S,) int64."""
     sizes: np.ndarray
-    """Stored size in bytes; for a command, the size of its output: (S,) int64."""
+    """Stored size in bytes of each shard; for a command, the size of its output: (S,) int64."""
     unreadable: list[str] = field(default_factory=list)
-    """Paths and URLs of the shards that cannot be opened and are left out."""
+    """Paths and URLs of shards that cannot be opened and are therefore left out."""
     source: SourceConfig = DEFAULT
     mean: tuple[float, ...] | None = None
     """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
@@ -292,5 +292,5 @@ class ShardList:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning. Later calls with the same message log nothing."""
+    """Log a warning once. Later calls with the same message log nothing."""
     log.warning(message)

@@ -1,8 +1,8 @@
-"""The samples of one tar: their names, and the bytes of their image and label.
+"""Index of a tar: the name of each sample, and the byte positions of its image and label.
 
-The layout is that of webdataset: neighbouring members with the same name up to the first dot form one sample. Only
-members that hold an image or a label are read, as bytes at an offset. Nothing is unpickled, and the name of a member
-is never used as a path.
+The layout is that of webdataset: neighbouring members whose names are the same up to the first dot form one sample.
+Only images and labels are read, by their byte offsets. Nothing is unpickled, and the name of a member is never used as
+a path.
 """
 
 import io
@@ -19,12 +19,12 @@ from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """File name extensions of images in a shard."""
 TIFFS = ("tif", "tiff")
-"""Additional image extensions that are read from shards. `data.make_shards` does not write them."""
+"""Additional image extensions that are read from shards, but are not written by `data.make_shards`."""
 OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
 """Extensions of images that are not supported and cause a warning."""
 LABEL = "cls"
-LARGEST_MEMBER = 256 * 2**20  # bytes; largest image or label
-LARGEST_HEADER = 2**20  # bytes; largest extended header, although names and sizes need less
+LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image or label
+LARGEST_HEADER = 2**20  # maximum size in bytes of an extended header; real headers are much smaller
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Index(NamedTuple):
     keys: np.ndarray
     """Concatenated names in UTF-8: uint8."""
     ends: np.ndarray
-    """End of each name in `keys`: (S,) int64."""
+    """Index in `keys` at which each name ends: (S,) int64."""
     images: np.ndarray
     """Offset and size of each image in bytes: (S, 2) int64."""
     labels: np.ndarray
@@ -53,7 +53,7 @@ class Index(NamedTuple):
 
 
 class _BoundedFile(io.BufferedReader):
-    """A file that refuses to read a header larger than `LARGEST_HEADER`; `tarfile` itself has no limit."""
+    """File whose `read` rejects headers above `LARGEST_HEADER`, because `tarfile` has no limit."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= LARGEST_HEADER:
@@ -64,10 +64,10 @@ class _BoundedFile(io.BufferedReader):
 def scan_tar(path: str | int, shard: str) -> Index:
     """Read the headers of an uncompressed tar and return its index.
 
-    A tar that ends after a complete member but without an end mark causes a warning.
+    A tar that ends after a complete member without an end-of-archive mark causes a warning.
 
     Args:
-        path: a path, or a descriptor, which is closed.
+        path: a path, or a descriptor, which the function closes.
         shard: name of the shard in error messages.
 
     Raises:
@@ -80,7 +80,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
         size = os.path.getsize(path)
         with _BoundedFile(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # saves a kilobyte per member
+                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # saves 1 KB per tar member
                 end = member.offset_data + member.size
                 if member.size < 0 or end > size:
                     raise ShardError(
@@ -94,7 +94,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
         raise
     except OSError as error:
         raise ShardError(f"{shard}: {error.strerror}. {RESTORE_SHARD}") from error
-    # tarfile raises all of these for bad headers.
+    # `tarfile` raises these exceptions for damaged headers.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
     if any(rest):
@@ -164,7 +164,7 @@ def is_member(header: bytes, key: str, size: int) -> bool:
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
-    # A longer name is in an additional header before this one.
+    # A longer name is not in this header, but in an additional header before this header.
     short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8
     named = found.name.startswith(key + ".") or not short
     return found.size == size and found.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and named

@@ -1,9 +1,9 @@
-"""Check every member of shards as a run would, and report their contents and everything that a run would refuse.
+"""Check every member of shards as a run would. Report the contents, and everything that a run would refuse.
 
     python -m data.check_shards SHARDS [options]
 
-Exit status: 0 if a run accepts all shards, 1 if something is wrong and was named, 2 if the command line or a pattern
-was wrong.
+Exit status: 0 if a run accepts all shards, 1 if the report names a problem, 2 if the command line or a pattern is
+wrong.
 """
 
 import json
@@ -31,7 +31,7 @@ from runtime.files import atomic_write
 from runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "python -m data.check_shards"
-MOST_SHOWN = 10  # maximum number of problems of each kind that are printed
+MOST_SHOWN = 10  # maximum number of printed problems of each kind
 
 
 class CheckShards(Settings):
@@ -117,14 +117,14 @@ def _entry(facts: Facts) -> ShardEntry:
 
 
 def _write_index(folder: Path, shards: list[Facts]) -> None:
-    """Write the index of a folder. Entries of the old index for other existing shards are kept."""
+    """Write the `index.json` of a folder. Keep entries of the old one for shards that exist but were not checked."""
     entries = {}
-    with suppress(ShardError):  # an unreadable old index is replaced
+    with suppress(ShardError):  # an old index that cannot be read is replaced
         old = load_folder_index(f"{folder}/{FOLDER_INDEX}", DEFAULT)
         entries = {entry.url: entry for entry in old.shardlist if (folder / entry.url).exists()} if old else {}
     checked = {entry.url: entry for entry in map(_entry, shards)}
     total = Facts()
-    # Statistics need the pixels of all shards, so all entries must have been checked.
+    # Statistics need the pixels of all shards, so write them only if all shards of the index were checked.
     if not entries.keys() - checked.keys():
         for facts in shards:
             total.add(facts)
@@ -140,7 +140,7 @@ def _write_index(folder: Path, shards: list[Facts]) -> None:
 
 
 def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refused: list[str]) -> bool | None:
-    """Return True if the index of a folder agrees with its shards, and None if there is no index.
+    """Return True if the `index.json` of a folder agrees with its shards; None if there is no `index.json`.
 
     Differences are appended to `refused`.
     """
@@ -172,7 +172,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
 
 
 def _report(settings: CheckShards, total: Facts, shards: int, agree: list[bool | None]) -> dict[str, Any]:
-    """Return the report as plain values for JSON."""
+    """Return the report as a dict that can be written as JSON."""
     keys = np.frombuffer(b"".join(total.keys), dtype=np.uint64)
     good = total.decoded - total.corrupt
     pixels = moments(total.pixels)
@@ -234,7 +234,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _describe_labels(report: dict[str, Any]) -> str:
-    """Return the number of classes, and the most and least frequent class."""
+    """Return one line with the number of classes and the most and least frequent class."""
     counts, names = report["classes"], report["class_names"]
     if not counts:
         return "none"

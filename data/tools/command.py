@@ -1,4 +1,4 @@
-"""Errors, output and exit status of the commands for shards."""
+"""Errors, output and exit status shared by the commands that make and check shards."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def run_command(program: str, command: Callable[[], int], *, resume: str = "") -
     Args:
         program: name of the command in messages.
         command: function that does the work and returns the exit status.
-        resume: advice to print after an interruption.
+        resume: advice to print if the user interrupts the command.
     """
     try:
         return command()

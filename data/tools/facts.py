@@ -1,6 +1,6 @@
-"""Check of one shard: every member is read, and everything that a run would refuse or skip is counted.
+"""Check of one shard: read every member, and count everything that a run would refuse or skip.
 
-A bad image does not stop the check. Sums are integers, so they do not depend on the order of shards.
+A corrupt image does not stop the check. Sums are integers, so the order of shards does not change the sums.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from data.tiff import is_tiff
 from data.tools.parallel import Advance
 
 NAMED_IMAGES = 100
-"""Maximum number of bad images that are named. All bad images are counted."""
+"""Maximum number of bad images to name. All bad images are counted."""
 KEY_BYTES = 8
-LONGEST_LABEL = 64  # bytes; longest label that is read, here and in a run
+LONGEST_LABEL = 64  # maximum number of bytes of a label that is read, here and in a run
 
 CHANNELS = {
     "1": "gray",
@@ -40,17 +40,17 @@ CHANNELS = {
     "RGBA": "RGB with alpha",
     "CMYK": "CMYK",
 }
-"""Pillow's mode -> name in the report."""
+"""Maps a mode of Pillow to its name in the report."""
 
 
 @dataclass
 class Facts:
-    """Counts over the images of one or several shards."""
+    """Results of the check of one or several shards, mainly counts."""
 
     path: str = ""
     images: int = 0
     size: int = 0
-    """Stored size in bytes."""
+    """Stored size of the shards in bytes."""
     labelled: int = 0
     decoded: int = 0
     """Number of decoded images, including corrupt ones."""
@@ -67,18 +67,18 @@ class Facts:
     formats: Counter[str] = field(default_factory=Counter)
     channels: Counter[str] = field(default_factory=Counter)
     sides: Counter[str] = field(default_factory=Counter)
-    """Histogram of image sizes: upper bound of the longer side, a power of two -> number of images."""
+    """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     labels: Counter[int] = field(default_factory=Counter)
     extremes: list[tuple[int, int]] = field(default_factory=list)
     """Width and height of the images with the fewest and the most pixels."""
     widths: int = 0
-    """Sum of widths."""
+    """Sum of the widths of all decoded images in pixels."""
     heights: int = 0
-    """Sum of heights."""
+    """Sum of the heights of all decoded images in pixels."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
-    """Histogram of each channel; one row of zeros before the first image."""
+    """Histogram of the values of each channel; a single row of zeros before the first image."""
     keys: list[bytes] = field(default_factory=list)
-    """Digests of the keys, 8 bytes each, concatenated."""
+    """Digests of sample keys, 8 bytes each, concatenated per shard."""
     sha256: str | None = None
 
     def add(self, other: "Facts") -> None:
@@ -95,7 +95,7 @@ class Facts:
         self.add_sizes(*other.extremes)
 
     def add_sizes(self, *sizes: tuple[int, int]) -> None:
-        """Extend the range of image sizes."""
+        """Update the smallest and the largest image size."""
         if known := sorted([*self.extremes, *sizes], key=lambda size: (size[0] * size[1], size[0])):
             self.extremes = [known[0], known[-1]]
 
@@ -106,7 +106,7 @@ class Checks:
 
     decode: bool = True
     most: int | None = None
-    """Maximum number of images that are decoded in each shard, evenly spread; None for all images."""
+    """Maximum number of images to decode in each shard, evenly spread; None for all images."""
     max_pixels: int = 178_956_970
     channels: int = 3
     """Number of channels to which images must be convertible."""
@@ -116,7 +116,7 @@ class Checks:
 
 
 def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
-    """Check the shard at a path or URL. Return all problems as part of the facts."""
+    """Check the shard at a path or URL. The returned `Facts` name all problems."""
     facts = Facts(path)
     with _Warnings(facts.notes):
         try:
@@ -142,13 +142,13 @@ def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks:
             with open(facts.path, "rb") as file:
                 facts.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         _check_table(facts, table, checks)
-    elif checks.checksum and shard.size == table.summary[2]:  # `tar` is the stored file, not its decompressed copy
+    elif checks.checksum and shard.size == table.summary[2]:  # `tar` is the stored file itself
         tar.seek(0)
         facts.sha256 = hashlib.file_digest(tar, "sha256").hexdigest()
 
 
 class _Warnings(logging.Handler):
-    """Context that collects the reader's warnings instead of printing them."""
+    """Context that collects the warnings of `data.shards` instead of printing them."""
 
     def __init__(self, found: list[str]):
         super().__init__(logging.WARNING)
@@ -221,7 +221,7 @@ def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> None:
 
 
 def _describe(encoded: bytes) -> tuple[str, str]:
-    """Return format and channels of a good image from its header."""
+    """Return the format and channels of a decodable image, from its header."""
     with Image.open(BytesIO(encoded), formats=FORMATS) as image:
         channels = "16-bit gray" if image.mode.startswith("I") else CHANNELS.get(image.mode, image.mode)
         if "transparency" in image.info and "alpha" not in channels:
@@ -230,7 +230,7 @@ def _describe(encoded: bytes) -> tuple[str, str]:
 
 
 def _check_table(facts: Facts, table: Index, checks: Checks) -> None:
-    """Compare the table beside a local shard with the shard, or write the table."""
+    """Compare the table beside a local shard with the shard, or write the table if `checks` asks for it."""
     beside = Path(f"{facts.path}{TABLE}")
     if checks.write_table:
         write_table(facts.path, table)

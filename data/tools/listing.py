@@ -1,6 +1,6 @@
-"""Image files of a folder as compact arrays. No image is opened.
+"""List of the image files in a folder, stored as compact arrays. No image is opened.
 
-Paths are bytes, as the system stores them, and relative to a root folder. A million paths take about 100 MB.
+Paths are relative to a root folder, and are bytes as in the file system. A million paths take about 100 MB.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ REASONS = {
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
 }
-"""Code in place of a file size -> reason why the file is left out."""
+"""Maps a code, stored in place of a file size, to the reason why the file is left out."""
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
@@ -43,19 +43,19 @@ class Listing:
     names: np.ndarray
     """Concatenated paths: uint8."""
     ends: np.ndarray
-    """End of each path in `names`: (N,) int64."""
+    """Index in `names` at which each path ends: (N,) int64."""
     sizes: np.ndarray
-    """Size in bytes, or a key of `REASONS`: (N,) int64."""
+    """Size of each file in bytes, or a key of `REASONS`: (N,) int64."""
     modified: np.ndarray
-    """Modification time in nanoseconds since 1970: (N,) int64."""
+    """Modification time of each file in nanoseconds since 1970: (N,) int64."""
     labels: np.ndarray
-    """Class number, or -1: (N,) int64."""
+    """Class number of each file, or -1 for no label: (N,) int64."""
     classes: list[str] | None = None
-    """Names of the classes; None if the labels in the source are numbers."""
+    """Names of the classes; None if labels have no names."""
     note: str = ""
-    """Origin of the labels, for the user."""
+    """Text that tells the user where the labels come from."""
     other_files: Counter[str] = field(default_factory=Counter)
-    """Number of other files by extension."""
+    """Maps the extension of files that are not images to their number."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -66,16 +66,16 @@ class Listing:
 
     @property
     def usable(self) -> np.ndarray:
-        """Entries with a readable file of at least one byte: (M,) int64."""
+        """Indices of the entries with a readable, non-empty file: (M,) int64."""
         return np.flatnonzero(self.sizes > 0)
 
     def unusable(self) -> list[tuple[int, str]]:
-        """Return the numbers of entries that cannot be used, with the reasons."""
+        """Return each reason why entries cannot be used, with the number of entries."""
         codes, counts = np.unique(self.sizes[self.sizes <= 0], return_counts=True)
         return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
 
     def fingerprint(self) -> str:
-        """Return a hash of relative paths, sizes, times and labels. The root folder does not change it."""
+        """Return a hash of relative paths, sizes, times and labels. The hash does not depend on the root folder."""
         digest = hashlib.sha256()
         for values in (self.names, self.ends, self.sizes, self.modified, self.labels):
             digest.update(values.data)
@@ -83,14 +83,14 @@ class Listing:
 
 
 class ListingBuilder:
-    """A listing to which files are added."""
+    """Builder of a `Listing`, to which files are added one by one."""
 
     def __init__(self, root: bytes, links: Links):
         self.root, self.links = root, links
         self.names = bytearray()
         self.ends, self.sizes, self.modified, self.labels = (array("q") for _ in range(4))
         self.texts: dict[str, int] = {}
-        """Label -> its number. Labels are numbered in the order in which they first appear."""
+        """Maps each label to its number. Labels are numbered in the order in which they first appear."""
         self.other_files: Counter[str] = Counter()
 
     def add(self, path: bytes, status: tuple[int, int], label: str | None) -> None:
@@ -102,7 +102,7 @@ class ListingBuilder:
         self.labels.append(NO_LABEL if label is None else self.texts.setdefault(label, len(self.texts)))
 
     def build(self) -> Listing:
-        """Return the listing. Labels are still numbered in the order of appearance."""
+        """Return the listing. Its labels are numbered in the order in which they first appear."""
         names = np.frombuffer(self.names, dtype=np.uint8)
         ends, sizes, modified, labels = (
             np.frombuffer(a, dtype=np.int64) for a in (self.ends, self.sizes, self.modified, self.labels)
@@ -132,7 +132,7 @@ def inside(path: bytes, folder: bytes) -> bool:
 
 
 def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Listing:
-    """List images in a folder and its subfolders, sorted by name. The images of a folder precede its subfolders.
+    """List images in a folder and its subfolders, sorted by name. Images in a folder come before its subfolders.
 
     Names that begin with a dot are skipped. A symbolic link to a file is followed if it leads into `folder`. A link to
     a folder is not followed. With `links="all"` all links are followed.
@@ -141,7 +141,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
         folder: folder of images.
         labels: "auto", "folders" or "none".
         links: "inside" or "all".
-        besides: folder that is skipped.
+        besides: folder to skip.
 
     Raises:
         MakeError: there are no images, or `labels` is "folders" and an image is not in a class folder.
@@ -172,7 +172,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
 
 
 def _describe_depths(depths: list[int], folder: Path) -> str:
-    """Return the reason why folder names are not used as labels."""
+    """Return a text that says why folder names are not used as labels."""
     if depths == [0]:
         return f"images lie in {folder} itself"
     if depths == [1]:
@@ -186,7 +186,7 @@ def _value(name: str) -> int:
 
 
 def describe_empty(message: str, listing: Listing) -> str:
-    """Return `message` with the extensions of images, and with the files that were found instead."""
+    """Return `message` with the supported extensions and the other files that were found."""
     found = [f"{count:,} x {reason}" for count, reason in listing.unusable()]
     found += [f"{count:,} x {extension}" for extension, count in listing.other_files.most_common(3)]
     message = f"{message}. Images end in {', '.join(IMAGES)}."
@@ -196,8 +196,8 @@ def describe_empty(message: str, listing: Listing) -> str:
 
 
 def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
-    """Yield path, size and time of all files with the extension of an image."""
-    # Each folder, with device and inode of all its parent folders.
+    """Yield path, size and modification time of all files with the extension of an image."""
+    # Folders to visit, each with (device, inode) of all its parent folders.
     folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
     while folders:
         prefix, parents = folders.pop()
@@ -205,7 +205,7 @@ def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tupl
         try:
             status = os.stat(here)
             identity = (status.st_dev, status.st_ino)
-            # Skip the folder of the shards, and links to parent folders, which would be endless loops.
+            # Skip `besides`, and links to parent folders, because following such a link would never end.
             if identity in parents or os.path.realpath(here) == besides:
                 continue
             with os.scandir(here) as entries:
@@ -221,7 +221,7 @@ def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tupl
 def _classify(
     builder: ListingBuilder, entries: Iterable[os.DirEntry[bytes]]
 ) -> tuple[list[tuple[bytes, int, int]], list[bytes]]:
-    """Return the sorted images (name, size or reason, time) and subfolders of a folder. Count all other files."""
+    """Return the sorted images (name, size or code, time) and subfolders of a folder. Count all other files."""
     files, folders = [], []
     for entry in entries:
         name = entry.name
@@ -240,14 +240,14 @@ def _classify(
 
 
 def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -> None:
-    """Replace labels, which are positions in `names`, by positions in `classes`."""
+    """Change labels from positions in `names` to positions in `classes`."""
     numbers = {name: number for number, name in enumerate(classes)}
     listing.labels = np.array([*(numbers[name] for name in names), NO_LABEL], dtype=np.int64)[listing.labels]
     listing.classes = classes
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:
-    """Replace class numbers by the positions of class names in `classes`, the list of another data set.
+    """Change class numbers to those of another data set, whose class names are `classes`.
 
     Raises:
         MakeError: labels have no names, or `classes` lacks one of the names.

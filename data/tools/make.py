@@ -2,15 +2,17 @@
 
     python -m data.make_shards IMAGES SHARDS [options]
 
-IMAGES is a folder, with class folders or without, a text file with one path per line and optionally a tab and a label,
-or a CSV or Parquet manifest. SHARDS is a folder, which afterwards holds NAME-000000.tar and so on, a table beside each
-shard, and
+IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
+path per line, optionally followed by a tab and a label. SHARDS is a folder. The command writes the shards
+NAME-000000.tar and so on to this folder, a table beside each shard, and these files:
 
     index.json       sizes, counts, checksums, image sizes and pixel statistics; a run reads this file first
-    report.json      counts; left_out.csv and duplicates.csv list the files
-    classes.json     names of the classes, where labels have names
+    report.json      counts of stored, left-out and duplicate files
+    left_out.csv     files that were left out, with the reasons
+    duplicates.csv   duplicates, with the files that they repeat
+    classes.json     names of the classes, if labels have names
 
-The distribution of images over shards depends on the listing and the settings only. After an interruption the same
+The distribution of images over shards depends only on the listing and the settings. After an interruption, the same
 command makes the missing shards.
 """
 
@@ -95,12 +97,12 @@ class MakeShards(Settings):
 
     @property
     def recipe(self) -> Recipe:
-        """Processing of each image."""
+        """Recipe for checking and encoding each image."""
         return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels, self.links)
 
 
 def make(settings: MakeShards) -> None:
-    """Make the shards that are missing, and the reports.
+    """Make the missing shards, and write the reports.
 
     Raises:
         MakeError: the images cannot be listed, or the shards cannot be written.
@@ -173,7 +175,7 @@ def _list_images(settings: MakeShards) -> Listing:
 
 
 def _read_classes(path: Path) -> list[str]:
-    """Read the names of classes, in the order of their numbers."""
+    """Read the class names from `classes.json`, in the order of the class numbers."""
     try:
         names = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -194,7 +196,7 @@ def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -
     """Return the duplicates to drop, and the ratio of stored sizes to file sizes.
 
     Raises:
-        MakeError: the folder holds the plan of other settings or images.
+        MakeError: the folder holds a plan that was made for other settings or images.
     """
     usable = listing.usable
     options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes"})
@@ -221,7 +223,7 @@ def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -
 
 
 def _refuse_other_plan(plan: dict[str, Any], existing: dict[str, Any], path: Path) -> None:
-    """Raise `MakeError` if the plan in the folder differs."""
+    """Raise `MakeError` if the plan in the folder was made for other settings or images."""
     remedy = f"Make these shards in another folder, or remove {path}."
     old, new = existing.get("settings", {}), plan["settings"]
     different = [f"--{name} {new.get(name)} (there: {old.get(name)})" for name in new if new.get(name) != old.get(name)]

@@ -1,4 +1,4 @@
-"""Reports and index of finished shards, from their records."""
+"""Reports and `index.json` of finished shards, made from the records of the shards."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ from data.tools.split import same
 from runtime.files import atomic_write
 
 MOST_REASONS = 100  # maximum number of different reasons in report.json
-MOST_SHOWN = 3  # maximum number of lines of each kind that are printed
+MOST_SHOWN = 3  # maximum number of printed lines of each kind
 
 
 def write_reports(
@@ -34,9 +34,9 @@ def write_reports(
 
     Args:
         folder: folder of finished shards.
-        listing: files of which the shards were made.
+        listing: files from which the shards were made.
         shards: number of shards.
-        dropped: duplicates that were left out, each with the entry that was kept; None if duplicates were kept.
+        dropped: pairs of the entry of a dropped duplicate and the entry that was kept; None if duplicates were kept.
         settings: settings to write into the report.
 
     Raises:
@@ -84,7 +84,7 @@ def write_reports(
 
 @dataclass
 class _Totals:
-    """Contents of all shards."""
+    """Totals of the records of all shards."""
 
     shards: list[ShardEntry] = field(default_factory=list)
     """Shards with at least one image."""
@@ -93,13 +93,13 @@ class _Totals:
     left_out: list[tuple[int, str]] = field(default_factory=list)
     """Entries that were left out when the shards were written, with the reasons."""
     entries: list[np.ndarray] = field(default_factory=list)
-    """Stored entries of each shard."""
+    """Entries of the listing that each shard stores."""
     digests: list[bytes] = field(default_factory=list)
-    """Digests of the stored entries of each shard."""
+    """Digests of the files that each shard stores."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), dtype=np.int64))
-    """Histogram of each channel."""
+    """Histogram of the values of each channel."""
     decoded: bool = True
-    """False if `pixels` is incomplete, because the images of a shard were not decoded."""
+    """False if the images of a shard were not decoded, so that `pixels` is incomplete."""
 
 
 def _read_records(folder: Folder, shards: int) -> _Totals:
@@ -131,7 +131,7 @@ def _read_records(folder: Folder, shards: int) -> _Totals:
 
 
 def _left_out(listing: Listing, totals: _Totals) -> Iterator[tuple[int, str]]:
-    """Yield the entries that are in no shard, except duplicates, with the reasons."""
+    """Yield each entry that is in no shard, with the reason. Duplicates are not included."""
     for entry in np.flatnonzero(listing.sizes <= 0):
         yield int(entry), REASONS[int(listing.sizes[entry])]
     yield from totals.left_out
@@ -155,7 +155,7 @@ def sort_sizes(sides: Counter[str]) -> dict[str, int]:
 
 
 def _count_reasons(reasons: Iterable[str]) -> dict[str, int]:
-    """Count reasons, with the most frequent first. After a hundred different reasons, all others are counted
+    """Return how often each reason occurs, the most frequent first. Reasons beyond the first hundred are counted
     together."""
     counts: Counter[str] = Counter()
     for reason in reasons:
@@ -177,7 +177,7 @@ def _write_json(path: Path, content: Any, indent: int) -> None:
 
 
 def show_report(report: dict[str, Any], folder: Folder) -> None:
-    """Print the counts, and the command that trains on the shards."""
+    """Print the counts, and a command that trains on these shards."""
     path, duplicates = folder.path, report["duplicates"]
     say("written", f"{report['images']:,} images, {report['labelled']:,} with a label, {decimal(report['bytes'])}")
     sides = [f"{count:,} up to {side}" for side, count in report["image_sizes"].items()]

@@ -13,19 +13,19 @@ from data.tools.command import MakeError
 from data.tools.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
 
 Row = tuple[str, str | None]
-"""Path and label."""
+"""Path of an image, and its label or None."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a manifest."""
+    """Names of the columns of a manifest that hold paths and labels."""
 
     path: str = "path"
     label: str | None = None
-    """Column of the labels; None for `label` if the manifest has such a column."""
+    """Column of the labels. None means the column `label` if the manifest has one, and no labels otherwise."""
 
     def choose(self, available: list[str], file: Path) -> tuple[str, str | None]:
-        """Return the columns to read.
+        """Return the names of the columns to read.
 
         Raises:
             MakeError: a column does not exist.
@@ -38,7 +38,7 @@ class Columns:
 
 
 def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, links: Links) -> Listing:
-    """List the images that a file names.
+    """List the images that a list or manifest names.
 
     A list has one path per line, optionally followed by a tab and a label. Paths may not leave the root folder.
 
@@ -76,7 +76,7 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
 
 
 def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, columns: Columns) -> None:
-    """Turn labels, which are positions in `texts`, into class numbers."""
+    """Change labels from positions in `texts` to class numbers."""
     if labels == "none" or not texts:
         listing.labels = np.full(len(listing), NO_LABEL)
         listing.note = "none"
@@ -107,13 +107,13 @@ def _refuse_repeated(listing: Listing, path: Path) -> None:
 
 
 def _class_number(text: str) -> int | None:
-    """Parse an integer. `3.0` is accepted too, because pandas writes it in a column with missing values."""
+    """Parse an integer. `3.0` is accepted, because pandas writes integers in this way if values are missing."""
     text = text.removesuffix(".0")
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
 
 def _rows(path: Path, columns: Columns) -> Iterator[Row]:
-    """Yield path and label of each entry of a file."""
+    """Yield path and label of each entry of a list or manifest."""
     try:
         if path.suffix.lower() == ".csv":
             yield from _csv_rows(path, columns)

@@ -1,4 +1,4 @@
-"""Write one shard: image files become a tar with a table and a record.
+"""Writing of one shard: a tar of image files, a table and a record.
 
 The bytes of a shard depend only on the files and the recipe. A shard is renamed to its final name after all bytes are
 on the disk.
@@ -39,7 +39,7 @@ class LeftOut(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Recipe:
-    """Processing of each image."""
+    """Settings for checking and encoding each image."""
 
     format: Format = "keep"
     resize: int | None = None
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def encodes(self) -> bool:
-        """True if images may be encoded again."""
+        """True if the recipe may require images to be encoded again."""
         return self.format != "keep" or self.resize is not None
 
 
@@ -73,7 +73,7 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
         LeftOut: the file is missing, has changed since it was listed, or is not a regular file in the image folder.
     """
     path = os.path.join(listing.root, listing.path(entry))
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not block
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe must not block
     try:
         if links == "inside":
             path = os.path.realpath(path)
@@ -94,15 +94,15 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
 
 
 def digest(content: bytes) -> bytes:
-    """Return the digest of the bytes of a file. Duplicates have equal digests."""
+    """Return a digest of the content of a file. Files with equal content have equal digests."""
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
 def prepare(content: bytes, recipe: Recipe) -> Prepared:
-    """Check an image file, and encode it again if the recipe asks for another size or format.
+    """Check an image file, and encode the image again if the recipe asks for another size or format.
 
-    Other files stay unchanged. An image that is encoded again is upright and RGB, on white where it was transparent,
-    and has no metadata.
+    Otherwise the content of the file stays unchanged. An image that is encoded again is upright and RGB, on white where
+    the original was transparent, and has no metadata.
 
     Raises:
         LeftOut: the file is not a good image.
@@ -127,14 +127,14 @@ def prepare(content: bytes, recipe: Recipe) -> Prepared:
     file = BytesIO()
     try:
         picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality}))
-    except (OSError, ValueError) as error:  # for example, the image is too wide for the format
+    except (OSError, ValueError) as error:  # for example, because the image is too wide for the format
         raise LeftOut(f"cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
     return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts)
 
 
 def _format(content: bytes) -> str:
-    """Return the format by the first bytes, because file name extensions are often wrong."""
+    """Return the image format from the first bytes of a file, because file name extensions are often wrong."""
     if content.startswith(b"\xff\xd8\xff"):
         return "jpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -145,7 +145,7 @@ def _format(content: bytes) -> str:
 
 
 def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
-    """Return width and height from the header."""
+    """Return the width and height of an image from its header."""
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
@@ -159,15 +159,15 @@ def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
 
 
 def key(path: bytes) -> str:
-    """Return the name of a sample: its path without extension, with `_` for dots, backslashes and unprintable bytes."""
+    """Return a path without its extension, with `_` for each dot, backslash and unprintable byte, as the sample key."""
     text = os.path.splitext(path)[0].decode(errors="replace")
-    if text.isprintable() and not any(c in text for c in ".\\\ufffd"):  # fast path for most names
+    if text.isprintable() and not any(c in text for c in ".\\\ufffd"):  # most names need no replacement
         return text
     return "".join(c if c.isprintable() and c not in ".\\\ufffd" else "_" for c in text)
 
 
 def shared_keys(listing: Listing) -> np.ndarray:
-    """Return the entries whose key another entry also has, such as `a.jpg` and `a.png`: ascending int64."""
+    """Return the entries that share their key with another entry, such as `a.jpg` and `a.png`: ascending int64."""
     digests = (hashlib.blake2b(key(listing.path(n)).encode(), digest_size=8).digest() for n in range(len(listing)))
     found = np.frombuffer(b"".join(digests), dtype=np.uint64)
     order = np.argsort(found, kind="stable")
@@ -176,7 +176,7 @@ def shared_keys(listing: Listing) -> np.ndarray:
 
 
 def sample_key(listing: Listing, entry: int, shared: np.ndarray) -> str:
-    """Return the unique key of an entry. A key that several entries share is extended by a hash of the path."""
+    """Return a unique key of an entry. If several entries share a key, a hash of the path is appended."""
     path = listing.path(entry)
     place = np.searchsorted(shared, entry)
     is_shared = place < len(shared) and shared[place] == entry
@@ -191,9 +191,9 @@ def write_shard(
     recipe: Recipe,
     advance: Advance,
 ) -> Record:
-    """Write the samples of `entries` to the tar `target` and its table, and return the record.
+    """Write the samples of `entries` to the tar `target`, write its table, and return its record.
 
-    No tar is written if no file is a good image.
+    If no file is a good image, no tar is written.
 
     Raises:
         MakeError: the disk is full or cannot be written.
@@ -207,7 +207,7 @@ def write_shard(
             with temporary.open("rb") as file:
                 record.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             record.filesize = temporary.stat().st_size
-            table = scan_tar(str(temporary), str(target))  # a training run reads the same table
+            table = scan_tar(str(temporary), str(target))  # read the tar back as a training run would
             if table.summary[0] != record.nsamples:
                 raise MakeError(
                     f"{target}: {record.nsamples} samples were written, but {table.summary[0]} can be read. "
@@ -225,7 +225,7 @@ def write_shard(
 def _files(
     record: Record, entries: np.ndarray, listing: Listing, shared: np.ndarray, recipe: Recipe, advance: Advance
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the files of a shard, and fill the record."""
+    """Yield the name and content of each member of a shard, and add the samples to the record."""
     digests, counts = [], np.zeros((3, 256), dtype=np.int64)
     for entry in map(int, entries):
         try:

@@ -1,4 +1,4 @@
-"""Work distributed over processes, with its progress on stderr."""
+"""Distribution of work over processes, with progress on stderr."""
 
 import multiprocessing
 import os
@@ -18,17 +18,17 @@ from data.tools.command import WorkerError
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 Advance = Callable[[int], None]
-"""Function that adds to the number of finished units. Workers must call it often: if the command was stopped, this call
-ends the worker."""
+"""Function that adds its argument to the number of finished units. Workers must call this function often, because it
+also ends a worker after the command was stopped."""
 
 POLL = 0.2  # seconds
 
 _state: Any = None
-"""State of a worker process: work, counter and stop event."""
+"""State of a worker process: the function `work`, the counter of finished units, and the stop event."""
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Raised in a worker if the command was stopped."""
+    """Raised in a worker process after the command was stopped."""
 
 
 def spread(
@@ -42,20 +42,20 @@ def spread(
 ) -> Iterator[ResultT]:
     """Call `work(task, advance)` for each task in worker processes, and yield the results in order of completion.
 
-    The processes are forked, so `work` may be a closure, and the objects in the closure are not copied. Workers exit
+    The processes are forked. `work` may therefore be a closure, and its objects are not copied. Workers exit
     when this process exits for any reason.
 
     Args:
-        work: function of a task and of `advance`.
+        work: function that takes a task and an `Advance`.
         tasks: arguments of `work`.
         workers: number of processes.
         title: name of the work in the progress bar.
-        total: sum of all counts given to `advance`.
+        total: expected sum of all arguments of `advance`.
         unit: plural name of the counted units.
 
     Raises:
         WorkerError: a process was killed.
-        Exception: raised by `work`. Other workers then stop at their next call of `advance`.
+        Exception: `work` raised this exception. Other workers then stop at their next call of `advance`.
     """
     if not tasks:
         return
@@ -66,7 +66,7 @@ def spread(
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize, initargs=shared) as pool:
         pending = {pool.submit(_call, task) for task in tasks}
         try:
-            with show_progress(title, total, unit) as show:  # after the fork, because the progress bar starts a thread
+            with show_progress(title, total, unit) as show:  # after the fork: the bar starts a thread
                 while pending:
                     done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
                     show(counter.value)
@@ -83,13 +83,13 @@ def _initialize(work: Callable[..., Any], counter: Any, stop: Any, parent: int) 
     """Prepare a worker process."""
     global _state
     _state = (work, counter, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all processes, but the parent stops the workers
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
 def _exit_with(parent: int) -> None:
-    """Exit when the parent process has exited."""
+    """Wait until the parent process has exited, then exit."""
     while os.getppid() == parent:
         time.sleep(POLL)
     os._exit(1)

@@ -14,28 +14,28 @@ from data.tools.command import MakeError
 from runtime.files import atomic_write
 
 WORK = ".make_shards"
-"""Subfolder with the plan and the records, from which a stopped command continues."""
-LOCK_ATTEMPTS = 25  # attempts to get the lock, 0.2 s apart
+"""Name of the subfolder with the plan and the records. A stopped command continues from these files."""
+LOCK_ATTEMPTS = 25  # maximum number of further attempts to get the lock, 0.2 s apart
 
 
 @dataclass
 class Record:
-    """Contents of one finished shard."""
+    """Record of one finished shard."""
 
     nsamples: int = 0
     labelled: int = 0
     filesize: int = 0
     sha256: str = ""
     sides: Counter[str] = field(default_factory=Counter)
-    """Histogram of image sizes: upper bound of the longer side, a power of two -> number of images."""
+    """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     entries: list[int] = field(default_factory=list)
-    """Entries of the listing, in the order of the shard."""
+    """Entries of the listing that the shard stores, in order."""
     digests: str = ""
-    """Digests of the files of these entries, concatenated in hexadecimal."""
+    """Digests of the files of `entries`, in hexadecimal, concatenated."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
-    """Entries that were left out, with the reasons."""
+    """Entries that were left out of the shard, with the reasons."""
     pixels: list[list[int]] | None = None
-    """Histogram of each channel, with 256 values; None if images were not decoded."""
+    """Histogram of the 256 values of each channel; None if images were not decoded."""
 
     @classmethod
     def read(cls, path: Path) -> "Record":
@@ -51,7 +51,7 @@ class Record:
 
 
 class Folder:
-    """A folder of shards NAME-000000.tar and so on."""
+    """Folder of shards, which are named NAME-000000.tar and so on."""
 
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
@@ -78,10 +78,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder, and remove the temporary files of killed commands."""
+        """Lock the folder, and remove temporary files that killed commands have left."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
-            # Workers of a killed command may hold the lock for a moment longer.
+            # Workers of a killed command may still hold the lock for a moment.
             for attempt in range(LOCK_ATTEMPTS + 1):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ class Folder:
             yield
 
     def foreign_files(self) -> list[str]:
-        """Return the names of shards and indices that another command or a user put into the folder."""
+        """Return the names of shards and index files in the folder that this command did not make."""
         own = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan_file.exists() else "(?!)")
         names = (path.name for path in self.path.glob("*"))
         return sorted(n for n in names if n.endswith((".tar", ".tar.gz", "index.json")) and not own.fullmatch(n))

@@ -9,20 +9,20 @@ from data.tools.listing import NO_LABEL, Listing
 from data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
 from data.tools.parallel import Advance, spread
 
-PROBED = 64  # number of images that are encoded to estimate the size of all others
+PROBED = 64  # number of images to encode for an estimate of the encoded size of all images
 IMAGES_PER_TASK = 256
 
 
 @dataclass
 class Split:
-    """The images of S shards."""
+    """Assignment of M images to S shards."""
 
     order: np.ndarray
     """Entries of the listing in the order of writing: (M,) int64."""
     starts: np.ndarray
-    """Position in `order` where each shard begins: (S + 1,) int64."""
+    """Index in `order` at which each shard begins, and the end of the last shard: (S + 1,) int64."""
     bytes: np.ndarray
-    """Expected size of each shard: (S,) int64."""
+    """Expected size of each shard in bytes: (S,) int64."""
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -33,7 +33,7 @@ class Split:
 
 
 def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> Split:
-    """Cut `order` into shards of nearly equal size. A shard exceeds `shard_bytes` by one image at most.
+    """Cut `order` into shards of nearly equal size, which exceed `shard_bytes` by one image at most.
 
     Args:
         listing: files with sizes and labels.
@@ -41,25 +41,25 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
         shard_bytes: size of a shard in bytes.
         ratio: size of a stored image divided by the size of its file.
     """
-    # Blocks of the content, and one block for the header.
+    # Number of tar blocks of each sample: the blocks of the content, and one block for the header.
     blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
-    shard = ((ends - blocks) * shards) // ends[-1]  # shard in which each image begins
+    shard = ((ends - blocks) * shards) // ends[-1]  # number of the shard in which each image begins
     starts = np.searchsorted(shard, np.arange(shards + 1))
-    starts = np.unique(starts)  # an image larger than a shard leaves the next shards empty
+    starts = np.unique(starts)  # remove empty shards after an image that is larger than a shard
     bounds = np.concatenate([[0], ends])[starts]
     return Split(order, starts, np.diff(bounds) * BLOCKSIZE)
 
 
 def shuffled(entries: np.ndarray, seed: int) -> np.ndarray:
-    """Return the entries in random order."""
+    """Return `entries` in random order."""
     return np.random.Generator(np.random.PCG64(seed)).permutation(entries)
 
 
 def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: int) -> float:
-    """Estimate the size of encoded images divided by the size of their files; 1 if no image is encoded."""
+    """Estimate the ratio of stored sizes to file sizes; 1 if the recipe does not encode images again."""
     if not recipe.encodes:
         return 1.0
 
@@ -79,9 +79,9 @@ def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: 
 
 
 def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarray:
-    """Return entries, each with the first entry that has the same bytes: (K, 2) int64.
+    """Return each duplicate with the first entry of equal content: (K, 2) int64.
 
-    Only files whose size occurs more than once are read.
+    Files of unique size are not read.
     """
     usable = listing.usable
     _, places, counts = np.unique(listing.sizes[usable], return_inverse=True, return_counts=True)
@@ -94,7 +94,7 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
         for entry in map(int, task[1]):
             try:
                 found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # an unreadable file gets a unique digest, and is reported when its shard is written
+            except LeftOut:  # give an unreadable file a unique digest; it is reported when its shard is written
                 found.append(digest(b"%d" % entry + listing.path(entry)))
             advance(1)
         return task[0], b"".join(found)
@@ -106,7 +106,7 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
 
 
 def same(entries: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Return entries, each with the first entry that has the same digest: (K, 2) int64, ascending.
+    """Return each duplicate with the first entry of equal digest: (K, 2) int64, ascending.
 
     Args:
         entries: (M,) int64.
@@ -116,6 +116,6 @@ def same(entries: np.ndarray, digests: np.ndarray) -> np.ndarray:
     order = np.lexsort((entries, low, high))
     new = np.ones(len(order), dtype=bool)
     new[1:] = (low[order][1:] != low[order][:-1]) | (high[order][1:] != high[order][:-1])
-    first = np.flatnonzero(new)[np.cumsum(new) - 1]  # position of the first entry of each group
+    first = np.flatnonzero(new)[np.cumsum(new) - 1]  # for each entry, position of the first entry with the same digest
     pairs = np.stack([entries[order][~new], entries[order][first][~new]], axis=1)
     return pairs[np.argsort(pairs[:, 0])]
