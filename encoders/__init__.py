@@ -1,14 +1,15 @@
 """Build encoders by name, fill them with published weights, save them and load them.
 
-An encoder is saved as two files: `NAME.safetensors` holds the weights, `NAME.json` the settings and the preprocessing.
+An encoder is saved as two files: `NAME.safetensors` holds the weights, `NAME.json` holds the settings and the
+preprocessing.
 
-An encoder family of another package is registered by one entry per variant. The value holds the class and the settings
-that differ from the defaults of its constructor:
+Another package registers its encoder family by adding one entry per variant to `VARIANTS`. The value of an entry holds
+the class of the encoder and the settings that differ from the defaults of the constructor:
 
     encoders.VARIANTS["my_vit_small"] = {"family": MyViT, "dim": 384, "depth": 12}
 
 `MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. To load published weights into
-the family, add a module to `encoders.formats.checkpoint.FORMATS` as well.
+encoders of the family, add a module to `encoders.formats.checkpoint.FORMATS` as well.
 """
 
 import difflib
@@ -60,11 +61,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     )
     for name, settings in variants.items()
 }
-"""Name of a variant -> its class under "family", and the settings that differ from the defaults of the class."""
+"""Name of a variant -> class of the encoder, under "family", and settings that differ from its defaults."""
 
 
 def family(variant: str) -> type[Encoder]:
-    """Return the class of a variant. The arguments of its constructor are the settings of the variant.
+    """Return the encoder class of a variant. The arguments of the constructor of this class are the settings.
 
     Raises:
         EncoderError: the variant is unknown.
@@ -76,12 +77,12 @@ def family(variant: str) -> type[Encoder]:
 
 
 def build(variant: str, **settings: Any) -> Encoder:
-    """Build an encoder with initial weights. `settings` override the settings of the variant.
+    """Build an encoder with newly initialised weights. `settings` override the settings of the variant.
 
-    The attribute `settings` of the encoder holds the complete settings.
+    The attribute `settings` of the encoder holds the name of the variant and all settings, including defaults.
 
     Raises:
-        EncoderError: the variant or a setting is unknown, or a value is out of range.
+        EncoderError: the variant or a setting is unknown, or a setting has an invalid value.
     """
     constructor = family(variant)
     known = inspect.signature(constructor).parameters
@@ -101,12 +102,15 @@ def build(variant: str, **settings: Any) -> Encoder:
 
 
 def save(encoder: Encoder, path: str | Path):
-    """Write the weights to `path` (.safetensors), and settings and preprocessing to the .json file next to it.
+    """Write the weights of an encoder to `path`, a .safetensors file, and its settings to a .json file of the same
+    name.
 
-    Both files are written atomically.
+    The .json file also holds the preprocessing.
+
+    Each of the two files is written atomically.
 
     Raises:
-        EncoderError: `encoders.build` did not make the encoder, or `path` does not end in .safetensors.
+        EncoderError: the encoder was not made by `encoders.build`, or `path` does not end in .safetensors.
     """
     weights, description = _files(path)
     if not hasattr(encoder, "settings"):
@@ -120,7 +124,7 @@ def save(encoder: Encoder, path: str | Path):
 
 
 def load(path: str | Path) -> Encoder:
-    """Load the encoder that `save` wrote to `path` (.safetensors), in evaluation mode.
+    """Load an encoder that `save` wrote to `path`, a .safetensors file. The encoder is in evaluation mode.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
@@ -138,9 +142,9 @@ def load(path: str | Path) -> Encoder:
 
 
 def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
-    """Read the .json file of a saved encoder: the arguments of `build`, and the preprocessing.
+    """Read the .json file of a saved encoder. Return the arguments of `build` and the preprocessing.
 
-    A file without preprocessing stands for `IMAGENET`.
+    If the file contains no preprocessing, return `IMAGENET` as the preprocessing.
 
     Raises:
         EncoderError: the file is missing, or does not describe an encoder.

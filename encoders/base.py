@@ -15,7 +15,7 @@ from encoders.randomness import drop_path_scales, next_keys
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Normalisation of pixel values from 0 to 1 into encoder input: `(pixels - mean) / std` for each channel."""
+    """Normalisation of images for an encoder: `(pixels - mean) / std` per channel, with pixel values from 0 to 1."""
 
     mean: tuple[float, ...]
     """Mean of each channel."""
@@ -30,7 +30,7 @@ class Preprocessing:
 
     @property
     def channels(self) -> int:
-        """Number of channels."""
+        """Number of channels of `mean` and `std`."""
         return len(self.mean)
 
 
@@ -41,19 +41,19 @@ IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 class Features(NamedTuple):
     """Output of an encoder for B images. Class, register and distillation tokens are not part of `tokens`.
 
-    It is a tuple, so that ZeRO-3 and FSDP find its tensors.
+    The class is a tuple, because ZeRO-3 and FSDP look for output tensors inside tuples.
     """
 
     pooled: Tensor
-    """One vector per image: (B, D)."""
+    """Pooled features, one vector per image: (B, D)."""
     tokens: Tensor
-    """Flat tokens, image after image and row by row: (T, D), or (V, D) if hidden tokens were dropped."""
+    """Features of the tokens, image after image and row by row: (T, D), or (V, D) if hidden tokens were dropped."""
     grids: Tensor
     """Rows and columns of tokens of each image: (B, 2) int64 on the CPU."""
 
 
 class Encoder(nn.Module):
-    """Base class of encoders, which map images to `Features`.
+    """Base class of encoders. An encoder maps images to `Features`.
 
     An encoder raises `EncoderError` for input that it cannot process.
     """
@@ -61,29 +61,29 @@ class Encoder(nn.Module):
     dim: int
     """Width D of `pooled` and `tokens`."""
     stride: int
-    """Side of a token in pixels."""
+    """Side, in pixels, of the square that one token covers."""
     channels: int
-    """Number of channels of an image."""
+    """Number of channels of the input images."""
     blocks: nn.ModuleList
-    """Transformer blocks, or stages of blocks. Each block is compiled on its own."""
+    """Transformer blocks, or stages that contain blocks. Each block is compiled separately."""
     mask_token: nn.Parameter | None
-    """Learned token that replaces hidden tokens. None or absent if the encoder cannot hide tokens in place."""
+    """Learned token that replaces hidden tokens. None or absent if the encoder cannot replace hidden tokens."""
     settings: dict[str, Any]
     """Variant name and constructor arguments. Only `encoders.build` sets this attribute."""
     preprocessing: Preprocessing = IMAGENET
-    """Normalisation of the images that the encoder was trained with."""
+    """Normalisation of input images, the same as in the training of the encoder."""
     can_drop: bool = False
-    """True if the encoder can skip hidden tokens (`drop=True`)."""
+    """True if `forward` supports `drop=True`, which excludes hidden tokens from the computation."""
     takes_packed: bool = False
-    """True if the encoder takes `PackedImages`."""
+    """True if the encoder accepts `PackedImages` as input."""
     no_weight_decay: tuple[str, ...] = ()
-    """Name parts of the matrices that the paper trains without weight decay. Vectors never have weight decay."""
+    """Parts of the names of matrices without weight decay, as in the paper. Vectors never have weight decay."""
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images, (B, C, H, W) or packed.
 
-        With `mask`, the output does not depend on the pixels of hidden tokens. A learned token replaces them, or with
-        `drop` the encoder skips them.
+        If `mask` is given, the output does not depend on the pixels of hidden tokens. With `drop=False`, a learned
+        token replaces each hidden token. With `drop=True`, the encoder processes only the visible tokens.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder.
@@ -91,7 +91,7 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks in order, with the final norm applied."""
+        """Return the features after each of the last `blocks` blocks, in order. The final norm is applied to each."""
         raise NotImplementedError(f"{type(self).__name__} has no intermediate features.")
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -108,8 +108,8 @@ class Encoder(nn.Module):
         """Check the arguments of `forward`.
 
         Raises:
-            EncoderError: the images are packed, have another number of channels or are smaller than a patch; the mask
-                belongs to another grid; or the encoder cannot hide or drop tokens.
+            EncoderError: the encoder does not accept packed images; the images have the wrong number of channels or are
+                smaller than one patch; the mask does not fit the token grid; or the encoder cannot hide or drop tokens.
         """
         if not isinstance(images, PackedImages):
             self._check_tensor(images)
@@ -120,7 +120,7 @@ class Encoder(nn.Module):
         self._check_mask(images, mask, drop)
 
     def checked(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Tensor:
-        """Check the arguments of `forward` as `check` does, and return `images`, which must not be packed."""
+        """Check the arguments of `forward` with `check`, reject packed images, and return `images`."""
         if isinstance(images, PackedImages):
             raise self._no_packed_images()
         self.check(images, mask, drop=drop)
@@ -160,10 +160,10 @@ class Encoder(nn.Module):
                 raise EncoderError(f"Hiding tokens in place needs a mask token. {hint}")
 
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
-        """Draw the drop path factors of a forward pass. Yield the factors of each block in order: (2, images).
+        """Draw the drop path factors of one forward pass. Return an iterator with one tensor (2, images) per block.
 
-        The iterator yields None if nothing is dropped, or if the block draws from torch's generator
-        (`encoders.randomness`).
+        The iterator yields None if drop path is inactive. It also yields None outside of
+        `encoders.randomness.random_keys`; the blocks then draw the factors from torch's generator.
         """
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
         drops = [block.drop_path for part in parts for block in part]

@@ -1,8 +1,8 @@
 """Inputs of encoders: images of one size, packed images of many sizes, and masks over tokens.
 
-B images, C channels, H x W pixels; h x w grid of tokens; T = sum over images of h * w tokens; V visible tokens;
-P = patch * patch * C values of a patch. The tokens of a batch are flat: image after image, row by row. `grids` (B, 2)
-holds the rows and columns of each image.
+Letters in shapes: B images; C channels and H x W pixels of an image; h x w grid of the tokens of an image; T tokens of
+all images (the sum of h * w); V visible tokens of all images; P = patch * patch * C values of a patch. The tokens of a
+batch form one flat sequence, image after image and row by row. `grids` (B, 2) holds h and w of each image.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +22,13 @@ class PackedImages:
     """Images of many sizes as one flat sequence of patches, the input of NaViT (2307.06304)."""
 
     patches: Tensor
-    """Pixels of each patch in (row, column, channel) order: (T, P)."""
+    """Pixel values of each patch in (row, column, channel) order: (T, P)."""
     grids: Tensor
     """Rows and columns of patches of each image: (B, 2) int64 on the CPU."""
     patch: int
     """Side of a patch in pixels."""
     sequences: Tensor | None = None
-    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if images are not grouped."""
+    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if there are no sequences."""
 
     def __len__(self) -> int:
         return len(self.grids)
@@ -39,7 +39,7 @@ class PackedImages:
         return self.grids.prod(1)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedImages":
-        """Return a copy with the patches on `device`. Grids and sequences stay on the CPU, because shapes need them."""
+        """Return a copy with the patches on `device`. The other tensors stay on the CPU."""
         return replace(self, patches=self.patches.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "PackedImages":
@@ -47,7 +47,7 @@ class PackedImages:
         return replace(self, patches=self.patches.pin_memory())
 
     def unpack(self) -> list[Tensor]:
-        """Return the B images, each (C, H, W)."""
+        """Return a list of the B images, each of shape (C, H, W)."""
         images = self.patches.split(self.lengths.tolist())
         return [
             rearrange(patches, "(h w) (p1 p2 c) -> c (h p1) (w p2)", h=int(h), p1=self.patch, p2=self.patch)
@@ -56,14 +56,15 @@ class PackedImages:
 
 
 Images = Tensor | PackedImages
-"""Images of one size (B, C, H, W), or packed images."""
+"""Images of one size as a tensor (B, C, H, W), or packed images."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Hidden and visible tokens of a batch, on the encoder's output grid and in the order of its tokens.
+    """Hidden and visible tokens of a batch.
 
-    An image may have any number of hidden tokens, none included.
+    The tokens are those of the encoder's output, in the same order. An image may have any number of hidden tokens,
+    including zero.
     """
 
     hidden: Tensor
@@ -71,7 +72,8 @@ class Mask:
     visible: Tensor
     """Flat indices of the visible tokens: (V,) int64, ascending."""
     hidden_indices: Tensor
-    """Flat indices of the hidden tokens: (T - V,) int64, ascending. Boolean indexing would wait for the device."""
+    """Flat indices of the hidden tokens: (T - V,) int64, ascending. Indexing with `hidden` would wait for the
+    device."""
     lengths: Tensor
     """Number of visible tokens of each image: (B,) int64 on the CPU."""
 
@@ -80,7 +82,7 @@ class Mask:
         """Make a mask from `hidden` (T,) bool and the `grids` (B, 2) of the images.
 
         Raises:
-            EncoderError: `hidden` is not bool, or its length is not the number of tokens.
+            EncoderError: `hidden` is not bool, or the length of `hidden` is not the number of tokens in `grids`.
         """
         counts = grids.cpu().prod(1)
         if hidden.dtype != torch.bool or hidden.shape != (int(counts.sum()),):
@@ -89,7 +91,7 @@ class Mask:
                 f"This one is {hidden.dtype} of shape {tuple(hidden.shape)}."
             )
         ends = counts.cumsum(0)
-        before = F.pad((~hidden).cpu().cumsum(0), (1, 0))  # (T + 1,): visible tokens before each token
+        before = F.pad((~hidden).cpu().cumsum(0), (1, 0))  # (T + 1,): number of visible tokens before each token
         visible, hidden_indices = (flags.nonzero().squeeze(1) for flags in (~hidden, hidden))
         return cls(hidden, visible, hidden_indices, before[ends] - before[ends - counts])
 
@@ -109,7 +111,7 @@ class Mask:
             )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Mask":
-        """Return a copy on `device`. `lengths` stays on the CPU, because shapes need it."""
+        """Return a copy on `device`. `lengths` stays on the CPU, where shapes are computed."""
         moved = (self.hidden, self.visible, self.hidden_indices)
         return Mask(*(tensor.to(device, non_blocking=non_blocking) for tensor in moved), lengths=self.lengths)
 
@@ -120,10 +122,12 @@ class Mask:
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Cut images into patches with pixels in (row, column, channel) order, as MAE (2111.06377): (B, C, H, W) -> (T, P).
+    """Cut images into patches: (B, C, H, W) -> (T, P).
+
+    The values of a patch are in (row, column, channel) order, as in MAE (2111.06377).
 
     Raises:
-        EncoderError: a side is not a multiple of `patch`.
+        EncoderError: a side of the images is not a multiple of `patch`.
     """
     if images.shape[-2] % patch or images.shape[-1] % patch:
         raise EncoderError(
@@ -134,10 +138,10 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def pack(views: Sequence[Images], patch: int) -> PackedImages:
-    """Pack the images of all views in their order. A view is (B, C, H, W) or packed already.
+    """Join the images of all views, in order, as packed images. A view is a tensor (B, C, H, W) or packed images.
 
     Raises:
-        EncoderError: a side is not a multiple of `patch`, or a packed view has patches of another size.
+        EncoderError: a side of an image is not a multiple of `patch`, or a packed view has patches of another size.
     """
     parts = []
     for view in views:
@@ -159,9 +163,9 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
 
 
 def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack images into sequences of at most `budget` tokens, best fit decreasing.
+    """Pack images into sequences of at most `budget` tokens by the rule best fit decreasing.
 
-    The longest image comes first. Each image goes into the fullest sequence with enough room.
+    Images are placed in order of decreasing length. Each image goes into the fullest sequence that has enough room.
 
     Returns:
         Indices of the images in each sequence.
@@ -173,7 +177,10 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack images in their order into sequences of at most `budget` tokens, each into the first sequence with room."""
+    """Pack images into sequences of at most `budget` tokens by the rule first fit.
+
+    Images are placed in the given order. Each image goes into the first sequence that has enough room.
+    """
     return _fit_in_turn(range(len(lengths)), lengths, budget, lambda rooms: rooms[0])
 
 
@@ -183,7 +190,10 @@ def _fit_in_turn(
     budget: int,
     choose: Callable[[list[tuple[int, int]]], tuple[int, int]],
 ) -> list[list[int]]:
-    """Pack images in `order`. `choose` picks one of the (room, index) pairs of the sequences with enough room."""
+    """Pack images, one after the other in the given `order`.
+
+    `choose` gets a pair (room, index) for each sequence that has enough room, and returns one of the pairs.
+    """
     sequences: list[list[int]] = []
     room: list[int] = []
     for image in order:

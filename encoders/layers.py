@@ -1,6 +1,7 @@
-"""Parts that several encoders use: attention, MLP, drop path, layer scale, position tables, initial weights.
+"""Functions and modules that several encoders use: attention, MLP, drop path, layer scale, position tables.
 
-B images, N tokens, D width, d width of one head; T tokens of packed images; r x c grid of a position table.
+Letters in shapes: B images; N tokens of an image; T tokens of all packed images; D width of a token; d width of one
+head; r x c grid of a position table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
-"""Drop path factors of each block, in order: (2, B) for attention and MLP. None lets the block draw from torch."""
+"""Drop path factors of each block, in order: (2, B) for attention and MLP. None lets the block draw the factors."""
 
 
 def attention(
@@ -30,18 +31,19 @@ def attention(
     bias: Tensor | None = None,
     segments: Segments | None = None,
 ) -> Tensor:
-    """Return softmax(q kT * scale + bias) v: queries, keys and values (..., heads, N, d) -> (..., heads, N, d).
+    """Return attention, softmax(q k^T * scale + bias) v: q, k and v (..., heads, N, d) -> (..., heads, N, d).
 
-    With `segments`, q, k and v are packed images (heads, T, d), and each image attends only to itself. Images with the
-    same number of tokens are computed as a batch.
+    With `segments`, q, k and v are packed images (heads, T, d), and each image attends only to itself. If all images
+    have the same number of tokens, they are computed as one batch.
 
     Args:
         scale: factor on the logits, d ** -0.5 if None.
-        bias: broadcasts to (..., heads, N, N). Floats are added to the logits; False excludes a key.
+        bias: tensor that broadcasts to (..., heads, N, N). A float bias is added to the logits. A bool bias excludes
+            keys where it is False.
         segments: boundaries of packed images.
 
     Raises:
-        EncoderError: packed images have a bias.
+        EncoderError: both `bias` and `segments` are given.
     """
     if segments is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
@@ -50,7 +52,7 @@ def attention(
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
-    from encoders.packed_attention import packed_attention  # this import loads torch's compiler, which takes seconds
+    from encoders.packed_attention import packed_attention  # loads torch's compiler, which takes seconds
 
     return packed_attention(q, k, v, scale, segments)
 
@@ -82,9 +84,10 @@ class LayerScale(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (1603.09382): in training, residual branches are dropped at random, one decision per image.
 
-    The input is (B, ..., D), or packed images (T, D) with their `segments`. Remaining branches are divided by the
-    probability of remaining, so that the expectation does not change. `scale` (B,) holds factors that the encoder has
-    drawn (`encoders.randomness`); without it, torch's generator decides.
+    The input is (B, ..., D), or packed images (T, D) with their `segments`. The output of a branch that is not dropped
+    is divided by the probability of not being dropped, so that the expectation does not change. `scale` (B,) holds the
+    factors of the images if the encoder has drawn them (`encoders.randomness`). If `scale` is None, the factors are
+    drawn from torch's generator.
     """
 
     def __init__(self, rate: float):
@@ -108,14 +111,14 @@ class DropPath(nn.Module):
 
 
 def branch_scales(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Split the drop path factors of a block (2, B) into those of its attention and of its MLP."""
+    """Split the drop path factors (2, B) of a block into the factors of its attention and the factors of its MLP."""
     return (None, None) if scales is None else (scales[0], scales[1])
 
 
 def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
     """Return the fixed 2-d sine-cosine positions of MAE (2111.06377), row by row: (r * c, D) float32.
 
-    The first half of the channels encodes the column, the second half the row. Each half is sines, then cosines.
+    The first half of the channels encodes the column, the second half the row. Each half holds sines, then cosines.
 
     Raises:
         EncoderError: `dim` is not a multiple of 4.
@@ -129,7 +132,7 @@ def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
 
 
 def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> Tensor:
-    """Resize a position table to another grid, bicubic without antialiasing: (1, old r * c, D) -> (1, new r * c, D).
+    """Resize a position table to the grid `new`, bicubic without antialiasing: (1, old r * c, D) -> (1, new r * c, D).
 
     "mae" resizes to the new grid exactly. "dino" uses the scale factor (new + 0.1) / old, as the published DINO models
     do, so the table changes even if old and new grid are equal.
@@ -144,7 +147,7 @@ def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], inte
 
 
 def init_linear(layer: nn.Module, init: Init) -> None:
-    """Initialise `layer` if it is linear. Pass this function to `nn.Module.apply`."""
+    """Initialise `layer` if it is an `nn.Linear`, for use in `nn.Module.apply`."""
     if isinstance(layer, nn.Linear):
         if init == "xavier":
             nn.init.xavier_uniform_(layer.weight)
@@ -155,15 +158,17 @@ def init_linear(layer: nn.Module, init: Init) -> None:
 
 
 def learned(*shape: int) -> nn.Parameter:
-    """Return a parameter with a truncated normal distribution of standard deviation 0.02."""
+    """Return a parameter whose initial values are truncated normal with standard deviation 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
 
 
 def table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    """Return the rows and columns of a position table for images of `image_size` pixels, one side or (rows, columns).
+    """Return the rows and columns of a position table for images of `image_size` pixels.
+
+    `image_size` is one integer for square images, or (rows, columns).
 
     Raises:
-        EncoderError: `image_size` has another form, or is smaller than a patch.
+        EncoderError: `image_size` is not one integer or two integers, or is smaller than a patch.
     """
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
@@ -177,19 +182,22 @@ def table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int,
 
 
 def modules_of(container: nn.ModuleList, kind: type[Module]) -> list[Module]:
-    """Return the modules of `container` that are of class `kind`, typed as such."""
+    """Return a list of the modules of `container` that are instances of `kind`."""
     return [module for module in container if isinstance(module, kind)]
 
 
 def check_choices(**choices: tuple[str, object]):
-    """Raise `EncoderError` if a setting is not one of its choices. Each argument is name=(value, `Literal` type)."""
+    """Raise `EncoderError` if a setting has a value that its `Literal` type does not include.
+
+    Each keyword argument is the name of a setting with a pair of its value and its `Literal` type.
+    """
     for name, (value, known) in choices.items():
         if value not in get_args(known):
             raise EncoderError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}.")
 
 
 def check_counts(**counts: int | Sequence[int]):
-    """Raise `EncoderError` if a setting, or one of its values, is less than 1."""
+    """Raise `EncoderError` if a number is less than 1, or if a sequence is empty or has a number less than 1."""
     for name, value in counts.items():
         values = value if isinstance(value, Sequence) else (value,)
         if not values or min(values) < 1:
@@ -197,7 +205,7 @@ def check_counts(**counts: int | Sequence[int]):
 
 
 def check_heads(dim: int, heads: int, head_dim: int | None = None) -> None:
-    """Raise `EncoderError` unless the heads have a width: `head_dim`, or an equal share of `dim`."""
+    """Raise `EncoderError` unless all numbers are positive, and `head_dim` is given or `heads` divides `dim`."""
     check_counts(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
     if head_dim is None and dim % heads:
         raise EncoderError(
@@ -206,6 +214,6 @@ def check_heads(dim: int, heads: int, head_dim: int | None = None) -> None:
 
 
 def check_block_count(count: int, available: int) -> None:
-    """Raise `EncoderError` unless `count` is from 1 to the number of `available` blocks."""
+    """Raise `EncoderError` unless `count`, the number of requested blocks, is between 1 and `available`."""
     if not 1 <= count <= available:
         raise EncoderError(f"Features of {count} blocks were requested. The number must be from 1 to {available}.")

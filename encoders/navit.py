@@ -1,7 +1,8 @@
 """NaViT (2307.06304): a vision transformer for packed images of any size and aspect ratio.
 
-B images, C channels; P = patch * patch * C values of a patch; T tokens of the batch, image after image and row by row
-(or the visible ones); Q queries; D width, d width of one head.
+Letters in shapes: B images; C channels; P = patch * patch * C values of a patch; T tokens of the batch, image after
+image and row by row (only visible tokens, if hidden tokens are dropped); Q queries; D width of a token; d width of one
+head.
 """
 
 from collections.abc import Iterable
@@ -47,7 +48,7 @@ VARIANTS = {
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of each patch with a norm before and after it: (T, P) -> (T, D)."""
+    """Linear projection of each patch, with a norm before and a norm after the projection: (T, P) -> (T, D)."""
 
     def __init__(self, values: int, dim: int, norm_eps: float):
         super().__init__()
@@ -60,7 +61,7 @@ class PatchEmbed(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Root mean square norm of each head with a learned gain per head: (heads, T, d) -> (heads, T, d)."""
+    """Root mean square norm over the channels of each head, with learned gains: (heads, T, d) -> (heads, T, d)."""
 
     def __init__(self, heads: int, head_dim: int):
         super().__init__()
@@ -71,9 +72,9 @@ class HeadNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of the queries of an image to the context of the same image: (Q, D) and (T, D) -> (Q, D).
+    """Attention from the queries of an image to the tokens of the same image: (Q, D) and (T, D) -> (Q, D).
 
-    Queries and keys are normalised, so the logits have no scale (ViT-22B, 2302.05442).
+    Queries and keys are normalised, so the logits are not divided by sqrt(d) (ViT-22B, 2302.05442).
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int):
@@ -88,7 +89,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Tensor, segments: Segments) -> Tensor:
         q = rearrange(self.q(x), "q (heads d) -> heads q d", heads=self.heads)
         k, v = rearrange(self.kv(context), "t (two heads d) -> two heads t d", two=2, heads=self.heads)
-        # autocast computes the norms in float32, but the fused kernels need half precision
+        # Autocast computes the norms in float32, but the fused attention kernels need half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         out = attention(q, k, v, scale=1.0, segments=segments)
         return self.proj(rearrange(out, "heads q d -> q (heads d)"))
@@ -113,7 +114,7 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention of a learned query to the tokens of each image, plus the query itself: (T, D) -> (B, D)."""
+    """Attention pooling: the learned query plus its attention to the tokens of each image, (T, D) -> (B, D)."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, norm_eps: float):
         super().__init__()
@@ -129,16 +130,19 @@ class AttentionPool(nn.Module):
 class NaViT(Encoder):
     """Vision transformer for images of any size. Each image attends only to itself.
 
-    Takes (B, C, H, W) or `PackedImages`. The architecture is vit-pytorch's NaViT: factorised positions (one table for
-    rows, one for columns), layer norms without bias, normalised queries and keys, and attention pooling.
+    The input is a tensor (B, C, H, W) or `PackedImages`. The architecture is vit-pytorch's NaViT: factorised positions
+    (one table for rows and one table for columns), layer norms without bias, normalised queries and keys, and attention
+    pooling.
 
-    With `positions="absolute"` the row is the index into the table, and an image must not have more rows than the table
-    has. With `positions="fractional"`, as in the paper, the index is row / rows: entry k of n belongs to k / n, values
-    between two entries are interpolated linearly, and values beyond the last entry are the last entry. Columns are
-    treated alike.
+    With `positions="absolute"`, the row of a token is the index into the table for rows, and an image must not have
+    more rows than this table. With `positions="fractional"`, as in the paper, the position of a token depends on the
+    fraction (row of the token) / (rows of the image). Entry k of a table of n entries belongs to the fraction k / n.
+    Fractions between two entries get the linear interpolation of both entries. Fractions beyond the last entry get the
+    last entry. The table for columns is used in the same way.
 
-    In training, `token_drop` drops random tokens of each image, but never all of them. `Features.tokens` (V, D) are
-    then the remaining tokens, in order. The choice is drawn on the CPU, because the counts decide shapes.
+    In training, a fraction `token_drop` of the tokens of each image is dropped at random. Each image keeps at least one
+    token. `Features.tokens` (V, D) then holds the remaining tokens, in order. The tokens are chosen on the CPU, because
+    the number of remaining tokens determines tensor shapes.
 
     Args:
         dim: width of a token.
@@ -147,12 +151,12 @@ class NaViT(Encoder):
         head_dim: width of a head, `dim` / `heads` if None.
         mlp_ratio: hidden width of the MLP divided by `dim`.
         patch_size: side of a patch in pixels.
-        image_size: size of the largest image in pixels, one side or (rows, columns), which decides the table lengths.
+        image_size: largest image size in pixels, one side or (rows, columns). It determines the table lengths.
         channels: number of channels of an image.
-        positions: index into the position tables, the row and column or their fraction of the image's side.
-        pool: `Features.pooled` is the attention pooling of a learned query, or the mean of the tokens.
-        token_drop: fraction of tokens of each image that training drops.
-        token_drop_full: fraction for an image that fills the tables, `token_drop` if None; linear in between.
+        positions: index into the position tables, row and column of a token (absolute) or their fractions (fractional).
+        pool: feature in `Features.pooled`, attention pooling with a learned query or the mean of the tokens.
+        token_drop: fraction of the tokens of each image that is dropped in training.
+        token_drop_full: dropped fraction for the largest image, linear in image area, the same as `token_drop` if None.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden tokens.
         norm_eps: epsilon of all layer norms.
@@ -161,7 +165,7 @@ class NaViT(Encoder):
 
     can_drop = True
     takes_packed = True
-    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # gains of norms, although they are matrices
+    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # these matrices are gains of norms
 
     def __init__(
         self,
@@ -210,11 +214,13 @@ class NaViT(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images: (B, C, H, W) with sides that the patch divides, or packed images.
 
-        With `mask`, the mask token replaces hidden tokens and gets their positions. With `drop` the encoder skips
-        hidden tokens: `tokens` (V, D) belong to `mask.visible`, and each image must have a visible token.
+        If `mask` is given, the mask token replaces each hidden token before positions are added. With `drop=True`, the
+        encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`, and each
+        image must have a visible token.
 
         Raises:
-            EncoderError: the images or the mask do not fit the encoder, or there are both a mask and `token_drop`.
+            EncoderError: the images or the mask do not fit the encoder, or `mask` is given while `token_drop` is
+                active.
         """
         x, segments = self._embed(images, mask, drop)
         scales = self.draw_drop_path(len(images), x.device)
@@ -232,7 +238,7 @@ class NaViT(Encoder):
         return features
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments]:
-        """Return the input of the first block and its segments: B images -> (T, D)."""
+        """Return the input (T, D) of the first block, and the boundaries of the images in this input."""
         self._check(images, mask, drop)
         packed = images if isinstance(images, PackedImages) else pack([images], self.stride)
         patches, device = packed.patches, packed.patches.device
@@ -255,15 +261,15 @@ class NaViT(Encoder):
         return x, segments
 
     def _positions(self, table: Tensor, indices: Tensor, sides: Tensor) -> Tensor:
-        """Return the positions (T, D) of tokens from a table (n, D).
+        """Look up the position embeddings (T, D) of tokens in a table (n, D).
 
         Args:
-            indices: row, or column, of each token: (T,).
-            sides: number of rows, or columns, of the image of each token: (T,).
+            indices: row of each token, or column of each token: (T,).
+            sides: number of rows, or number of columns, of the image that each token belongs to: (T,).
         """
         if not self.fractional:
             return F.embedding(indices, table)
-        scaled = indices * len(table)  # integer division by `sides` hits table entries exactly
+        scaled = indices * len(table)  # integers, so that fractions k / n get entry k exactly
         before = scaled // sides
         after = (before + 1).clamp(max=len(table) - 1)
         rest = ((scaled % sides) / sides).to(table.dtype)
@@ -273,7 +279,7 @@ class NaViT(Encoder):
         return self.training and max(self.token_drop, self.token_drop_full) > 0
 
     def _drop_rates(self, lengths: Tensor) -> Tensor:
-        """Return the fraction of tokens to drop for images of `lengths` tokens: (B,) -> (B,)."""
+        """Return the fraction of tokens to drop from each image, given the numbers of tokens: (B,) -> (B,)."""
         full = len(self.pos_embed_rows) * len(self.pos_embed_columns)
         fill = (lengths.double() / full).clamp(max=1)
         return self.token_drop + (self.token_drop_full - self.token_drop) * fill
@@ -287,13 +293,13 @@ class NaViT(Encoder):
         return x
 
     def _features(self, x: Tensor, segments: Segments, grids: Tensor) -> Features:
-        """Return the features of the output (T, D) of a block."""
+        """Return the `Features` computed from the output (T, D) of a block."""
         tokens = self.norm(x)
         pooled = _mean(tokens, segments) if self.attn_pool is None else self.attn_pool(tokens, segments)  # (B, D)
         return Features(pooled, tokens, grids)
 
     def _check(self, images: Images, mask: Mask | None, drop: bool):
-        """Check the arguments of `forward`, with the limits of flat patches and factorised positions."""
+        """Check the arguments of `forward`, including patch sizes, position table sizes and token dropping."""
         self.check(images, mask, drop=drop)
         side, grids = self.stride, self.grids(images)
         if isinstance(images, PackedImages):
@@ -329,9 +335,9 @@ def _check_fractions(**fractions: float | None):
 
 
 def _check_packed(images: PackedImages, side: int, channels: int):
-    """Raise `EncoderError` unless the images have patches of `side` pixels and `channels` channels, at least one each.
+    """Raise `EncoderError` unless the packed images have patches of the right size and at least one patch each.
 
-    A patch must have `side` * `side` * `channels` values.
+    A patch must have `side` x `side` pixels and `channels` channels. The number of patches must match the grids.
     """
     count, values = int(images.lengths.sum()), images.patches.shape[-1]
     if images.patch != side:
@@ -352,23 +358,23 @@ def _random_tokens(lengths: Tensor, rates: Tensor, keys: Tensor | None = None) -
 
     Args:
         lengths: number of tokens of each image: (B,).
-        rates: fraction of tokens to drop from each image: (B,). Counts are rounded.
-        keys: random key of each image: (B,). None to draw from torch's generator.
+        rates: fraction of tokens to drop from each image: (B,). The number of remaining tokens is rounded.
+        keys: random key of each image: (B,). If None, the tokens are drawn from torch's generator.
 
     Returns:
-        Flat indices of the remaining tokens, ascending (V,), and their number in each image (B,).
+        Flat indices (V,) of the remaining tokens, ascending, and the number of remaining tokens per image (B,).
     """
     kept = (lengths * (1 - rates)).round().long().clamp(min=1)
     image_ids = torch.repeat_interleave(lengths)  # (T,)
     rank = torch.arange(len(image_ids)) - (lengths.cumsum(0) - lengths)[image_ids]
     drawn = None if keys is None else token_noise(keys, image_ids, rank)
     noise = torch.rand(len(image_ids), dtype=torch.float64) if drawn is None else drawn
-    order = (image_ids + noise).argsort(stable=True)  # random order within each image
+    order = (image_ids + noise).argsort(stable=True)  # random order of the tokens of each image
     return order[rank < kept[image_ids]].sort().values, kept
 
 
 def _mean(tokens: Tensor, segments: Segments) -> Tensor:
-    """Return the mean token of each image, summed at least in float32: (T, D) -> (B, D)."""
+    """Return the mean of the tokens of each image, with a sum in float32 or float64: (T, D) -> (B, D)."""
     wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
     sums = wide.new_zeros(len(segments.lengths), tokens.shape[-1]).index_add(0, segments.image_ids, wide)  # (B, D)
     return (sums / copy_to_device(segments.lengths, tokens.device)[:, None]).to(tokens.dtype)

@@ -1,7 +1,9 @@
 """Attention of packed images with different numbers of tokens, by one of three equivalent kernels.
 
 `encoders.layers.attention` imports this module at first use, because `torch.nn.attention.varlen` imports the compiler,
-which takes seconds. d width of one head; T tokens of all images; S packed sequences of L slots.
+which takes seconds.
+
+Letters in shapes: d width of one head; T tokens of all images; S packed sequences, each padded to L tokens.
 """
 
 import inspect
@@ -17,11 +19,11 @@ from encoders.segments import PaddedSequences, Segments
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
 
-@torch.compiler.disable()  # torch would compile a new graph for the lengths of each batch
+@torch.compiler.disable()  # otherwise torch compiles a new graph for each batch, because the lengths differ
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Return softmax(q kT * scale) v within each image: (heads, T, d) -> (heads, T, d).
+    """Return attention within each image, softmax(q k^T * scale) v: (heads, T, d) -> (heads, T, d).
 
-    The fastest kernel for the device, the data type and the packing is chosen.
+    The function chooses the fastest kernel for the device, the data type and the packing.
     """
     if _has_varlen(q):
         return attention_varlen(q, k, v, scale, segments)
@@ -31,7 +33,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
 
 
 def _has_varlen(q: Tensor) -> bool:
-    """Return True if `varlen_attn` takes queries such as `q` (heads, T, d)."""
+    """Return True if `varlen_attn` supports the device, the data type and the head width of `q` (heads, T, d)."""
     return (
         q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
@@ -42,10 +44,10 @@ def _has_varlen(q: Tensor) -> bool:
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Attend by flash attention over all images at once: (heads, T, d) on CUDA in half precision."""
+    """Compute the attention of all images with one call of flash attention: (heads, T, d) on CUDA in half precision."""
     attend = partial(varlen_attn, scale=scale) if VARLEN_TAKES_SCALE else varlen_attn
     if scale is not None and not VARLEN_TAKES_SCALE:
-        q = q * (scale * q.shape[-1] ** 0.5)  # the kernel multiplies by d ** -0.5
+        q = q * (scale * q.shape[-1] ** 0.5)  # varlen_attn multiplies the logits by d ** -0.5
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # (T, heads, d)
     out = attend(q, k, v, *segments.cumulative_lengths, *segments.longest)
     if not isinstance(out, Tensor):
@@ -54,7 +56,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
 
 
 def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Attend in padded sequences under a mask that separates images, as NaViT does: (heads, T, d)."""
+    """Compute attention in padded sequences. A mask separates the images, as in NaViT: (heads, T, d)."""
     queries, tokens = segments.padded
 
     def spread(x: Tensor, padded: PaddedSequences) -> Tensor:
@@ -67,8 +69,8 @@ def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None,
 
 
 def attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Attend image by image: (heads, T, d)."""
+    """Compute the attention of one image after the other: (heads, T, d)."""
     counts = segments.lengths.tolist()
     images = zip(q.split(segments.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
-    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels take four dimensions
+    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels need tensors of four dimensions
     return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)

@@ -1,11 +1,12 @@
 """The image encoder of Segment Anything (2304.02643): a vision transformer with windows and decomposed positions.
 
-Most blocks attend within windows, a few blocks attend to the full image (2203.16527). Relative positions add one term
-for rows and one for columns to the attention logits (2112.01526, 2111.11429). The last part is a neck of two
-convolutions.
+In most blocks, tokens attend within windows. In a few blocks, tokens attend to the full image (2203.16527). Relative
+positions add one term for rows and one for columns to the attention logits (2112.01526, 2111.11429). A neck of two
+convolutions follows the last block.
 
-B images, C channels, H x W pixels; h x w grid, N = h * w tokens; D width of the blocks, d width of one head; M width of
-the neck, which is the encoder's `dim`. Parameters have published names.
+Letters in shapes: B images; C channels and H x W pixels of an image; h x w grid of N = h * w tokens; D width of the
+blocks; d width of one head; M width of the neck, equal to `SAMViT.dim`. Parameters have the names of the published
+weights.
 """
 
 from collections import OrderedDict
@@ -62,7 +63,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 def resize_relative(table: Tensor, size: int) -> Tensor:
-    """Resize a table of relative positions to `size` rows or columns, linearly: (L, d) -> (2 * size - 1, d)."""
+    """Resize a relative position table linearly, for `size` rows or columns of tokens: (L, d) -> (2 * size - 1, d)."""
     length = 2 * size - 1
     if len(table) == length:
         return table
@@ -71,14 +72,14 @@ def resize_relative(table: Tensor, size: int) -> Tensor:
 
 
 def relative_positions(table: Tensor, size: int) -> Tensor:
-    """Return entry q - k + size - 1 of the table for each query q and key k: (L, d) -> (size q, d, size k)."""
+    """Resize the table, and return its entry q - k + size - 1 for each query q and key k: (L, d) -> (size, d, size)."""
     return resize_relative(table, size).unfold(0, size, 1).flip(2)
 
 
 class Attention(nn.Module):
     """Self-attention over a grid with relative positions: (B, h, w, D) -> (B, h, w, D).
 
-    `size` is the grid of the relative position tables, None for no tables.
+    `size` is the grid of tokens for which the relative position tables are made. None means no tables.
     """
 
     def __init__(self, dim: int, heads: int, *, qkv_bias: bool, size: tuple[int, int] | None):
@@ -97,12 +98,12 @@ class Attention(nn.Module):
         return self.proj(rearrange(x, "b heads (h w) d -> b h w (heads d)", h=grid[0]))
 
     def _bias(self, q: Tensor) -> Tensor | None:
-        """Return the position term of the logits, from unscaled queries: (B, heads, h, w, d) -> (B, heads, N, N)."""
+        """Return the relative position bias, given queries without scale: (B, heads, h, w, d) -> (B, heads, N, N)."""
         if self.rel_pos_h is None or self.rel_pos_w is None:
             return None
         rows = torch.einsum("bnhwd,hdk->bnhwk", q, relative_positions(self.rel_pos_h, q.shape[2]))
         columns = torch.einsum("bnhwd,wdk->bnhwk", q, relative_positions(self.rel_pos_w, q.shape[3]))
-        # The sum, by far the largest tensor here, is contiguous if both terms are.
+        # The sum is the largest tensor of this function. The sum is contiguous only if both terms are contiguous.
         bias = rows.contiguous()[..., :, None] + columns.contiguous()[..., None, :]  # (B, heads, h, w, h, w)
         return bias.flatten(4).flatten(2, 3)
 
@@ -110,8 +111,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block on a grid: (B, h, w, D) -> (B, h, w, D).
 
-    With `window` > 0, attention stays within windows of `window` x `window` tokens. The grid is padded below and to the
-    right with zeros after the norm. Padding takes part in the attention, as in the published code.
+    With `window` > 0, attention stays within windows of `window` x `window` tokens. After the norm, the grid is padded
+    with zeros below and to the right. Padding takes part in the attention, as in the published code.
     """
 
     def __init__(
@@ -154,11 +155,12 @@ class Block(nn.Module):
 class SAMViT(Encoder):
     """The image encoder of Segment Anything, for images of any size.
 
-    `Features.tokens` is the map after the neck, and `Features.pooled` its mean. If the patch does not divide a side,
-    the last pixels of that side are cropped. For a grid other than that of `image_size`, the relative position tables
-    are resized linearly, as published. The absolute table is resized by MAE's rule, because no rule is published.
+    `Features.tokens` holds the tokens of the map after the neck, and `Features.pooled` is the mean of these tokens. If
+    a side of the image is not a multiple of the patch, the last pixels of that side are cropped. For a grid other than
+    that of `image_size`, the relative position tables are resized linearly, as published. The absolute position table
+    is resized by MAE's rule, because no rule is published for this table.
 
-    The encoder cannot drop hidden tokens, because windows need a full grid.
+    The encoder cannot drop hidden tokens, because windows need the full grid of tokens.
 
     Args:
         dim: width of the blocks.
@@ -175,12 +177,12 @@ class SAMViT(Encoder):
         relative_positions: add relative position tables for rows and columns to each block.
         absolute_positions: add a position table to the patches.
         mask_token: add a learned token that replaces hidden tokens.
-        norm_eps: epsilon of the layer norms in the blocks. The norms of the neck have 1e-6.
+        norm_eps: epsilon of the layer norms in the blocks. The norms of the neck always have 1e-6.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         checkpoint_activations: recompute each block in the backward pass to save memory.
     """
 
-    no_weight_decay = ("pos_embed", "rel_pos_h", "rel_pos_w")  # as in MViTv2 (2112.01526)
+    no_weight_decay = ("pos_embed", "rel_pos_h", "rel_pos_w")  # no weight decay, as in MViTv2
 
     def __init__(
         self,
@@ -237,7 +239,7 @@ class SAMViT(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        With `mask`, the mask token replaces hidden tokens and gets their positions.
+        If `mask` is given, the mask token replaces each hidden token before positions are added.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
@@ -259,10 +261,10 @@ class SAMViT(Encoder):
     def block_maps(self, images: Tensor, blocks: int = 1) -> list[Tensor]:
         """Return the outputs of the last `blocks` blocks in order, without norm or neck.
 
-        (B, C, H, W) -> `blocks` of (B, D, h, w).
+        Images (B, C, H, W) give one map (B, D, h, w) per block.
 
         Raises:
-            EncoderError: the images do not fit the encoder, or the encoder has fewer blocks.
+            EncoderError: the images do not fit the encoder, or the encoder has fewer than `blocks` blocks.
         """
         check_block_count(blocks, len(self.blocks))
         x = self._embed(self.checked(images))

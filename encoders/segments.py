@@ -1,7 +1,7 @@
-"""Segments: the images in a flat sequence of tokens.
+"""Boundaries of the images in a flat sequence of tokens.
 
-B images, T tokens (keys and values), Q queries; S packed sequences, each padded to the length L of the longest (L' for
-keys where queries have another length).
+Letters in shapes: B images; T tokens of all images (keys and values); S packed sequences; L length of the longest
+sequence, to which all sequences are padded (L' for keys, if queries and keys have different lengths).
 """
 
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Image boundaries in a flat sequence of tokens (T, D), where each image attends only to itself.
+    """Image boundaries in a flat sequence of tokens (T, D). Each token attends only to tokens of the same image.
 
-    One object is made per forward pass and shared by all blocks. Derived tensors are made at first use and kept. No
-    property reads from the device.
+    Each forward pass makes one `Segments`, which all blocks share. Derived tensors are computed at first use and then
+    cached. No property waits for the device.
     """
 
     lengths: Tensor
@@ -34,7 +34,7 @@ class Segments:
     queries: Tensor | None = None
     """Number of queries of each image: (B,) int64 on the CPU. None if every token is a query."""
     sequences: Tensor | None = None
-    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if images are not grouped."""
+    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if there are no sequences."""
     uniform: bool = field(init=False)
     """True if all images have the same number of tokens and the same number of queries."""
 
@@ -59,19 +59,19 @@ class Segments:
 
     @cached_property
     def cumulative_lengths(self) -> tuple[Tensor, Tensor]:
-        """Cumulative numbers of queries and of tokens, from 0: two of (B + 1,) int32 on the device."""
+        """Cumulative numbers of queries and of tokens, both from 0: two tensors (B + 1,) int32 on the device."""
         ends = torch.stack([self.query_lengths, self.lengths]).cumsum(1)
         queries, tokens = copy_to_device(F.pad(ends, (1, 0)).int(), self.device)
         return queries, tokens
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """Largest number of queries and largest number of tokens of an image."""
+        """Largest number of queries of an image, and largest number of tokens of an image."""
         return int(self.query_lengths.max()), int(self.lengths.max())
 
     @cached_property
     def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
-        """Queries and tokens in padded sequences.
+        """Layout of the queries, and layout of the tokens, in padded sequences.
 
         Raises:
             EncoderError: `sequences` is None.
@@ -87,7 +87,7 @@ class Segments:
     def attention_mask(self) -> Tensor:
         """True where a query and a key of the padded sequences belong to the same image: (S, 1, L, L') bool.
 
-        Padded queries see all keys, because a softmax over no key is NaN.
+        A query that is padding attends to all keys, because the softmax over zero keys is NaN.
         """
         queries, keys = (padded.image_ids for padded in self.padded)
         return ((queries[:, :, None] == keys[:, None, :]) | (queries[:, :, None] < 0))[:, None]
@@ -95,16 +95,19 @@ class Segments:
 
 @dataclass(frozen=True)
 class PaddedSequences:
-    """T tokens in S sequences, each padded to the length L of the longest. Both tensors are on the device."""
+    """Layout of T tokens in S sequences of L slots each. Slots without a token are padding.
+
+    Both tensors are on the device.
+    """
 
     positions: Tensor
-    """Index of each token in the S * L padded slots: (T,) int64."""
+    """Index of the slot of each token, among all S * L slots: (T,) int64."""
     image_ids: Tensor
-    """Index of the image of each slot, -1 for padding: (S, L) int64."""
+    """Index of the image that each slot belongs to, -1 for padding: (S, L) int64."""
 
 
 def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) -> PaddedSequences:
-    """Lay out images of `lengths` (B,) tokens in the sequences `rows` (B,)."""
+    """Make the padded layout of images. Image i has `lengths[i]` tokens and belongs to sequence `rows[i]`."""
     images = torch.repeat_interleave(lengths)  # (T,): image of each token
     token_rows = rows[images]  # (T,): sequence of each token
     counts = torch.bincount(token_rows, minlength=sequences)
@@ -117,11 +120,11 @@ def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) ->
 
 
 def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the (row, column) of each token in its image, and the (rows, columns) of its image: two of (2, T) int64.
+    """Return row and column of each token, and rows and columns of the image of each token: two tensors (2, T) int64.
 
     Args:
         grids: rows and columns of tokens of each image, (B, 2) int64 on the CPU.
-        segments: boundaries of the tokens that are present.
+        segments: boundaries of the images in the sequence of present tokens.
         visible: flat indices (T,) of the tokens that are present, ascending int64; None if all tokens are present.
     """
     counts = grids.prod(1)
@@ -129,5 +132,5 @@ def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = 
     numbers = copy_to_device(numbers, segments.device)
     flat = torch.arange(len(segments.image_ids), device=segments.device) if visible is None else visible
     start, *sides = numbers.index_select(0, segments.image_ids).unbind(1)
-    index = flat - start  # within the image
+    index = flat - start  # index of each token within its image
     return torch.stack([index // sides[1], index % sides[1]]), torch.stack(sides)

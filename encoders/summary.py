@@ -1,10 +1,10 @@
-"""Cost of the variants: parameters, tokens, multiply-accumulates and activation memory, at any image size.
+"""Print the cost of encoder variants: parameters, tokens, multiply-accumulates and activation memory.
 
     python -m encoders.summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
 
-One image passes through the encoder on the meta device, which needs no memory. Multiply-accumulates are half of torch's
-count of floating-point operations: matrix products, convolutions and attention. Attention in windows and attention over
-the full image are counted apart.
+The cost is that of one image. The encoder is on torch's meta device, so that no memory is allocated. The number of
+multiply-accumulates is half the number of floating-point operations that torch counts in matrix products, convolutions
+and attention. Attention in windows and attention over the full image are counted separately.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from encoders.errors import EncoderError
 
 @dataclass
 class Summary:
-    """Cost of one image."""
+    """Cost of an encoder for one image."""
 
     parameters: int
     """Number of parameters."""
@@ -34,21 +34,21 @@ class Summary:
     macs: int
     """Multiply-accumulates of the forward pass."""
     window_attention_macs: int
-    """Multiply-accumulates of attention in windows, which `macs` includes."""
+    """Multiply-accumulates of attention in windows. They are included in `macs`."""
     global_attention_macs: int
-    """Multiply-accumulates of attention over the full image, which `macs` includes."""
+    """Multiply-accumulates of attention over the full image. They are included in `macs`."""
     activation_bytes: int
-    """Bytes that float32 training keeps from the forward pass for the backward pass."""
+    """Bytes of the tensors that float32 training saves in the forward pass for the backward pass."""
 
 
 def summarize(encoder: Encoder, height: int, width: int) -> Summary:
-    """Return the cost of one image of `height` x `width` pixels, for an encoder on the meta device.
+    """Return the cost of one image of `height` x `width` pixels. The encoder must be on the meta device.
 
     Raises:
-        EncoderError: the encoder does not take such images.
+        EncoderError: the encoder does not accept images of this size.
     """
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # tensors stay alive, because a freed address would be used again
+    alive: list[Tensor] = []  # keeps saved tensors alive, because addresses of freed tensors are reused
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
@@ -75,17 +75,17 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Count attention as a fused kernel, and save the same tensors for the backward pass.
+    """Mode that counts attention and saves its tensors for the backward pass, as a fused kernel would.
 
-    Without this mode, attention on the meta device is not fused.
+    Without this mode, torch does not use a fused kernel for attention on the meta device.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.operations = {True: 0, False: 0}
-        """Floating-point operations: key True for attention in windows, key False for attention over the full image."""
+        """Floating-point operations of attention. True: attention in windows. False: attention over the full image."""
         self.tokens = 0
-        """Number of tokens of the current block. Attention over fewer tokens is attention in windows."""
+        """Number of tokens of the current block. Attention over fewer tokens counts as attention in windows."""
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]
         self.hooks = [block.register_forward_pre_hook(self._enter) for part in parts for block in part]
 
@@ -107,12 +107,12 @@ class FusedAttention(TorchFunctionMode):
 
 
 class _Kernel(torch.autograd.Function):
-    """Allocate and save the tensors of a fused attention kernel. Nothing is computed, and there is no backward pass."""
+    """Placeholder of a fused attention kernel. It allocates and saves the kernel's tensors, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         *batch, heads, n, _ = q.shape
-        out = q.new_empty(*batch, n, heads, v.shape[-1]).transpose(-3, -2)  # memory layout of fused kernels
+        out = q.new_empty(*batch, n, heads, v.shape[-1]).transpose(-3, -2)  # same memory layout as in fused kernels
         normalizers = q.new_empty(q.shape[:-1])
         ctx.save_for_backward(*(t for t in (q, k, v, bias, out, normalizers) if t is not None))
         return out
@@ -132,15 +132,15 @@ def main(argv: list[str] | None = None) -> None:
     headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")
     print("Cost of one image. Memory is kept by float32 training from the forward pass for the backward pass.\n")
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    for cells in (headings, ["-" * width for width in widths], *rows):  # in Markdown
+    for cells in (headings, ["-" * width for width in widths], *rows):  # rows of a Markdown table
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |")
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. The value is JSON, or a word.
+    """Parse NAME=VALUE. A value that is not valid JSON is a string.
 
     Raises:
-        EncoderError: there is no "=".
+        EncoderError: `text` contains no "=".
     """
     name, equals, value = text.partition("=")
     if not equals:
@@ -152,7 +152,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def row(variant: str, image_size: int | None, settings: dict[str, Any]) -> list[str]:
-    """Return the table row of one variant."""
+    """Return the row of the printed table for one variant."""
     with torch.device("meta"):
         encoder = encoders.build(variant, **settings)
     size = encoder.settings["image_size"] if image_size is None else image_size

@@ -1,7 +1,7 @@
 """Swin Transformer (2103.14030): attention in shifted windows, in stages with ever coarser grids.
 
-B images, C channels, H x W pixels; h x w grid of tokens of a stage, D width of the stage, d width of one head;
-n windows of r x c tokens, N = r * c. Parameters have published names.
+Letters in shapes: B images; C channels, H x W pixels; h x w token grid and width D of a stage; d width of one head; n
+windows of N = r x c tokens. Parameters have the names of the published weights.
 """
 
 from collections.abc import Iterable
@@ -41,38 +41,38 @@ VARIANTS = {
 
 
 class Windows(NamedTuple):
-    """Windows of a grid in one block."""
+    """Division of a grid into the windows of one block."""
 
     size: tuple[int, int]
     """Rows and columns of a window, r x c."""
     shift: tuple[int, int]
     """Rows and columns by which the windows are shifted."""
     padding: tuple[int, int]
-    """Rows added below and columns added to the right of the grid, so that windows fill it."""
+    """Rows of padding below the grid and columns of padding to its right, so that windows cover the grid."""
     offsets: Tensor
-    """Row of the bias table for each query and key of a window: (N * N,)."""
+    """Index of the row in the bias table for each pair of a query and a key of a window: (N * N,)."""
     mask: Tensor | None
-    """Term of the attention logits: (n, N, N). None if it is 0 in all windows."""
+    """Mask that is added to the attention logits: (n, N, N). None if all pairs of tokens may attend to each other."""
 
 
 def window_sizes(grid: tuple[int, int], window_size: int) -> tuple[int, int]:
-    """Return the rows and columns of the windows of a grid. A side not longer than `window_size` is one window."""
+    """Return the rows and columns of a window. A grid side of at most `window_size` tokens is covered by one window."""
     return min(grid[0], window_size), min(grid[1], window_size)
 
 
 @lru_cache(maxsize=32)
 def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device: torch.device) -> Windows:
-    """Make the windows of a grid. Rows and columns are treated apart: a side that is one window is not shifted.
+    """Divide a grid into windows. Windows are not shifted along a side of the grid that one window covers.
 
-    Pairs of tokens that are neighbours only because of the cyclic shift get -100, as published. Padding gets -inf, so
-    that padding never influences a token.
+    In the mask, pairs of tokens that are neighbours only because of the cyclic shift get -100, as published. Keys that
+    are padding get -inf, so that padding never influences a token.
     """
     rows, columns = grid
     size = window_sizes(grid, window_size)
     by = window_size // 2 if shifted else 0
     shift = (by if rows > window_size else 0, by if columns > window_size else 0)
     padding = (-rows % size[0], -columns % size[1])
-    with torch.inference_mode(False):  # training cannot use cached inference tensors
+    with torch.inference_mode(False):  # training could not use an inference tensor from the cache
         row, column = (torch.arange(window, device=device) for window in size)
         down = row[:, None, None, None] - row[:, None] + window_size - 1  # (r, 1, r, 1): query minus key
         right = column[:, None, None] - column + window_size - 1  # (c, 1, c)
@@ -91,13 +91,13 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
 
 
 def _side(length: int, shift: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which rows of the padded and shifted grid wrapped around, and which are padding. Columns work alike."""
+    """Return two bool masks of one side of the padded and shifted grid: True where shifted around, True for padding."""
     index = torch.arange(length + padding, device=device).roll(-shift)
     return index < shift, index >= length
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of each patch. Images are padded with zeros to whole patches: (B, C, H, W) -> (B, h, w, D)."""
+    """Linear projection of each patch, after zero padding of images to whole patches: (B, C, H, W) -> (B, h, w, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, *, norm_eps: float | None):
         super().__init__()
@@ -112,7 +112,7 @@ class PatchEmbed(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Self-attention in each window with relative position biases: (B, h, w, D) -> (B, h, w, D)."""
+    """Self-attention within each window, with relative position biases: (B, h, w, D) -> (B, h, w, D)."""
 
     def __init__(self, dim: int, heads: int, *, window_size: int, qkv_bias: bool, qk_scale: float | None):
         super().__init__()
@@ -124,12 +124,12 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, windows: Windows) -> Tensor:
-        """Attend in the windows of `x`, which is padded and shifted already."""
+        """Compute attention in the windows of `x`. The caller has padded and shifted `x`."""
         r, c = windows.size
         bias = self.relative_position_bias_table.index_select(0, windows.offsets)  # (N * N, heads)
         bias = rearrange(bias, "(q k) heads -> 1 heads q k", q=r * c)
-        # Fused kernels take four dimensions, and one bias must serve the batch. Without a mask, the window axis joins
-        # the batch axis. With a mask, which differs by window, it joins the head axis.
+        # Fused kernels need tensors of four dimensions and one bias for the batch. Without a mask, windows belong to
+        # the batch axis. With a mask, windows belong to the head axis, because the mask differs between windows.
         order = "(b y x) heads"
         if windows.mask is not None:
             bias = (bias + windows.mask[:, None]).flatten(0, 1)[None]  # (1, n * heads, N, N)
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Merge 2 x 2 tokens, with zeros beyond odd sides: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
+    """Merge 2 x 2 tokens. Zeros pad odd sides: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
 
     def __init__(self, dim: int, *, norm_eps: float):
         super().__init__()
@@ -198,7 +198,7 @@ class PatchMerging(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks on one grid, and the patch merging after them. The last stage has no merging."""
+    """Blocks on one grid, followed by patch merging. The last stage has no patch merging."""
 
     def __init__(self, blocks: Iterable[Block], downsample: PatchMerging | None):
         super().__init__()
@@ -211,14 +211,14 @@ class Swin(Encoder):
 
     Images are padded with zeros, below and to the right, to whole patches; grids are padded to whole windows and to
     even sides. Padding never takes part in the attention. If a side of a grid is not longer than `window_size`, the
-    windows have the length of that side and are not shifted along it, as published for square grids. For grids that
-    are not square each side is treated apart, as in timm. Smaller windows use the biases of the same relative
+    windows have the length of that side and are not shifted along it, as published for square grids. For grids that are
+    not square, this holds for each side separately, as in timm. Smaller windows use the biases of the same relative
     positions.
 
     `Features.pooled` is the mean of the normed tokens of the last stage. One of these tokens covers
     `stride` = patch_size * 2 ** (stages - 1) pixels a side.
 
-    Set `mask_token` only to hide tokens. Otherwise the mask token gets no gradient.
+    Set `mask_token` only if training hides tokens. Without hidden tokens, the mask token gets no gradient.
 
     Args:
         dim: width of the first stage. The width doubles with each stage.
@@ -299,18 +299,18 @@ class Swin(Encoder):
         return nn.ModuleList(block for stage in self.stages for block in stage.blocks)
 
     def stage_grid(self, stage: int, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tokens of an image of `height` x `width` pixels in a stage, 0 the first."""
+        """Return the token rows and columns in a stage, counted from 0, for an image of `height` x `width` pixels."""
         pixels = self.patch_size * 2**stage
         return -(-height // pixels), -(-width // pixels)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tokens of an image of `height` x `width` pixels, rounded up."""
+        """Return the token rows and columns of an image of `height` x `width` pixels, both rounded up."""
         return self.stage_grid(len(self.depths) - 1, height, width)
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        With `mask`, the mask token replaces all patches of a hidden token before positions are added.
+        If `mask` is given, the mask token replaces all patches of a hidden token. Positions are added afterwards.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
@@ -319,7 +319,7 @@ class Swin(Encoder):
         return self._features(self._run(self.stages[-1].blocks, x, scales), images)
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks, which must belong to the last stage."""
+        """Return the features after each of the last `blocks` blocks. All of them must belong to the last stage."""
         last = self.stages[-1].blocks
         check_block_count(blocks, len(last))
         x, scales = self._last_stage_input(images)
@@ -331,9 +331,9 @@ class Swin(Encoder):
         return features
 
     def pyramid(self, images: Images) -> list[Tensor]:
-        """Return the maps of all stages, finest first: (B, C, H, W) -> (B, D, h, w) each.
+        """Return one map per stage, finest first: (B, C, H, W) -> (B, D, h, w) each.
 
-        A map is the output of the blocks of a stage, before patch merging. Only the last map is normed.
+        A map is the output of the last block of a stage, before patch merging. Only the last map is normed.
         """
         x, maps = self._embed(images), []
         scales = self.draw_drop_path(len(x), x.device)
@@ -384,7 +384,7 @@ class Swin(Encoder):
         return x
 
     def _features(self, x: Tensor, images: Images) -> Features:
-        """Return the features of the output (B, h, w, D) of a block."""
+        """Return the `Features` computed from the output (B, h, w, D) of a block."""
         x = self.norm(x)
         return Features(x.mean((1, 2)), x.flatten(0, 2), self.grids(images))  # (B, D), (B * h * w, D)
 

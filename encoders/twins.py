@@ -1,7 +1,7 @@
-"""Twins-SVT (2104.13840): blocks with attention in windows alternate with blocks with attention to a subsampled grid.
+"""Twins-SVT (2104.13840): blocks that attend within windows alternate with blocks that attend to a subsampled grid.
 
-B images, C channels, H x W pixels; h x w grid of a stage, D width of the stage, heads of width d; windows of r x c
-tokens. A stage maps (B, h, w, D) to (B, h, w, D). Parameters have the names of Meituan-AutoML/Twins.
+Letters in shapes: B images; C channels, H x W pixels; h x w grid and width D of a stage; d width of one head; windows
+of r x c tokens. A stage maps (B, h, w, D) to (B, h, w, D). Parameters have the names of Meituan-AutoML/Twins.
 """
 
 import math
@@ -54,7 +54,7 @@ VARIANTS = {
 }
 
 EMBED_EPS = 1e-5
-"""Epsilon of the norms in patch embeddings and after the subsampling, independent of norm_eps (gvt.py)."""
+"""Epsilon of the norms in patch embeddings and after subsampling. As in gvt.py, `norm_eps` does not change it."""
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -70,8 +70,8 @@ def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def real_keys(grid: tuple[int, int], window: tuple[int, int], heads: int, device: torch.device) -> Tensor:
-    """Return a mask of the windows of a padded grid, False for padding: (1, windows * heads, 1, r * c) bool."""
-    with torch.inference_mode(False):  # training cannot use cached inference tensors
+    """Return the key mask of the windows of a padded grid, False for padding: (1, windows * heads, 1, r * c) bool."""
+    with torch.inference_mode(False):  # training could not use an inference tensor from the cache
         rows, columns = (
             torch.arange(math.ceil(side / step) * step, device=device) < side
             for side, step in zip(grid, window, strict=True)
@@ -84,7 +84,7 @@ cached_keys = lru_cache(maxsize=32)(real_keys)
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of each patch and a norm: (B, h, w, C) -> (B, h / patch, w / patch, D), rounded up."""
+    """Linear projection of each patch, then a norm: (B, h, w, C) -> (B, ceil(h / patch), ceil(w / patch), D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
@@ -96,7 +96,7 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(nn.Module):
-    """`PatchEmbed` with a norm of the pixels, as in vit-pytorch: (B, h, w, C) -> (B, h / patch, w / patch, D)."""
+    """`PatchEmbed` with an additional norm before the projection, as in vit-pytorch. The shapes are the same."""
 
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
@@ -129,10 +129,10 @@ class LocalAttention(nn.Module):
         x = pad_to(x, rows, columns)
         keys = None
         if x.shape[1:3] != (height, width):
-            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # dynamo traces no cached function
+            keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # torch cannot compile lru_cache
             keys = keys_of((height, width), (rows, columns), self.heads, x.device)
         down = x.shape[1] // rows
-        # the window axis joins the head axis, so that one mask serves all images: (B, windows * heads, r * c, d) each
+        # Windows belong to the head axis, so that one mask fits all images: (B, windows * heads, r * c, d) each.
         split = "b (h r) (w c) (three heads d) -> three b (h w heads) (r c) d"
         q, k, v = rearrange(self.qkv(x), split, three=3, heads=self.heads, r=rows, c=columns)
         x = attention(q, k, v, scale=self.scale, bias=keys)
@@ -145,8 +145,8 @@ class GlobalAttention(nn.Module):
     """Attention of each token to a grid subsampled by `reduction`: (B, h, w, D) -> (B, h, w, D).
 
     A strided convolution and a norm subsample the grid before keys and values are computed. With `strided`, as in
-    vit-pytorch, the strided convolution computes keys and values itself. Zeros pad the grid to multiples of
-    `reduction`.
+    vit-pytorch, one strided convolution computes keys and values from the full grid. The grid is padded with zeros to
+    multiples of `reduction`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.ModuleList):
-    """Blocks of a stage. `compile` compiles each block on its own."""
+    """Blocks of a stage. `compile` compiles each block separately."""
 
     def compile(self, *args, **kwargs):
         for block in self:
@@ -200,7 +200,7 @@ class Stage(nn.ModuleList):
 
 
 class PositionGenerator(nn.Module):
-    """Conditional positions by a depth-wise 3 x 3 convolution with identity (2102.10882): (B, h, w, D), same shape."""
+    """Conditional positions (2102.10882): the input plus its depth-wise 3 x 3 convolution, (B, h, w, D)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -211,20 +211,20 @@ class PositionGenerator(nn.Module):
 
 
 class Twins(Encoder):
-    """Twins-SVT for images of any size. Zeros pad below and to the right.
+    """Twins-SVT for images of any size. Images and grids are padded with zeros, below and to the right.
 
-    Images are padded to whole patches, and grids to even sides, to whole windows and to whole subsampling steps.
-    Tokens do not attend to padding of windows. The result equals the published code where no padding is needed;
-    elsewhere the published code crops, or attends to padding. Each stage halves the grid. `Features.tokens` are the
-    tokens of the last stage.
+    Images are padded to whole patches, and grids to even sides, to whole windows and to whole subsampling steps. Tokens
+    do not attend to the padding of windows. Without padding, the result equals that of the published code. Where
+    padding is needed, the published code crops, or attends to padding. Each stage halves the grid. `Features.tokens`
+    are the tokens of the last stage.
 
     `layout="meituan"` is the published model: blocks with local and global attention alternate, positions follow the
-    first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of twins_svt.py
-    in vit-pytorch, which has other weights: `depths` count pairs of a local and a global block, after one additional
-    pair and the positions; the last stage has only global blocks; strided convolutions compute the keys and values of
-    global blocks; patches are normed twice; and there is no final norm.
+    first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of twins_svt.py in
+    vit-pytorch, which has other weights: `depths` counts pairs of a local and a global block, which follow one
+    additional pair and the positions; the last stage has only global blocks; strided convolutions compute the keys and
+    values of global blocks; patches are normed twice; and there is no final norm.
 
-    A setting per stage is one number for all stages, or a list with one number for each stage.
+    A setting of the stages, such as `reductions`, is one number for all stages or a list with one number per stage.
 
     Args:
         dims: width of each stage.
@@ -239,11 +239,11 @@ class Twins(Encoder):
         qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
         channels: number of channels of an image.
         image_size: image size for evaluation and exports to timm in pixels, one side or (rows, columns).
-        norm_eps: epsilon of the norms in blocks and of the final norm. Other norms have 1e-5.
+        norm_eps: epsilon of the norms in blocks and of the final norm. All other norms have 1e-5.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden patches.
         checkpoint_activations: recompute each block in the backward pass to save memory.
-        layout: arrangement of the modules, that of the published models or that of vit-pytorch.
+        layout: arrangement of the modules, as in the published models (meituan) or as in vit-pytorch.
     """
 
     no_weight_decay = ("pos_block.",)
@@ -294,7 +294,7 @@ class Twins(Encoder):
         self.pos_block = nn.ModuleList(PositionGenerator(dim) for dim in self.dims)
         self.norm = nn.LayerNorm(self.dim, eps=norm_eps) if layout == "meituan" else nn.Identity()
         self.mask_token = learned(1, self.dims[0]) if mask_token else None
-        if layout == "meituan":  # vit-pytorch keeps the layers' own initial values
+        if layout == "meituan":  # vit-pytorch keeps torch's initial values
             self.apply(_init)
 
     def _stages(self, drop_path: float) -> Iterator[Stage]:
@@ -323,7 +323,7 @@ class Twins(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        With `mask`, the mask token replaces the patches of hidden tokens in the first stage.
+        If `mask` is given, the mask token replaces the patches of hidden tokens in the first stage.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
@@ -332,13 +332,13 @@ class Twins(Encoder):
         return features
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks, which must belong to the last stage."""
+        """Return the features after each of the last `blocks` blocks. All of them must belong to the last stage."""
         check_block_count(blocks, len(modules_of(self.blocks, Stage)[-1]))
         return self._last(blocks, self.checked(images))
 
     def pyramid(self, images: Tensor) -> list[Tensor]:
-        """Return the maps of all stages, finest first, the last one normed: (B, C, H, W) -> (B, D, h, w) each."""
-        maps = dict(self._outputs(self.checked(images)))  # the last output of each stage
+        """Return one map per stage, finest first: (B, C, H, W) -> (B, D, h, w) each. Only the last map is normed."""
+        maps = dict(self._outputs(self.checked(images)))  # keeps the last output of each stage
         maps[len(self.dims) - 1] = self.norm(maps[len(self.dims) - 1])
         return [x.permute(0, 3, 1, 2) for x in maps.values()]
 
@@ -349,7 +349,7 @@ class Twins(Encoder):
         return [Features(x.mean(1), x.flatten(0, 1), self.grids(images)) for x in maps]
 
     def _outputs(self, images: Tensor, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield the stage and the output (B, h, w, D) of each block."""
+        """Yield, for each block, the index of its stage and its output (B, h, w, D)."""
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
         scales = self.draw_drop_path(len(x), x.device)
         blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
@@ -358,7 +358,7 @@ class Twins(Encoder):
             x = embed(x)  # (B, h, w, D)
             if stage == 0 and mask is not None:
                 x = self._hide(x, mask, self.grid(*images.shape[-2:]))
-            before = 1 if self.layout == "meituan" else 1 + any(kinds)  # number of blocks before the positions
+            before = 1 if self.layout == "meituan" else 1 + any(kinds)  # blocks before the position generator
             for number, block in enumerate(blocks, start=1):
                 recompute = self.checkpoint_activations and self.training
                 drawn = next(scales)
@@ -367,7 +367,7 @@ class Twins(Encoder):
                 yield stage, x
 
     def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
-        """Replace the patches (B, h, w, D) of hidden tokens in the first stage by the mask token."""
+        """Replace the patches of hidden tokens by the mask token. `x` (B, h, w, D) is the input of the first stage."""
         side = self.stride // self.patch_size
         hidden = mask.hidden.view(len(x), *grid)
         hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)
@@ -375,14 +375,14 @@ class Twins(Encoder):
 
 
 def _kinds(layout: Layout, depths: Sequence[int]) -> list[list[bool]]:
-    """Return True for local and False for global blocks, for each block of each stage."""
+    """Return a list for each stage, with an entry for each block: True for a local block, False for a global block."""
     if layout == "meituan":
         return [[number % 2 == 0 for number in range(depth)] for depth in depths]
     return [[True, False] * (1 + depth) for depth in depths[:-1]] + [[False] * (1 + depths[-1])]
 
 
 def _init(layer: nn.Module):
-    """Initialise a layer as Meituan-AutoML/Twins (gvt.py): convolutions are normal with variance 2 / fan-out."""
+    """Initialise a layer as in Meituan-AutoML/Twins (gvt.py). Convolutions are normal with variance 2 / fan-out."""
     init_linear(layer, "trunc_normal")
     if isinstance(layer, nn.Conv2d):
         fan_out = math.prod(layer.kernel_size) * layer.out_channels // layer.groups
@@ -392,9 +392,9 @@ def _init(layer: nn.Module):
 
 
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
-    """Return one value for each stage."""
+    """Return a tuple with one value for each stage."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    values = values * stages if len(values) == 1 else values  # the command line makes a list of each number
+    values = values * stages if len(values) == 1 else values  # a number on the command line is a list of one
     if len(values) != stages:
         raise EncoderError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}.")
     return values

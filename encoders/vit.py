@@ -1,8 +1,9 @@
 """Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), registers (2309.16588).
 
-B images, C channels, H x W pixels; h x w grid, N = h * w patches (or the visible ones of an image); D width, d width of
-one head; S prefix tokens in front of the patches: class, distillation, registers. The first K of the prefix tokens
-(class, distillation) have positions. Parameters have published names.
+Letters in shapes: B images; C channels, H x W pixels; h x w grid; N = h * w patches of an image (only the visible
+patches, if hidden tokens are dropped); D width of a token; d width of one head; S prefix tokens before the patches:
+class, distillation, registers. The first K prefix tokens (class, distillation) have positions. Parameters have the
+names of the published weights.
 """
 
 from collections import OrderedDict
@@ -55,12 +56,12 @@ VARIANTS = {
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of each patch, cropped to whole patches: (B, C, H, W) -> (B, N, D)."""
+    """Linear projection of each patch, after cropping images to whole patches: (B, C, H, W) -> (B, N, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, init: Init):
         super().__init__()
         self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        if init == "xavier":  # DINO keeps the default initialisation of convolutions
+        if init == "xavier":  # otherwise torch's initialisation, as in DINO
             nn.init.xavier_uniform_(self.proj.weight.detach().flatten(1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class NormedPatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of (B, N, D), or of packed images (T, D) with their `segments`. The shape stays."""
+    """Self-attention: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`."""
 
     def __init__(
         self,
@@ -117,13 +118,13 @@ class Attention(nn.Module):
         return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
     def weights(self, x: Tensor) -> Tensor:
-        """Return the attention weights of queries to keys, with rows that sum to 1: (B, N, D) -> (B, heads, N, N)."""
+        """Return the attention weights of queries for keys. Each row sums to 1: (B, N, D) -> (B, heads, N, N)."""
         q, k, _ = self._split(x)
         return (self.scale * q @ k.mT).softmax(-1)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block for (B, N, D), or for packed images (T, D) with their `segments`. The shape stays."""
+    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`."""
 
     def __init__(
         self,
@@ -158,14 +159,14 @@ class Block(nn.Module):
 class ViT(Encoder):
     """Vision transformer for images of any size. The position table is resized to the grid of the images.
 
-    If the patch does not divide a side, the last pixels of that side are cropped. With `pool="mean"` the final norm is
-    `fc_norm`, as in MAE's fine-tuning, and there is no `norm`: `Features.pooled` is the norm of the mean of the patch
-    tokens, and `Features.tokens` is the norm of each patch token. With `pool="all"`, as in vit-pytorch, `pooled` is the
-    mean of all normed tokens, prefix tokens included. `pos_embed` has rows for the class token, the distillation token
-    and the patches, and no rows for registers.
+    If a side of the image is not a multiple of the patch, the last pixels of that side are cropped. With `pool="mean"`,
+    as in MAE's fine-tuning, the layer norm `fc_norm` replaces the final layer norm `norm`. It is applied to the mean of
+    the patch tokens for `Features.pooled`, and to each patch token for `Features.tokens`. With `pool="all"`, as in
+    vit-pytorch, `Features.pooled` is the mean of all tokens after `norm`, prefix tokens included. `pos_embed` has rows
+    for the class token, the distillation token and the patches, and no rows for registers.
 
-    Set `mask_token` only to hide tokens in place, and `classes` only to train through `logits`. Otherwise these
-    parameters get no gradient.
+    Set `mask_token` only if training replaces hidden tokens, and `classes` only if training uses `logits`. Otherwise
+    the mask token or the class head gets no gradient.
 
     Args:
         dim: width of a token.
@@ -181,7 +182,7 @@ class ViT(Encoder):
         registers: number of register tokens.
         distillation_token: add a distillation token after the class token (DeiT).
         mask_token: add a learned token that replaces hidden tokens.
-        pool: `Features.pooled` is the class token, the mean of the patch tokens, or the mean of all tokens.
+        pool: feature in `Features.pooled`, the class token, the mean of the patch tokens or the mean of all tokens.
         qkv_bias: add a bias to queries, keys and values.
         norm_eps: epsilon of all layer norms.
         qk_norm: normalise queries and keys in each head.
@@ -272,9 +273,9 @@ class ViT(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        With `mask`, the mask token replaces hidden tokens and gets their positions. With `drop` the encoder skips
-        hidden tokens: `tokens` (V, D) belong to `mask.visible`, and all images must have the same number of visible
-        tokens.
+        If `mask` is given, the mask token replaces each hidden token before positions are added. With `drop=True`, the
+        encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`, and all
+        images must have the same number of visible tokens.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder.
@@ -306,7 +307,8 @@ class ViT(Encoder):
     def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return class scores: (B, C, H, W) -> (B, classes).
 
-        With a distillation token, return the scores of both heads in training, and their mean otherwise.
+        For an encoder with a distillation token, return a pair with the scores of both heads in training, and the mean
+        of both scores in evaluation.
 
         Raises:
             EncoderError: the encoder has no class head.
@@ -342,7 +344,7 @@ class ViT(Encoder):
         return torch.cat([prefix.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """Return the positions of prefix tokens and patches of an image: (1, K + N, D)."""
+        """Return the position embeddings of the prefix tokens and patches of an image: (1, K + N, D)."""
         grid = self.grid(height, width)
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
@@ -361,7 +363,7 @@ class ViT(Encoder):
         return x
 
     def _features(self, x: Tensor, images: Images) -> Features:
-        """Return the features of the output (B, S + N, D) of a block."""
+        """Return the `Features` computed from the output (B, S + N, D) of a block."""
         x = self.norm(x)
         patches = x[:, self.num_prefix_tokens :]
         pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)
@@ -373,7 +375,7 @@ def _visible(x: Tensor, mask: Mask) -> Tensor:
     """Return the visible tokens of each image: (B, N, D) -> (B, V / B, D).
 
     Raises:
-        EncoderError: images have different numbers of visible tokens, or none.
+        EncoderError: the images have different numbers of visible tokens, or no visible tokens.
     """
     fewest, most = int(mask.lengths.min()), int(mask.lengths.max())
     if not 0 < fewest == most:
@@ -387,7 +389,7 @@ def _visible(x: Tensor, mask: Mask) -> Tensor:
 def _position_table(
     prefix: int, grid: tuple[int, int], dim: int, positions: Positions, position_init: PositionInit
 ) -> nn.Parameter:
-    """Return a table (1, K + N, D) with `prefix` rows K for prefix tokens, which are 0 if it is sine-cosine (MAE)."""
+    """Return a position table (1, K + N, D), K = `prefix`. In a sine-cosine table (MAE), the first K rows are 0."""
     if positions == "sincos" or position_init == "sincos":
         table = torch.cat([torch.zeros(prefix, dim), sincos_table(*grid, dim)])[None]
     else:

@@ -1,9 +1,9 @@
-"""Convert weights: a published checkpoint or an encoder of this project to an encoder of this project or of timm.
+"""Convert a published checkpoint, or an encoder of this project, to an encoder of this project or of timm.
 
     python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm] [--set image_size=96]
 
-The settings of the encoder follow from the checkpoint. `--encoder` and `--set` add settings that the checkpoint does
-not show, or change settings: position tables, relative position tables and windows are resized.
+The checkpoint determines the settings of the encoder. `--encoder` and `--set` add settings that the checkpoint does not
+determine, or replace settings. Position tables and bias tables are resized to the new settings.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Enco
     """Build an encoder for the weights of `source`, load them, and print the report.
 
     Raises:
-        EncoderError: a setting does not fit.
+        EncoderError: a setting is unknown or has an invalid value.
         WeightsError: the format is not recognised, or the weights do not fit.
     """
     source = source / "encoder.safetensors" if source.is_dir() else source
@@ -67,13 +67,13 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Enco
 
 
 def to_ours(encoder: Encoder, output: Path) -> None:
-    """Write `output` and the .json file next to it."""
+    """Save the encoder to `output`, a .safetensors file, and to a .json file of the same name."""
     encoders.save(encoder, output)
     print(f'wrote {output}, an encoder of the variant {encoder.settings["variant"]}: encoders.load("{output}")')
 
 
 def to_timm(encoder: Encoder, output: Path) -> None:
-    """Write `output` for `checkpoint_path` of `timm.create_model`, and print the call.
+    """Write the weights to `output` in timm's format, and print the `timm.create_model` call that loads `output`.
 
     Raises:
         WeightsError: timm has no equivalent model.

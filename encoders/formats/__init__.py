@@ -1,1 +1,1 @@
-"""Weight files of published encoders, one module per family (see `encoders.formats.checkpoint.Format`)."""
+"""Weight formats of published encoders. Each encoder family has one module."""

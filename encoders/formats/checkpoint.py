@@ -1,8 +1,10 @@
-"""Load published weights into an encoder. Loading is strict: every tensor must belong to the encoder, or to
-a known other part of the model.
+"""Load published weights into an encoder.
 
-A checkpoint is read and unwrapped, its format is recognised, and the `Format` of the encoder's family renames and
-resizes the tensors.
+Loading is strict: a missing tensor or an unknown tensor is an error. Tensors of known other parts of the published
+model, such as the class head, are left out.
+
+Loading has three steps. The checkpoint is read and unwrapped. The format of the weights is recognised. The `Format` of
+the encoder's family renames and resizes the tensors.
 """
 
 import argparse
@@ -29,34 +31,34 @@ from encoders.vit import ViT
 
 
 class Format(Protocol):
-    """Weight files of one family of encoders. A module with these names is a format."""
+    """Weight format of one encoder family. Modules such as `encoders.formats.vit` implement this protocol."""
 
     NAME: str
-    """Name of the family in messages, with an article."""
+    """Name of the encoder family for error messages, with an article."""
     ACCEPTS: tuple[str, ...]
-    """Names of the families whose weights `fit` takes."""
+    """Names of the encoder families whose weights `fit` accepts."""
     DECIDES: dict[str, str]
-    """Part of a tensor's name -> setting of the encoder that the tensor depends on."""
+    """Part of a tensor name -> encoder setting that determines the shape or the existence of the tensor."""
 
     def recognises(self, state: State) -> bool:
-        """Return True for weights of this family. At most one format may recognise the same weights."""
+        """Return True for weights of this family. At most one format may return True for the same weights."""
         ...
 
     def fit(self, encoder: Encoder, state: State, source: Source, report: Report) -> State:
-        """Return the weights under the encoder's names and with its shapes."""
+        """Return the weights with the tensor names and shapes of `encoder`."""
         ...
 
     def describe(self, state: State) -> dict[str, Any]:
-        """Return arguments of `encoders.build` for an encoder that takes these weights unchanged."""
+        """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing."""
         ...
 
     def to_timm(self, encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-        """Return the name and options for `timm.create_model`, and the weights under timm's names."""
+        """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names."""
         ...
 
 
 FORMATS: dict[type[Encoder], Format] = {ViT: vit, Swin: swin, Twins: twins, NaViT: navit, SAMViT: sam_vit}
-"""Class of an encoder -> format of its weights. The order does not matter."""
+"""Encoder class -> weight format of the class. The order of the entries does not matter."""
 
 PLACES = {
     "auto": ("teacher", "student", "model", "state_dict"),
@@ -70,11 +72,12 @@ PLACES = {
     "vit_pytorch": (),
     "timm": ("state_dict", "model"),
 }
-"""Source -> keys of a checkpoint that hold the weights, preferred first. A checkpoint without these keys holds the
-weights directly."""
+"""Source -> checkpoint keys under which the source stores weights, in order of preference. A checkpoint without any of
+these keys is itself the state dict."""
 
 WRAPPERS = {"backbone.": ("head.", "head_dense.", "dino_head.", "ibot_head."), "encoder.": ("decoder.",)}
-"""Prefix of the encoder in a method's model -> prefixes of other parts: DINO, EsViT and DINOv2; SimMIM."""
+"""Prefix of the encoder's tensor names -> prefixes of tensor names that do not belong to the encoder. The first entry
+is for models of DINO, EsViT and DINOv2, the second for models of SimMIM."""
 
 
 def load_weights(
@@ -82,16 +85,17 @@ def load_weights(
 ) -> Report:
     """Load published weights, or weights of this project, into `encoder`.
 
-    An encoder whose class is not in `FORMATS` takes only weights with its own names and shapes.
+    If the class of `encoder` is not in `FORMATS`, the weights must have the tensor names and shapes of `encoder`.
 
     Args:
-        encoder: encoder to fill.
-        path_or_state_dict: file, or the content of a file.
-        source: project that wrote the file, which decides where the weights are in the file; "auto" tries all sources.
-            With "ours", a position table with as many rows as the encoder's table belongs to the encoder's grid.
+        encoder: encoder that receives the weights.
+        path_or_state_dict: path of a weight file, or the content of such a file.
+        source: project that wrote the file. The source determines the key under which the file stores the weights;
+            "auto" tries the keys of all sources. With "ours", a position table that has as many rows as the encoder's
+            table is assumed to have the encoder's grid.
 
     Raises:
-        WeightsError: the weights do not fit. The encoder is unchanged.
+        WeightsError: the weights do not fit the encoder. The encoder then keeps its previous weights.
     """
     checkpoint = read(path_or_state_dict) if isinstance(path_or_state_dict, str | Path) else path_or_state_dict
     if source not in get_args(Source):
@@ -114,10 +118,10 @@ def load_weights(
 
 
 def recognise(state: State) -> Format:
-    """Return the format of these weights.
+    """Return the weight format that recognises `state`.
 
     Raises:
-        WeightsError: no format recognises the weights, or several formats do.
+        WeightsError: no format recognises the weights, or several formats recognise the weights.
     """
     found = [form for form in FORMATS.values() if form.recognises(state)]
     if not found:
@@ -130,7 +134,7 @@ def recognise(state: State) -> Format:
 
 
 def format_of(encoder: Encoder) -> Format:
-    """Return the format of an encoder's weights.
+    """Return the weight format for the class of `encoder`.
 
     Raises:
         WeightsError: the class of the encoder is not in `FORMATS`.
@@ -156,7 +160,7 @@ def read(path: str | Path) -> Any:
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked is None:
-            # torch's own message recommends weights_only=False, which would run pickled code
+            # Leave out a message of torch that recommends weights_only=False, because this option runs pickled code.
             reason = "" if "weights_only" in str(error) else f": {error}"
             raise WeightsError(f"{path} is not a .safetensors or torch file of weights{reason}.") from error
         raise WeightsError(
@@ -169,7 +173,7 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
     """Return the flat state dict of a checkpoint, without the prefixes of wrapper modules.
 
     Raises:
-        WeightsError: the checkpoint is not a dict, or holds no weights for this source.
+        WeightsError: the checkpoint is not a dict, or no state dict is found in the checkpoint for `source`.
     """
     _check_dict(checkpoint)
     place = next((name for name in PLACES[source] if isinstance(checkpoint.get(name), Mapping)), None)
@@ -188,7 +192,7 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
 
 
 def _check_dict(checkpoint: Any) -> None:
-    """Raise `WeightsError` unless `checkpoint` is a dict with names as keys."""
+    """Raise `WeightsError` unless `checkpoint` is a dict whose keys are strings."""
     if not isinstance(checkpoint, Mapping):
         raise WeightsError(
             f"The checkpoint is of type {type(checkpoint).__name__}. It must be a dict of names and tensors: save the "

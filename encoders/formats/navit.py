@@ -1,6 +1,7 @@
-"""Weight formats of the NaViT: vit-pytorch (na_vit.py) and this project.
+"""Weight formats of the NaViT: those of vit-pytorch (na_vit.py) and of this project.
 
-D width; P values of a patch: p1 rows and p2 columns of pixels, c channels; R entries of a position table.
+Letters in shapes: D width of a token; P values of a patch with p1 x p2 pixels and c channels; R rows of a position
+table.
 """
 
 import math
@@ -54,17 +55,17 @@ THEIRS = {
     r"attn_pool\.norm\.gamma": "attn_pool.norm.weight",
     r"attn_pool\.": "attn_pool.attn.",
 }
-"""Start of a name in vit-pytorch -> start of the name in this project."""
+"""Pattern for the start of a tensor name in vit-pytorch -> start of the name in this project."""
 LINEARS = {"attn.to_q.": "attn.q.", "attn.to_kv.": "attn.kv.", "attn.to_out.0.": "attn.proj."}
 
 
 def recognises(state: State) -> bool:
-    """Return True for weights of a NaViT, which has one position table for rows and one for columns."""
+    """Return True if `state` holds weights of a NaViT. A NaViT has one position table for rows and one for columns."""
     return _is_theirs(state) or {"pos_embed_rows", "pos_embed_columns", "patch_embed.proj.weight"} <= set(state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights under the encoder's names, with its position tables and channels."""
+    """Return the weights with the tensor names, number of channels and position table sizes of `encoder`."""
     if not isinstance(encoder, NaViT):
         raise WeightsError(f"These weights fit a NaViT, not {type(encoder).__name__}.")
     state = _named_as_ours(state, report, encoder)
@@ -81,12 +82,13 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
+    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
 
-    A patch of P values has three channels if P / 3 is a square, else the fewest channels that leave a square.
+    If P / 3 is a square number, a patch of P values is assumed to have three channels. Otherwise it is assumed to have
+    the smallest number of channels C for which P / C is a square number.
 
     Raises:
-        WeightsError: tensors are missing.
+        WeightsError: required tensors are missing.
     """
     state = _named_as_ours(state, Report())
     check_present(state, ("blocks.0.attn.q_norm.gamma", "blocks.0.mlp.fc1.weight"))
@@ -119,7 +121,10 @@ def _is_theirs(state: State) -> bool:
 
 
 def _named_as_ours(state: State, report: Report, encoder: NaViT | None = None) -> State:
-    """Return vit-pytorch's weights under the names of this project, with its order of pixels and without the head."""
+    """Convert vit-pytorch's weights to the tensor names and pixel order of this project, and leave out the class head.
+
+    Weights that already have the names of this project are returned unchanged.
+    """
     if not _is_theirs(state):
         return state
     if any(".to_queries." in name for name in state):
@@ -155,7 +160,7 @@ def _our_name(name: str) -> str:
 
 
 def _patch(values: int) -> tuple[int, int]:
-    """Return the side and the channels of a patch of `values` values."""
+    """Return the side in pixels and the number of channels of a patch that has `values` values."""
     side = math.isqrt(values // 3)
     if values != 3 * side**2:
         side = max(side for side in range(1, math.isqrt(values) + 1) if values % side**2 == 0)
@@ -170,7 +175,7 @@ def _check_size(encoder: NaViT, state: State):
 
 
 def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
-    """Repeat the columns of the patch embedding and the gains of its norm for another number of channels."""
+    """Repeat the channels of the patch embedding and of the norm before it, to fit the encoder's number of channels."""
     name, norm = "patch_embed.proj.weight", "patch_embed.norm1.weight"
     before = state[name].shape[1] // encoder.stride**2
     if before == encoder.channels:
@@ -184,7 +189,7 @@ def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
 
 
 def _fit_table(table: Tensor, entries: int, name: str, report: Report) -> Tensor:
-    """Resize a position table (R, D) to `entries` rows, linearly."""
+    """Resize a position table (R, D) to `entries` rows by linear interpolation."""
     if len(table) == entries:
         return table
     report.resized.append(f"{name} resized from {len(table)} to {entries} by linear interpolation")

@@ -1,4 +1,4 @@
-"""The report of loaded weights, and the checks that all weight formats share."""
+"""Report on loaded weights, and checks that all weight formats share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ State = dict[str, Tensor]
 
 @dataclass
 class Report:
-    """Loaded, excluded, missing and resized tensors of a checkpoint. `str(report)` is a text for the user."""
+    """Loaded, left out, missing and resized tensors of a checkpoint. `str(report)` is the text for the user."""
 
     used: list[str] = field(default_factory=list)
     """Names of the tensors that were loaded."""
     left_out: list[str] = field(default_factory=list)
-    """Names of the parts of the checkpoint that do not belong to the encoder."""
+    """Names of checkpoint entries that were left out because they do not belong to the encoder."""
     fresh: list[str] = field(default_factory=list)
-    """Names of the tensors of the encoder that are not in the checkpoint and keep their initial values."""
+    """Names of encoder tensors that are not in the checkpoint and therefore keep their initial values."""
     resized: list[str] = field(default_factory=list)
-    """A sentence for each tensor that was changed to fit the encoder."""
+    """Messages about tensors that were changed to fit the encoder, one message per tensor."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.used)} tensors loaded"]
@@ -33,13 +33,14 @@ class Report:
 
 
 def check_names(state: Iterable[str], expected: Iterable[str], decides: Mapping[str, str]) -> None:
-    """Check that the checkpoint has exactly the `expected` tensors.
+    """Check that the tensor names in `state` are exactly the `expected` names.
 
     Args:
-        decides: part of a tensor's name -> setting of the encoder that the tensor depends on.
+        decides: part of a tensor name -> encoder setting that determines the shape or the existence of the tensor.
 
     Raises:
-        WeightsError: lists missing tensors, unknown tensors, and the settings that they depend on.
+        WeightsError: tensors are missing or unknown. The message lists these tensors and the settings that determine
+            them.
     """
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unexpected:
@@ -50,17 +51,17 @@ def check_names(state: Iterable[str], expected: Iterable[str], decides: Mapping[
 
 
 def check_present(state: State, needed: Iterable[str]) -> None:
-    """Raise `WeightsError` if one of the `needed` tensors is missing."""
+    """Raise `WeightsError` if any of the `needed` tensors is missing from `state`."""
     missing = sorted(set(needed) - set(state))
     if missing:
         raise WeightsError(f"The checkpoint is incomplete. Missing from the checkpoint: {listed(missing)}.")
 
 
 def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
-    """Check that the tensors of `state` have the shapes of the encoder's tensors, `own`.
+    """Check that each tensor of `state` has the shape of the encoder tensor with the same name in `own`.
 
     Raises:
-        WeightsError: lists the tensors with other shapes.
+        WeightsError: tensors have other shapes. The message lists these tensors.
     """
     wrong = [
         f"{name} {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
@@ -77,7 +78,7 @@ def check_values(state: State) -> None:
     """Check that all tensors are floating point and finite.
 
     Raises:
-        WeightsError: lists integer and bool tensors, or tensors with NaN or infinite values and the number of these.
+        WeightsError: a tensor is integer or bool, or has NaN or infinite values. The message lists all such tensors.
     """
     integers = [f"{name} ({tensor.dtype})" for name, tensor in state.items() if not tensor.is_floating_point()]
     if integers:
@@ -92,21 +93,22 @@ def check_values(state: State) -> None:
 
 
 def split_off(state: State, parts: Iterable[str], report: Report) -> State:
-    """Return `state` without the tensors whose first name part is in `parts`. The report lists these as left out."""
+    """Return `state` without the tensors whose first name part is in `parts`. Add their names to `report.left_out`."""
     parts = set(parts)
     report.left_out += [name for name in state if name.split(".")[0] in parts]
     return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in parts}
 
 
 def depth_of(state: State) -> int:
-    """Return the number of blocks of weights with names `blocks.NUMBER.*`."""
+    """Return the number of blocks in `state`. The tensors of a block have names of the form `blocks.NUMBER.*`."""
     return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
 
 
 def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> Tensor:
-    """Repeat the filters (D, C, h, w) of the first layer for `channels` channels, and scale them by C / channels.
+    """Adapt the filters (D, C, h, w) of the first layer to images with `channels` channels.
 
-    An image that repeats its channels then gives the same output as before.
+    The C channels of the filters are repeated in turn, and the filters are scaled by C / `channels`. If the channels of
+    an image are repeated in the same way, the output of the layer stays the same.
     """
     before = weight.shape[1]
     if before == channels:
@@ -116,7 +118,7 @@ def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> 
 
 
 def advice(names: Iterable[str], decides: Mapping[str, str]) -> str:
-    """Return a sentence with the settings that these tensors depend on."""
+    """Return a sentence for error messages that lists the settings which determine the tensors in `names`."""
     settings = sorted({setting for part, setting in decides.items() if any(part in name for name in names)})
     if not settings:
         return "No setting of the encoder changes these tensors."
@@ -124,7 +126,7 @@ def advice(names: Iterable[str], decides: Mapping[str, str]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Join at most `most` names, and add the number of remaining names."""
+    """Join the first `most` names with commas, and append the number of names that are not shown."""
     names = list(names)
     if not names:
         return "nothing"
@@ -133,7 +135,7 @@ def listed(names: Iterable[str], most: int = 12) -> str:
 
 
 def _short(names: Iterable[str]) -> str:
-    """Group names by their first part, with a count, as in `head.* (2)`."""
+    """Join names in short form. Names with the same first part become one entry with a count, such as `head.* (2)`."""
     groups: dict[str, int] = {}
     for name in names:
         first, dot, _ = name.partition(".")

@@ -1,6 +1,6 @@
-"""Weight formats of the SAM-ViT: Segment Anything, timm, this project, and ViTs; and the export to timm.
+"""Weight formats of the SAM-ViT (Segment Anything, timm, this project and plain ViTs), and export to timm.
 
-D width of the blocks, d width of one head; n rows or columns of a table.
+Letters in shapes: D width of the blocks.
 """
 
 from typing import Any
@@ -50,13 +50,13 @@ DECIDES = {
     "neck.": "out_dim",
 }
 ELSEWHERE = {"prompt_encoder", "mask_decoder", "pixel_mean", "pixel_std", "head"}
-"""Parts of the full SAM model and of timm's classifiers that do not belong to the encoder."""
+"""First name parts of tensors in the full SAM model and in timm's classifiers that do not belong to the encoder."""
 LEFT_OF_VIT = {"cls_token", "dist_token", "reg_token", "norm", "fc_norm", "head", "head_dist", "pre_logits"}
-"""Parts of a ViT that a SAM-ViT does not have."""
+"""First name parts of ViT tensors that have no counterpart in a SAM-ViT."""
 
 
 def recognises(state: State) -> bool:
-    """Return True for weights of a SAM-ViT, alone or in the full SAM model."""
+    """Return True if `state` holds weights of a SAM-ViT, either alone or inside the full SAM model."""
     state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     first = state.get("patch_embed.proj.weight")
     if first is None or first.ndim != 4:
@@ -65,9 +65,12 @@ def recognises(state: State) -> bool:
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights of a SAM-ViT or of a ViT under the encoder's names, with tables for its grid and windows.
+    """Return weights of a SAM-ViT or a ViT with the tensor names of `encoder`.
 
-    A ViT has a patch embedding, blocks and positions of patches. Relative positions and neck keep their initial values.
+    Position tables are resized to the grid and the windows of `encoder`.
+
+    A ViT provides the patch embedding, the blocks and the absolute positions. The relative positions and the neck of
+    the encoder then keep their initial values.
     """
     if not isinstance(encoder, SAMViT):
         raise WeightsError(f"These weights fit a SAM-ViT, not {type(encoder).__name__}.")
@@ -88,15 +91,15 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def _named(state: State) -> State:
-    """Return the weights without the prefix of the full SAM model, and with SAM's names of MLP layers."""
+    """Remove the name prefix of the full SAM model, and rename the MLP layers of other projects to SAM's names."""
     return {name.removeprefix(PREFIX).replace(".mlp.fc", ".mlp.lin"): tensor for name, tensor in state.items()}
 
 
 def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> State:
-    """Return the weights of a ViT that a SAM-ViT has, with the positions of patches as (1, n, n, D).
+    """Return the ViT weights that a SAM-ViT can use. The position table of the patches becomes (1, rows, columns, D).
 
     Raises:
-        WeightsError: the blocks of the ViT have parts that a SAM-ViT does not have.
+        WeightsError: the ViT has layer scale, norms of queries or norms of patches, which a SAM-ViT does not have.
     """
     state = vit.named(state, report)
     lacking = {".gamma": "layer scale", ".q_norm": "norms of queries", "patch_embed.norm": "norms of patches"}
@@ -105,7 +108,7 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
         if strange:
             raise WeightsError(f"A SAM-ViT cannot grow from this ViT, because it has no {what} ({strange[0]}, ...).")
     decoder = {name.split(".")[0] for name in state if name.startswith("decoder_")}
-    # MAE's mask token belongs to the decoder.
+    # The mask token of an MAE checkpoint belongs to the decoder, not to the encoder.
     elsewhere = LEFT_OF_VIT | decoder | ({"mask_token"} if decoder else set())
     if "pos_embed" in state:
         prefix = sum(token in state for token in ("cls_token", "dist_token"))
@@ -155,13 +158,13 @@ def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
+    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
 
-    The epsilon of the norms and the drop path rate do not show in the weights and keep their defaults.
+    The weights do not determine the epsilon of the norms and the drop path rate. Both settings keep their defaults.
 
     Raises:
-        WeightsError: tensors are missing, or the weights have no relative positions, so that the blocks with windows
-            are unknown.
+        WeightsError: required tensors are missing, or the windows of the blocks are unknown because the weights have no
+            relative positions.
     """
     state = _named(state)
     check_present(state, ("neck.0.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.lin1.weight"))
@@ -188,7 +191,11 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _windows(state: State) -> dict[str, Any]:
-    """Return grid, heads, window size and global blocks, from the variant of this size or from the tables."""
+    """Return the grid, heads, window size and global blocks of the weights.
+
+    The values are those of the variant with the same width and depth, if the tables agree with the variant. Otherwise
+    the values follow from the shapes of the relative position tables.
+    """
     dim, depth = state["patch_embed.proj.weight"].shape[0], depth_of(state)
     grid = tuple(state["pos_embed"].shape[1:3]) if "pos_embed" in state else None
     tables = [[state.get(f"blocks.{i}.attn.rel_pos_{side}") for side in "hw"] for i in range(depth)]
@@ -219,10 +226,10 @@ def _windows(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the name and options for `timm.create_model`, and the weights under timm's names.
+    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
 
-    The model has the same features at the encoder's image size. At other sizes timm resizes absolute positions by its
-    own rule. The mask token is left out.
+    At the encoder's image size, the timm model computes the same features as the encoder. At other sizes, timm resizes
+    absolute positions by another rule than the encoder. The mask token is not exported.
 
     Raises:
         WeightsError: timm has no equivalent model.
@@ -259,10 +266,10 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     height, width = (n * encoder.stride for n in encoder.table_grid)
     options |= {"num_classes": 0, "img_size": height if height == width else (height, width)}
     if eps == 1e-6:
-        options["norm_layer"] = ""  # timm then uses 1e-6, as published; its default is 1e-5
+        options["norm_layer"] = ""  # an empty name selects the published epsilon 1e-6; timm's default is 1e-5
     return TIMM[variant], options, state
 
 
 def _variant(dim: int, depth: int) -> str | None:
-    """Return the name of the variant of this width and depth, None if there is none."""
+    """Return the name of the variant with this width and depth, or None if no variant has them."""
     return next((n for n, s in sam_vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)), None)

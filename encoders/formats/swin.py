@@ -1,6 +1,6 @@
-"""Weight formats of the Swin Transformer: Microsoft, timm and this project; and the export to timm.
+"""Weight formats of the Swin Transformer (Microsoft, timm and this project), and export to timm.
 
-R rows of a table of biases or positions, D width.
+Letters in shapes: R rows of a table of biases or positions; D width of a token.
 """
 
 import math
@@ -34,24 +34,24 @@ DECIDES = {
 FIRST = "patch_embed.proj.weight"
 TABLE = ".attn.relative_position_bias_table"
 REBUILT = ("attn_mask", "relative_position_index")
-"""Endings of buffers that depend only on the image size."""
+"""Endings of the names of buffers that are not loaded, because they depend only on the image size."""
 
 USUAL = {"window_size": 7, "patch_size": 4, "channels": 3, "mlp_ratio": 4.0, "qkv_bias": True, "patch_norm": True}
 USUAL |= {"absolute_positions": False, "mask_token": False}
 OPTIONS = {"dim": "embed_dim", "heads": "num_heads", "channels": "in_chans"}
-"""Settings with another name in timm."""
+"""Name of a setting in this project -> different name of this setting in timm."""
 TIMM = {7: 224, 12: 384}
-"""Window size -> image size of timm's models. Only base and large have window 12."""
+"""Window size -> image size of the Swin models in timm. Only the base and large models exist with window size 12."""
 
 
 def recognises(state: State) -> bool:
-    """Return True for weights of a Swin Transformer, version 1. Version 2 has no bias table."""
+    """Return True if `state` holds weights of a Swin Transformer V1. Weights of V2 have no bias table."""
     first = state.get(FIRST)
     return first is not None and first.ndim == 4 and f"layers.0.blocks.0{TABLE}" in state
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights under the encoder's names, with tables for its windows and its grid."""
+    """Return the weights with the encoder's tensor names. Tables are resized to the encoder's windows and grid."""
     if not isinstance(encoder, Swin):
         raise WeightsError(f"These weights fit a Swin Transformer, not {type(encoder).__name__}.")
     own = encoder.state_dict()
@@ -60,7 +60,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
         elsewhere.append("mask_token")
     report.left_out += elsewhere
     state = _official_names({name: tensor for name, tensor in state.items() if name not in elsewhere})
-    if "mask_token" in state:  # SimMIM's mask token is (1, 1, D)
+    if "mask_token" in state:  # SimMIM stores the mask token as (1, 1, D)
         state["mask_token"] = state["mask_token"].reshape(1, -1)
     _check_size(encoder, state)
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
@@ -71,10 +71,10 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
+    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
 
     Raises:
-        WeightsError: weights are missing, or the windows are not square.
+        WeightsError: required tensors are missing, or a bias table does not belong to square windows.
     """
     settings = _settings(_official_names(state))
     variant = _nearest(settings, list(swin.VARIANTS))
@@ -83,9 +83,10 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the name and options for `timm.create_model`, and the weights under timm's names.
+    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
 
-    The model has the same features for images of the encoder's `image_size`. The mask token is left out.
+    For images of the encoder's `image_size`, the timm model computes the same features as the encoder. The mask token
+    is not exported.
 
     Raises:
         WeightsError: timm has no equivalent model.
@@ -111,7 +112,10 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 
 
 def _official_names(state: State) -> State:
-    """Return the weights under Microsoft's names, without buffers. timm merges at the start of the next stage."""
+    """Return the weights with Microsoft's tensor names and without buffers.
+
+    In timm, patch merging is the first layer of a stage. In Microsoft's code, it is the last layer of the stage before.
+    """
     state = {name: tensor for name, tensor in state.items() if not name.endswith(REBUILT)}
     if "layers.0.downsample.reduction.weight" in state:
         return state
@@ -132,10 +136,10 @@ def _stage(name: str) -> int:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """Return the settings that show in shapes and names."""
+    """Return the settings that follow from the shapes and names of the tensors."""
     dim, channels, patch_size, _ = state[FIRST].shape
     depths, heads = _depths_and_heads(state)
-    # The MLP ratio has the smallest rounding error in the last stage, which has the widest MLP.
+    # The MLP ratio is taken from the last stage, because the widest MLP gives the smallest rounding error.
     last = state.get(f"layers.{len(depths) - 1}.blocks.0.mlp.fc1.weight")
     if last is None:
         raise WeightsError("The checkpoint is incomplete. A stage has no blocks, or the last stage has no mlp.fc1.")
@@ -165,7 +169,7 @@ def _depths_and_heads(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _window(rows: int, name: str) -> int:
-    """Return the side in tokens of the square windows that a table with `rows` rows belongs to."""
+    """Return the side in tokens of a square window whose bias table has `rows` rows."""
     side = math.isqrt(rows)
     if side * side != rows or side % 2 == 0:
         raise WeightsError(f"{name} has {rows} rows, which do not belong to square windows.")
@@ -173,7 +177,10 @@ def _window(rows: int, name: str) -> int:
 
 
 def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
-    """Return the variant that shares most of these settings. A micro variant must share width, depths and heads."""
+    """Return the variant that agrees with `settings` in most of width, depths and heads.
+
+    A micro variant is preferred only if it agrees in all three.
+    """
 
     def alike(variant: str) -> int:
         return sum(settings[name] == swin.VARIANTS[variant][name] for name in ("dim", "depths", "heads"))
@@ -196,13 +203,18 @@ def _check_size(encoder: Swin, state: State):
 
 
 def _windows(encoder: Swin) -> list[tuple[int, int]]:
-    """Return the rows and columns of the windows of each stage for images of the encoder's `image_size`."""
+    """Return the window size (rows, columns) of each stage, for images of the encoder's `image_size`."""
     grids = [encoder.stage_grid(stage, *encoder.image_size) for stage in range(len(encoder.depths))]
     return [window_sizes(grid, encoder.window_size) for grid in grids]
 
 
 def _middle(window: int, size: tuple[int, int]) -> Tensor:
-    """Return the rows of a table for square windows that have the relative positions of a window of `size`."""
+    """Return indices into the bias table of a square window: the rows with the relative positions of a smaller window.
+
+    Args:
+        window: side of the square window.
+        size: rows and columns of the smaller window.
+    """
     rows = torch.arange((2 * window - 1) ** 2).unflatten(0, (2 * window - 1, -1))
     return rows[window - size[0] : window + size[0] - 1, window - size[1] : window + size[1] - 1].flatten()
 
@@ -210,10 +222,10 @@ def _middle(window: int, size: tuple[int, int]) -> Tensor:
 def _fit_biases(encoder: Swin, state: State, report: Report) -> State:
     """Resize each bias table (R, heads) to the encoder's windows.
 
-    Official code and timm make the table of a stage smaller if the grid of the stage is smaller than a window. Such a
-    table belongs in the middle of the encoder's table, where it has the same relative positions. The rows around it
-    repeat the outermost biases, which images of that size do not use. Tables for another `window_size` are resized
-    bicubically, as in the official code.
+    In Microsoft's code and in timm, the bias table of a stage is smaller if the grid of the stage is smaller than a
+    window. Such a table is copied to the middle of the encoder's table, which holds the same relative positions. The
+    rows around the middle repeat the outermost biases. Images of the original size do not use these rows. Tables for
+    another `window_size` are resized by bicubic interpolation, as in Microsoft's code.
     """
     state, window, windows = dict(state), encoder.window_size, _windows(encoder)
     counts = {name: len(state[name]) for name in _tables(state)}
@@ -246,7 +258,7 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def _fit_positions(encoder: Swin, state: State, source: Source, report: Report) -> State:
-    """Resize the position table (1, R, D) to the encoder's grid. The table's grid is square, or the encoder's."""
+    """Resize the position table (1, R, D) to the encoder's grid. The table's grid is square or the encoder's grid."""
     table, own = state["absolute_pos_embed"], encoder.table_grid
     grid = grid_of(table.shape[1], own, source)
     if grid is None:
@@ -258,7 +270,7 @@ def _fit_positions(encoder: Swin, state: State, source: Source, report: Report) 
 
 
 def _check_timm(encoder: Swin):
-    """Raise `WeightsError` if timm has no equivalent model."""
+    """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
     attention, (height, width) = modules_of(encoder.blocks, Block)[0].attn, encoder.image_size
     grids = [encoder.stage_grid(stage, height, width) for stage in range(len(encoder.depths))]
     sides = [side for grid in grids for side in grid if side > encoder.window_size]

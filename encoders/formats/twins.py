@@ -1,6 +1,6 @@
-"""Weight formats of the Twins-SVT: Meituan, timm, vit-pytorch (twins_svt.py), this project; and the export to timm.
+"""Weight formats of the Twins-SVT (Meituan, timm, vit-pytorch's twins_svt.py and this project), and export to timm.
 
-D width of a stage; C channels, p x p pixels of a patch of the first stage.
+Letters in shapes: D width of a stage; C channels and p x p pixels of a patch of the first stage.
 """
 
 import inspect
@@ -39,7 +39,7 @@ DECIDES = {
 FIRST = "patch_embeds.0.proj.weight"
 PIXEL_NORM = "patch_embeds.0.pixel_norm.weight"
 
-# names of vit-pytorch
+# Patterns of tensor names in vit-pytorch.
 THEIR_EMBED = re.compile(r"layers\.(\d+)\.0\.proj\.([012])\.(g|b|weight|bias)")
 THEIR_LAYER = re.compile(r"layers\.(\d+)\.([13])\.layers\.(\d+)\.([0-3])\.fn\.(.+)\.(g|b|weight|bias)")
 THEIR_POSITIONS = re.compile(r"layers\.(\d+)\.2\.proj\.fn\.(weight|bias)")
@@ -56,9 +56,9 @@ LAYER_PARTS = {
 }
 ENDINGS = {"g": "weight", "b": "bias", "weight": "weight", "bias": "bias"}
 
-THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # constants in vit-pytorch's code
+THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # vit-pytorch fixes these values in its code
 PUBLISHED_HEAD_DIM = 32
-"""Width of a head in all models of the paper."""
+"""Width of one attention head in all models of the paper."""
 
 PUBLISHED = ("twins_svt_small", "twins_svt_base", "twins_svt_large")
 TIMM_OPTIONS = {
@@ -71,17 +71,17 @@ TIMM_OPTIONS = {
     "patch_size": "patch_size",
     "channels": "in_chans",
 }
-"""Setting -> name of the setting in timm."""
+"""Name of a setting in this project -> name of the same setting in timm."""
 
 
 def recognises(state: State) -> bool:
-    """Return True for weights of a Twins-SVT, and False for those of a Twins-PCPVT, which has no local attention."""
+    """Return True if `state` holds weights of a Twins-SVT. Weights of a Twins-PCPVT have no local attention."""
     local = any(re.fullmatch(r"blocks\.0\.\d+\.attn\.qkv\.weight", name) for name in state)
     return _is_theirs(state) or (local and any(name.startswith("patch_embeds.0.") for name in state))
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights under the encoder's names, with its number of channels and without the class head."""
+    """Return the weights with the tensor names and number of channels of `encoder`, and without the class head."""
     if not isinstance(encoder, Twins):
         raise WeightsError(f"These weights fit a Twins-SVT, not {type(encoder).__name__}.")
     theirs = _is_theirs(state)
@@ -98,13 +98,14 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
+    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
 
-    Heads and windows do not show in the weights. Windows are the variant's. Heads are the variant's if the widths are,
-    else 32 wide, as in all models of the paper. vit-pytorch has 8 heads of width 64.
+    The weights determine neither the heads nor the window size. The window size is that of the variant. If the widths
+    of the stages are those of the variant, so are the numbers of heads. For other widths, heads are 32 wide, as in all
+    models of the paper. Weights of vit-pytorch have 8 heads of width 64.
 
     Raises:
-        WeightsError: tensors are missing, or the heads are unknown.
+        WeightsError: required tensors are missing, or the number of heads is unknown.
     """
     state = _named_as_ours(state, Report())
     layout = _layout(state)
@@ -136,10 +137,11 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the name and options for `timm.create_model`, and the weights under timm's names.
+    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
 
-    The model has the same features for images that need no padding, such as those of `image_size`. For other images,
-    timm's windows attend to padding, and its patches and subsampling crop. The mask token is left out.
+    For images that need no padding, such as images of `image_size`, the timm model computes the same features as the
+    encoder. For other images, timm attends to the padding of windows, and crops where this project pads for patches and
+    subsampling. The mask token is not exported.
 
     Raises:
         WeightsError: timm has no equivalent model, or images of `image_size` need padding.
@@ -163,7 +165,7 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     name = _nearest("meituan", encoder.dims, encoder.depths, PUBLISHED)
     known = _settings(name)
     ours = {setting: getattr(encoder, setting) for setting in TIMM_OPTIONS}
-    differ = _differing(ours, known, 4)  # the defaults of timm have 4 stages
+    differ = _differing(ours, known, 4)  # timm's default options describe 4 stages
     options = {"num_classes": 0, **{TIMM_OPTIONS[setting]: value for setting, value in differ.items()}}
     if (height, width) != (224, 224):
         options["img_size"] = (height, width)
@@ -173,7 +175,7 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 def _check_timm_size(encoder: Twins, height: int, width: int):
     """Raise `WeightsError` if images of `height` x `width` pixels need padding."""
     for stage, (window, reduction) in enumerate(zip(encoder.window_size, encoder.reductions, strict=True)):
-        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)  # the first block is local
+        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)  # a single block is local
         pixels = encoder.patch_size * 2**stage * tokens
         if height % pixels or width % pixels:
             raise WeightsError(
@@ -184,12 +186,15 @@ def _check_timm_size(encoder: Twins, height: int, width: int):
 
 
 def _is_theirs(state: State) -> bool:
-    """Return True for vit-pytorch's names."""
+    """Return True if the tensors have vit-pytorch's names."""
     return {"layers.0.0.proj.1.weight", "layers.0.1.layers.0.0.fn.to_q.weight"} <= set(state)
 
 
 def _named_as_ours(state: State, report: Report) -> State:
-    """Return vit-pytorch's weights under the names and shapes of this project, without class head."""
+    """Convert vit-pytorch's weights to the names and shapes of this project, and leave out the class head.
+
+    Weights that already have the names of this project are returned unchanged.
+    """
     if not _is_theirs(state):
         return state
     ours: State = {}
@@ -209,7 +214,7 @@ def _named_as_ours(state: State, report: Report) -> State:
                 block = 2 * block + (not local)
             ours_part = LAYER_PARTS.get(part, part)
             if local and part == "to_q" and (kv := name.replace("to_q", "to_kv")) in state:
-                # This project has one linear layer for queries, keys and values.
+                # Local attention in this project computes queries, keys and values with one linear layer.
                 ours_part, tensor = "attn.qkv", torch.cat([tensor, state[kv]])
             if local and part == "to_kv":
                 continue
@@ -221,7 +226,7 @@ def _named_as_ours(state: State, report: Report) -> State:
 
 
 def _flat(tensor: Tensor, ending: str) -> Tensor:
-    """Flatten a norm of maps (1, D, 1, 1), or a 1 x 1 convolution to a linear layer."""
+    """Flatten norm parameters (1, D, 1, 1) to vectors, and filters of 1 x 1 convolutions to matrices."""
     if ending in ("g", "b"):
         return tensor.flatten()
     return tensor.flatten(1) if tensor.ndim == 4 else tensor
@@ -245,7 +250,7 @@ def _sizes(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _depths(layout: Layout, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Return the setting `depths` for these numbers of blocks in the stages."""
+    """Return the setting `depths` of an encoder with `blocks[i]` blocks in stage i."""
     if layout == "meituan":
         return tuple(blocks)
     return (*(count // 2 - 1 for count in blocks[:-1]), blocks[-1] - 1)
@@ -266,7 +271,10 @@ def _check_size(encoder: Twins, state: State):
 
 
 def _check_fixed(encoder: Twins):
-    """Raise `WeightsError` unless the encoder has the constants of vit-pytorch's code, which weights do not show."""
+    """Raise `WeightsError` unless the encoder has the heads, epsilon and scale that vit-pytorch fixes in its code.
+
+    The weights do not reveal these values.
+    """
     theirs = (THEIR_HEADS,) * len(encoder.dims), THEIR_HEAD_DIM, THEIR_EPS, None
     if (encoder.heads, encoder.head_dim, encoder.norm_eps, encoder.qk_scale) != theirs:
         raise WeightsError(
@@ -280,7 +288,7 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
     """Adapt the first layer to the encoder's number of channels.
 
     Raises:
-        WeightsError: the patches have another size.
+        WeightsError: the checkpoint and the encoder have patches of different sizes.
     """
     state, first = dict(state), state[FIRST]
     if encoder.layout == "meituan":
@@ -304,9 +312,10 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
 
 
 def _pixels(first: Tensor) -> tuple[int, int]:
-    """Return channels and side of a patch from the filters of the first layer, (D, C, p, p) or (D, C * p * p).
+    """Return the number of channels and the side of a patch, given the filters of the first layer.
 
-    Flat filters have three channels if that gives a square, else patches of 4 x 4 pixels.
+    The filters are (D, C, p, p), or flat: (D, C * p * p). Flat filters are assumed to have three channels if the
+    patches are then square. Otherwise the patches are assumed to have 4 x 4 pixels.
     """
     if first.ndim == 4:
         return first.shape[1], first.shape[2]
@@ -320,7 +329,7 @@ def _pixels(first: Tensor) -> tuple[int, int]:
 
 
 def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
-    """Return the subsampling factor of the global attention, or `otherwise` in a stage without global attention."""
+    """Return the subsampling factor of global attention in a stage. Return `otherwise` for a stage without it."""
     part = "kv" if layout == "vit_pytorch" else "sr"
     found = [t for name, t in state.items() if re.fullmatch(rf"blocks\.{stage}\.\d+\.attn\.{part}\.weight", name)]
     if found:
@@ -332,13 +341,13 @@ def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
 def _heads(
     layout: Layout, dims: tuple[int, ...], widths: Sequence[int], known: dict[str, Any]
 ) -> tuple[tuple[int, ...], int | None]:
-    """Return the heads of each stage and their width.
+    """Return the number of heads of each stage, and the setting `head_dim`.
 
     Args:
         layout: layout of the weights.
         dims: width of each stage.
-        widths: total width of the heads of each stage.
-        known: settings of the variant.
+        widths: number of heads times width of a head, for each stage.
+        known: settings of the nearest variant.
 
     Raises:
         WeightsError: no published model has these widths.
@@ -357,7 +366,7 @@ def _heads(
 
 
 def _nearest(layout: Layout, dims: Sequence[int], depths: Sequence[int], among: Iterable[str] = twins.VARIANTS) -> str:
-    """Return the variant with the nearest widths and depths."""
+    """Return the variant of this layout whose widths and depths are nearest to `dims` and `depths`."""
 
     def distance(name: str) -> tuple[bool, bool, float, int]:
         known = _settings(name)
@@ -369,13 +378,13 @@ def _nearest(layout: Layout, dims: Sequence[int], depths: Sequence[int], among: 
 
 
 def _settings(variant: str) -> dict[str, Any]:
-    """Return all settings of a variant."""
+    """Return all settings of a variant, including the defaults of the constructor."""
     parameters = inspect.signature(Twins).parameters.items()
     return {name: parameter.default for name, parameter in parameters} | twins.VARIANTS[variant]
 
 
 def _differing(settings: dict[str, Any], known: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Return the `settings` that differ from `known`. One number stands for all stages."""
+    """Return the `settings` that differ from `known`. A single number counts as the same number for each stage."""
     return {name: value for name, value in settings.items() if _each(value, stages) != _each(known[name], stages)}
 
 

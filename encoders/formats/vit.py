@@ -1,6 +1,6 @@
-"""Weight formats of the ViT: DINO, MAE, DeiT, DINOv2, timm, vit-pytorch and this project; and the export to timm.
+"""Weight formats of the ViT (DINO, MAE, DeiT, DINOv2, timm, vit-pytorch and this project), and export to timm.
 
-R rows of a position table, D width, P values of a patch.
+Letters in shapes: R rows of a position table; D width of a token; P values of a patch.
 """
 
 import math
@@ -47,7 +47,8 @@ DECIDES = {
     "pre_logits": "representation_size",
 }
 CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
-"""Block names of DINOv2's training code: number of a chunk, then number of the block in the whole model."""
+"""Pattern of block names in DINOv2's training code: number of the chunk, then number of the block in the whole
+model."""
 VIT_PYTORCH = {
     r"to_patch_embedding\.1\.": "patch_embed.norm1.",
     r"to_patch_embedding\.2\.": "patch_embed.proj.",
@@ -61,7 +62,7 @@ VIT_PYTORCH = {
     r"transformer\.layers\.(\d+)\.1\.net\.1\.": r"blocks.\1.mlp.fc1.",
     r"transformer\.layers\.(\d+)\.1\.net\.4\.": r"blocks.\1.mlp.fc2.",
 }
-"""Patterns of vit-pytorch's names -> names of this project."""
+"""Pattern of a tensor name in vit-pytorch -> tensor name in this project."""
 TIMM = {
     (192, 12, 3): ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"),
     (384, 12, 6): ("vit_small_patch16_224", "deit_small_distilled_patch16_224"),
@@ -69,22 +70,22 @@ TIMM = {
     (1024, 24, 16): ("vit_large_patch16_224", ""),
     (1280, 32, 16): ("vit_huge_patch14_224", ""),
 }
-"""Width, depth and heads -> name of the model in timm without and with a distillation token."""
+"""(width, depth, heads) -> names of two timm models: without a distillation token and with a distillation token."""
 
 
 def recognises(state: State) -> bool:
-    """Return True for weights of a ViT, and False for those of a SAM-ViT or a NaViT."""
+    """Return True if `state` holds weights of a ViT, and False for weights of a SAM-ViT or a NaViT."""
     if _of_vit_pytorch(state):
         return True
     first = state.get(FIRST)
     if first is None or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
         return False
-    flat = first.ndim == 2 and "pos_embed" in state  # a ViT with `patch_norm`; a NaViT has no `pos_embed`
+    flat = first.ndim == 2 and "pos_embed" in state  # a ViT with `patch_norm` has both; a NaViT has no `pos_embed`
     return (flat or first.ndim == 4) and any(re.match(r"blocks\.0\.(0\.)?mlp\.(fc1|w12)\.", name) for name in state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights under the encoder's names, with the position table on the encoder's grid."""
+    """Return the weights with the encoder's tensor names, and with the position table resized to the encoder's grid."""
     if not isinstance(encoder, ViT):
         raise WeightsError(f"These weights fit a ViT, not {type(encoder).__name__}.")
     state = named(state, report)
@@ -96,9 +97,9 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     decoder = {part for part in parts if part.startswith("decoder_")}
     renewed = {"head", "head_dist", "pre_logits", "mask_token"}
     elsewhere = decoder | (renewed - {name.split(".")[0] for name in own})
-    if decoder:  # MAE's mask token belongs to the decoder
+    if decoder:  # in an MAE checkpoint, the mask token belongs to the decoder
         elsewhere.add("mask_token")
-    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning initialises `fc_norm` instead
+    if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning replaces `norm` by a new `fc_norm`
         elsewhere.add("norm")
         renewed.add("fc_norm")
     renewed -= parts - elsewhere
@@ -113,12 +114,13 @@ def _of_vit_pytorch(state: State) -> bool:
 
 
 def named(state: State, report: Report) -> State:
-    """Return the weights under the names of this project, without the class head of vit-pytorch.
+    """Return the weights with the tensor names of this project, and without the class head of vit-pytorch.
 
-    If vit-pytorch has no projection after attention (one head as wide as the tokens), the projection is the identity.
+    vit-pytorch has no projection after attention if a block has one head that is as wide as a token. In this case the
+    projection is set to the identity.
 
     Raises:
-        WeightsError: the MLPs have gates.
+        WeightsError: the MLPs are gated (SwiGLU).
     """
     if not _of_vit_pytorch(state):
         gated = next((name for name in state if ".mlp.w12." in name), None)
@@ -132,10 +134,10 @@ def named(state: State, report: Report) -> State:
         for pattern, ours in VIT_PYTORCH.items():
             name = re.sub(f"^{pattern}", ours, name)
         state[name] = tensor
-    for name in ("cls_token", "pos_embed"):  # vit-pytorch has (rows, D), and before version 1.16.1 (1, rows, D)
+    for name in ("cls_token", "pos_embed"):  # (rows, D) since vit-pytorch 1.16.1, (1, rows, D) before
         if name in state:
             state[name] = state[name].reshape(1, -1, state[name].shape[-1])
-    # Since version 1.16.0, vit-pytorch has an empty class token if pool="mean".
+    # Since version 1.16.0, vit-pytorch saves an empty class token for models with pool="mean".
     if not state.get("cls_token", torch.empty(1)).numel():
         del state["cls_token"]
     for name in [name for name in state if name.endswith("attn.qkv.weight")]:
@@ -148,15 +150,18 @@ def named(state: State, report: Report) -> State:
 
 
 def _first_shape(state: State, channels: int) -> tuple[int, int]:
-    """Return the width and the side of a patch in pixels, from filters (D, C, p, p) or, with `channels`, (D, P)."""
+    """Return the width D of a token and the side of a patch in pixels, given the filters of the first layer.
+
+    The filters are (D, C, p, p), or flat: (D, P). The side for flat filters depends on the number of `channels`.
+    """
     weight = state[FIRST]
     return weight.shape[0], weight.shape[2] if weight.ndim == 4 else math.isqrt(weight.shape[1] // channels)
 
 
 def check_plain_size(encoder: Encoder, found: tuple[int, int, int], variants: dict[str, dict[str, Any]]) -> None:
-    """Raise `WeightsError` unless the weights have the encoder's width, depth and patch size, in this order in `found`.
+    """Raise `WeightsError` unless the weights have the width, depth and patch size of the encoder.
 
-    The message names the variant that would fit.
+    `found` holds the width, depth and patch size of the weights. The message names a variant that fits the weights.
     """
     dim, depth, patch_size = found
     if found != (encoder.dim, len(encoder.blocks), encoder.stride):
@@ -177,7 +182,8 @@ def _check_size(encoder: ViT, state: State):
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Convert the position table (1, R, D) to the encoder's prefix tokens and grid.
 
-    Missing rows of prefix tokens are zero. Rows of registers are added to the registers.
+    If the table has no rows for prefix tokens, these rows are set to zero. If the table has rows for registers, these
+    rows are added to the register tokens.
     """
     prefix, patches, grid = split_positions(state, encoder.num_positioned, encoder.table_grid, source)
     state = dict(state)
@@ -200,17 +206,18 @@ def split_positions(
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Return the rows of `pos_embed` (1, R, D) for prefix tokens, the rows for patches, and the grid of the patches.
 
-    Published tables have rows for the class and distillation tokens. timm's tables may have no such rows, or additional
-    rows for registers. The grid is square, as in all published tables, or the encoder's own.
+    Published tables have rows for the class and distillation tokens. timm's tables may lack these rows, or may have
+    additional rows for registers. The grid of the patches must be square, as in all published tables, or equal to the
+    encoder's grid.
 
     Args:
         state: weights with `pos_embed`.
         prefix: number of class and distillation tokens.
-        own: grid of the encoder.
-        source: "ours" prefers the encoder's grid to a square one.
+        own: rows and columns of the encoder's position table.
+        source: with "ours", the encoder's grid is preferred to a square grid.
 
     Raises:
-        WeightsError: the grid is unknown.
+        WeightsError: no grid fits the number of rows, or two grids fit and `source` is not "ours".
     """
     table = state["pos_embed"]
     registers = state["reg_token"].shape[1] if "reg_token" in state else 0
@@ -222,11 +229,12 @@ def split_positions(
 
 
 def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int] | None:
-    """Return the rows and columns of a table for `count` patches, which is square or has the grid `own`. Return
-    None if neither is possible.
+    """Return the rows and columns of a table for `count` patches: the grid `own`, or a square grid.
+
+    Return None if `count` fits neither of the two grids.
 
     Raises:
-        WeightsError: both are possible, and `source` is not "ours".
+        WeightsError: `count` fits both grids, and `source` is not "ours".
     """
     rows, columns = own
     side = math.isqrt(max(count, 0))
@@ -242,14 +250,15 @@ def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int]
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build` for an encoder that takes these weights unchanged.
+    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
 
-    Settings that do not show in the weights are the published ones: the heads of the variant of this size, or heads of
-    width 64; the class token as pooled feature if there is one and no `fc_norm`; epsilon 1e-5 for vit-pytorch, else
-    1e-6; three channels for patches with norms. MAE's weights get MAE's interpolation of positions.
+    Settings that the weights do not determine have published values. The number of heads is that of the variant with
+    the same width and depth; without such a variant, heads are 64 wide. The pooled feature is the class token if the
+    weights have a class token and no `fc_norm`. Epsilon is 1e-5 for weights of vit-pytorch, 1e-6 for other weights.
+    Patches with norms have three channels. For weights of MAE, `interpolation` is "mae".
 
     Raises:
-        WeightsError: tensors are missing, or the heads or the grid of the positions are unknown.
+        WeightsError: required tensors are missing, or the number of heads or the grid of the position table is unknown.
     """
     eps = 1e-5 if _of_vit_pytorch(state) else 1e-6
     state = named(state, Report())
@@ -303,11 +312,11 @@ def _has_fixed_positions(patches: Tensor, grid: tuple[int, int]) -> bool:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the name and options for `timm.create_model`, and the weights under timm's names.
+    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
 
-    The model has the same features at the encoder's image size, and takes only images of that size. The mask token is
-    left out. With a distillation token, the pooled features of timm's model without classes are the mean of both
-    tokens.
+    The timm model accepts only images of the encoder's image size, and computes the same features as the encoder. The
+    mask token is not exported. If the encoder has a distillation token and no class head, the pooled features of the
+    timm model are the mean of the class token and the distillation token.
 
     Raises:
         WeightsError: timm has no equivalent model.
@@ -330,10 +339,10 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     options |= {"in_chans": encoder.channels, "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim}
     options |= {"qkv_bias": "blocks.0.attn.qkv.bias" in state, "qk_norm": "blocks.0.attn.q_norm.weight" in state}
     if "blocks.0.ls1.gamma" in state:
-        options["init_values"] = 1.0  # the weights overwrite these initial values
+        options["init_values"] = 1.0  # any value adds layer scale; the loaded weights replace the value
     if encoder.cls_token is None:
         options["class_token"] = False
-    if encoder.reg_token is not None:  # registers have positions in timm's table: zeros here
+    if encoder.reg_token is not None:  # timm's table has rows for registers; they are set to zero here
         options["reg_tokens"] = encoder.reg_token.shape[1]
         prefix, patches = state["pos_embed"].tensor_split([encoder.num_positioned], dim=1)
         state["pos_embed"] = torch.cat([prefix, torch.zeros_like(encoder.reg_token), patches], 1)
@@ -345,7 +354,7 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 
 
 def _check_timm(encoder: ViT, state: State):
-    """Raise `WeightsError` if timm has no equivalent model."""
+    """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
     block = modules_of(encoder.blocks, Block)[0]
     eps, head_dim = block.norm1.eps, len(state["blocks.0.attn.qkv.weight"]) // 3 // block.attn.heads
     reasons = {
