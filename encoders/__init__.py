@@ -102,12 +102,9 @@ def build(variant: str, **settings: Any) -> Encoder:
 
 
 def save(encoder: Encoder, path: str | Path):
-    """Write the weights of an encoder to `path`, a .safetensors file, and its settings to a .json file of the same
-    name.
+    """Write the weights of an encoder to `path` (.safetensors), and its settings to a .json file of the same name.
 
-    The .json file also holds the preprocessing.
-
-    Each of the two files is written atomically.
+    The .json file also holds the preprocessing. Each of the two files is written atomically.
 
     Raises:
         EncoderError: the encoder was not made by `encoders.build`, or `path` does not end in .safetensors.
