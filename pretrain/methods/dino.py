@@ -132,11 +132,11 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with full_precision(x):
             x32 = x.float()
-            rows = x32.new_full((1,), len(x))
-            sums = all_reduce_sum(torch.cat([x32.sum(0), x32.square().sum(0), rows]))  # (2 D + 1,)
-            mean, square = (sums[:-1] / sums[-1]).chunk(2)
-            scale = self.weight * torch.rsqrt((square - mean.square()).clamp(min=0) + self.eps)
-            return ((x32 - mean) * scale + self.bias).to(x.dtype)
+            rows = all_reduce_sum(x32.new_full((), len(x)))
+            # The mean is subtracted before squaring: mean(x^2) - mean(x)^2 would cancel most digits of float32.
+            centred = x32 - all_reduce_sum(x32.sum(0)) / rows
+            variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
+            return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
 
 
 class Head(nn.Module):
