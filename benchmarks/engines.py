@@ -44,7 +44,7 @@ PAPER = {
     "ViT-g/14": (1.1e9, 60e6, 40),
     "ViT-7B/16": (6.7e9, 100e6, 40),
 }
-"""Parameters of the encoder, parameters of DINO's head, and number of blocks."""
+"""Number of parameters of the encoder, number of parameters of DINO's head, and number of blocks."""
 PAPER_PASSES = 2
 """Forward passes of DINO's student in a step, one for each size of crop."""
 KEPT = 1e9

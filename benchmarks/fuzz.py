@@ -190,7 +190,7 @@ def images(folder: Path) -> Callable[..., None]:
 
 
 def tars(folder: Path) -> Callable[..., None]:
-    """Return a test of damaged tars, and of tars with overwritten header fields."""
+    """Return a test case for damaged tars and for tars with overwritten header fields."""
 
     @given(
         st.lists(st.integers(0, len(CORPUS) - 1), min_size=1, max_size=5),
@@ -229,7 +229,7 @@ def tars(folder: Path) -> Callable[..., None]:
 
 
 def indices(folder: Path) -> Callable[..., None]:
-    """Return a test of damaged indices."""
+    """Return a test case for damaged index files."""
     path = folder / "good.tar"
     path.write_bytes(tar(members([0, 5, 8])))
     buffer = io.BytesIO()

@@ -81,7 +81,7 @@ def photos(folder: Path) -> list[Path]:
 
 
 def fill(folder: Path, files: int, pictures: list[Path]) -> None:
-    """Write class folders of empty files, or of hard links to several pictures (ext4 allows 65,000 links of a file)."""
+    """Write class folders of empty files, or of hard links to a few pictures: ext4 allows 65,000 links to a file."""
     for n in range(files):
         path = folder / f"class{n % FOLDERS:04d}" / f"photo_{n:08d}.jpg"
         if n < FOLDERS:

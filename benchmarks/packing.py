@@ -27,7 +27,7 @@ HEADINGS = ("images a batch", "sizes", "budget", "best fit", "first fit", "one a
 
 
 class PackingBenchmark(Settings):
-    """Fill of packed sequences."""
+    """Share of the token budget that packed sequences use."""
 
     data: str
     """shards: a path, a glob or a brace range"""

@@ -69,7 +69,7 @@ class CropParameters:
     degrees: np.ndarray | None = None
     """(N,): counter-clockwise rotation in degrees, after mirroring; None for no rotation."""
     window: tuple[int, int, int, int] | None = None
-    """Top, left, height and width of the part of the resized box that becomes the crop; None if all of the box does."""
+    """Top, left, height and width of the part of the resized box that becomes the crop; None for the whole box."""
 
     @property
     def shape(self) -> tuple[int, int]:

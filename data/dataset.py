@@ -182,7 +182,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return next(iter(self.__getitems__(range(number, number + 1))))
 
     def __getitems__(self, numbers: Sequence[int]) -> Iterator[Sample | Skipped]:
-        """Yield the decoded samples `numbers`, counted over all shards.
+        """Yield the decoded samples with the indices `numbers`, which run through all shards in order.
 
         Raises:
             ShardError: a label is missing or not an integer.

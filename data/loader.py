@@ -289,7 +289,7 @@ class _Numbers(Sampler):
 
 @dataclass
 class _Failure:
-    """Message of a `ShardError` in a worker. DataLoader would show the exception itself as a traceback."""
+    """Carries the message of a `ShardError` from a worker; DataLoader would wrap the exception in a traceback."""
 
     message: str
 

@@ -136,7 +136,7 @@ class ShuffledSampler:
         return (position - streams + self.streams - 1) // self.streams
 
     def _offsets(self, epoch: int, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the offset of each position in the epoch's sequence of shuffled blocks: (P,)."""
+        """Map positions (P,) of an epoch to offsets (P,) in the sequence that its shuffled blocks form."""
         every = np.arange(self.streams)
         before = self._before(epoch * self.images, every)  # (V,)
         sizes = self._before((epoch + 1) * self.images, every) - before  # (V,)

@@ -269,7 +269,7 @@ class NaViT(Encoder):
         """
         if not self.fractional:
             return F.embedding(indices, table)
-        scaled = indices * len(table)  # integers, so that fractions k / n get entry k exactly
+        scaled = indices * len(table)  # integer arithmetic: rounding could move k / n to a neighbour of entry k
         before = scaled // sides
         after = (before + 1).clamp(max=len(table) - 1)
         rest = ((scaled % sides) / sides).to(table.dtype)

@@ -83,7 +83,7 @@ def next_keys(images: int) -> Tensor | None:
 
 
 def hashed(keys: Tensor, words: Tensor) -> Tensor:
-    """Hash keys together with words. Keys, words and hashes are int64 numbers from 0 to 2**32 - 1."""
+    """Return one hash per key, computed from the key and the integers `words`; all are 0 to 2**32 - 1."""
     return _mixed(keys ^ _mixed((words + 0x9E3779B9) & MASK))
 
 

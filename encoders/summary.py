@@ -83,7 +83,7 @@ class FusedAttention(TorchFunctionMode):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.operations = {True: 0, False: 0}
-        """Floating-point operations of attention. True: attention in windows. False: attention over the full image."""
+        """Operations of attention by kind. Key True: attention in windows. Key False: attention over the image."""
         self.tokens = 0
         """Number of tokens of the current block. Attention over fewer tokens counts as attention in windows."""
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]

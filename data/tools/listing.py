@@ -55,7 +55,7 @@ class Listing:
     note: str = ""
     """Text that tells the user where the labels come from."""
     other_files: Counter[str] = field(default_factory=Counter)
-    """Maps the extension of files that are not images to their number."""
+    """Number of files for each extension that is not an image format."""
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -186,7 +186,7 @@ def _read_classes(path: Path) -> list[str]:
 
 
 def _describe_classes(names: list[str] | None) -> str:
-    """Return for example `10 classes, airplane to truck, `; an empty string without names."""
+    """Return a summary of the class names such as `10 classes, airplane to truck, `, or an empty string."""
     if names is None:
         return ""
     return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "

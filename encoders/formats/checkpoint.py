@@ -34,7 +34,7 @@ class Format(Protocol):
     """Weight format of one encoder family. Modules such as `encoders.formats.vit` implement this protocol."""
 
     NAME: str
-    """Name of the encoder family for error messages, with an article."""
+    """Name of the encoder family with its article, for error messages: `a ViT`."""
     ACCEPTS: tuple[str, ...]
     """Names of the encoder families whose weights `fit` accepts."""
     DECIDES: dict[str, str]

@@ -182,7 +182,7 @@ def _check_size(encoder: ViT, state: State):
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Convert the position table (1, R, D) to the encoder's prefix tokens and grid.
 
-    If the table has no rows for prefix tokens, these rows are set to zero. If the table has rows for registers, these
+    Rows for prefix tokens that the table lacks are zero. If the table has rows for registers, these
     rows are added to the register tokens.
     """
     prefix, patches, grid = split_positions(state, encoder.num_positioned, encoder.table_grid, source)
