@@ -209,8 +209,9 @@ class Batch:
     """B sample names, `shard.tar/key`."""
     labels: Tensor | None = None
     """(B,) int64: class number of each image; None if labels are missing or were not requested."""
-    positions: Tensor | None = None
-    """(B,) int64 on the CPU: position of each sample in the run, counted from 0; None in evaluation."""
+    positions: np.ndarray | None = None
+    """(B,) int64: position of each sample in the run, counted from 0; None in evaluation. An array, because a worker
+    sends arrays by value, but each tensor as a block of shared memory with an open file."""
     skipped: list[str] = field(default_factory=list)
     """Corrupt images that were replaced or left out, each as `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET

@@ -110,7 +110,7 @@ class Collator:
             batch,
             keys=[keys[i] for i in order],
             labels=torch.tensor([labels[i] for i in order]) if labels else None,
-            positions=torch.tensor([positions[i] for i in order]) if positions else None,
+            positions=np.array([positions[i] for i in order]) if positions else None,
             skipped=skipped,
             preprocessing=self.preprocessing,
         )

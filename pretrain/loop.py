@@ -87,7 +87,8 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
         # drop path depends on the seed, the step and the sample, not on the number of processes
-        with nullcontext() if batch.positions is None else random_keys(config.seed, step, batch.positions):
+        samples = None if batch.positions is None else torch.from_numpy(batch.positions)
+        with nullcontext() if samples is None else random_keys(config.seed, step, samples):
             loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
         losses.append(loss)
         metrics.append(numbers)
