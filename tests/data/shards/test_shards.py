@@ -93,7 +93,7 @@ def test_labels_that_are_missing_or_no_integers(write_tar, png):
     assert shards.labelled.tolist() == [3]
     reader = Reader(shards)
     assert reader.label(0, 2) == 7
-    with pytest.raises(ShardError, match=r"t.tar/a has none"):
+    with pytest.raises(ShardError, match=r"t.tar/a has no label"):
         reader.label(0, 0)
     with pytest.raises(ShardError, match=r"t.tar/b is b'dog', not an integer"):
         reader.label(0, 1)
