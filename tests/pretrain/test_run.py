@@ -157,7 +157,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Pat
         (["--accumulate", "3"], "The nearest batch size that does is 15 or 18"),
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "/nowhere/run"], "/nowhere/run holds no run to continue"),
-        (["--precision", "fp16"], "use bf16 or fp32"),
+        (["--precision", "fp16"], "Use bf16 or fp32"),
         (["--encoder.heads", "5"], "heads"),
         (["--dino.loca_crops", "5"], "did you mean '--dino.local_crops'"),
     ],
