@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from data.batch import Batch
 from data.collate import Collator, Transform, needs_workers
@@ -260,7 +260,7 @@ class Batches:
         workers = self._workers
         return DataLoader(
             self.dataset,
-            batch_sampler=_Numbers(self.batches),
+            batch_sampler=self.batches,  # pyright: ignore[reportArgumentType] - torch expects lists
             collate_fn=_SharedCollator(self.collator, self._ring()),
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
@@ -272,19 +272,6 @@ class Batches:
             # Without this generator, DataLoader would draw from torch's global generator at each start of a run.
             generator=torch.Generator(),
         )
-
-
-class _Numbers(Sampler):
-    """Batch sampler for DataLoader, which yields the sample numbers of each batch."""
-
-    def __init__(self, batches: BatchSampler | Sequence[range]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """One pretraining run, from settings to a trained, exported and scored encoder."""
 
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from data.demo import demo_shards
 from data.loader import Batches, Reading, training_batches
 from data.sampler import BatchSampler, bounded_buffers
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
+from data.statistics import pixel_statistics
 from data.workers import free_cores
 from encoders.base import Preprocessing
 from evaluation.features import resolve_checkpoint
@@ -83,9 +83,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     make_folder(output)
     engine = engine_class(accelerator, method, config.optim)
-    torch.manual_seed(
-        config.seed + 1 + accelerator.process_index
-    )  # drop path does not use this generator (encoders.randomness)
+    # for methods and encoders that draw from torch's generator; drop path does not (encoders.randomness)
+    torch.manual_seed(config.seed + 1 + accelerator.process_index)
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
@@ -160,8 +159,7 @@ def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator)
     found: Preprocessing | ShardError | None = None
     if accelerator.is_main_process:
         try:
-            statistics = importlib.import_module("data.statistics")
-            found = statistics.pixel_statistics(opened, config.data.channels)
+            found = pixel_statistics(opened, config.data.channels)
         except (ValueError, OSError) as error:  # broadcast the error, because the other processes wait for the result
             found = ShardError(f"data: the pixel statistics cannot be measured: {error}")
     measured = broadcast_object(found)

@@ -110,6 +110,14 @@ def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dictionary with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the settings in a YAML file.
 

@@ -28,6 +28,7 @@ from pretrain.checkpoints import manifest, rng
 from pretrain.engines import Engine
 from pretrain.engines.local_state import read
 from runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
+from runtime.settings import flattened
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{8,})")
@@ -144,7 +145,7 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     saved = read_trainer(path)["settings"]
     saved["encoder"] = _encoder_defaults(saved["encoder"].get("variant")) | saved["encoder"]
     settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
-    old, new = _flat(saved), _flat(settings)
+    old, new = flattened(saved), flattened(settings)
     changed = [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted(old | new)
@@ -173,14 +174,6 @@ def _encoder_defaults(variant: object) -> dict[str, Any]:
     parameters = inspect.signature(encoders.family(variant)).parameters
     settings = {name: encoders.VARIANTS[variant].get(name, parameter.default) for name, parameter in parameters.items()}
     return json.loads(json.dumps({k: v for k, v in settings.items() if v is not inspect.Parameter.empty}))
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings: return values by dotted names."""
-    flat = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def _read_trainer(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from runtime.files import atomic_write
-from runtime.settings import Section, SettingsError
+from runtime.settings import Section, SettingsError, flattened
 
 SinkName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 Record = Mapping[str, float | None]
@@ -254,14 +254,6 @@ def keep_lines(path: Path, step: int) -> None:
             break  # a killed process may have left a partial last line in the file
     with atomic_write(path) as temporary:
         temporary.write_text("".join(kept))
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def read_run(output: Path, service: str) -> dict[str, str]:
