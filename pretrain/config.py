@@ -1,4 +1,8 @@
-"""Settings of a pretraining run: defaults, then a file, then flags; and values derived from them and from the data."""
+"""Settings of a pretraining run.
+
+A settings file overrides the defaults, and command-line flags override the file. Settings that are still missing are
+derived from other settings and from the data.
+"""
 
 import inspect
 import re
@@ -29,15 +33,16 @@ class DataConfig(Section, frozen=True):
     short_form = "shards"
 
     shards: str | list[str] | dict[str, float] | None = None
-    """SHARDS: a path, glob or brace range of .tar or .tar.gz, also as a URL, an index.json, or pipe:COMMAND; a list of
-    them, or a mapping of them to weights; default: the embedded digits; short form: --data SHARDS"""
+    """training SHARDS: a path or URL of .tar or .tar.gz files (glob and brace range allowed), an index.json, or
+    pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights; default: the embedded digits; short
+    form: --data SHARDS"""
     channels: int = Field(default=3, ge=1)
-    """channels of an image"""
+    """number of channels of an image"""
     mean: Literal["auto"] | tuple[float, ...] | None = None
-    """mean of each channel, for pixel values from 0 to 1; auto: measured on the shards; default: ImageNet's for 3
-    channels, else auto"""
+    """mean of each channel, for pixel values from 0 to 1; auto: measured on the shards; default: the values of ImageNet
+    for 3 channels, auto for any other number of channels"""
     std: Literal["auto"] | tuple[float, ...] | None = None
-    """standard deviation of each channel, for pixel values from 0 to 1; auto and default: see mean"""
+    """standard deviation of each channel, for pixel values from 0 to 1; auto and default: as for data.mean"""
 
     @property
     def needs_statistics(self) -> bool:
@@ -48,10 +53,10 @@ class DataConfig(Section, frozen=True):
         """Return the data settings with numbers for `mean` and `std`.
 
         Args:
-            measured: Statistics of the shards, for settings that are `auto`.
+            measured: Pixel statistics of the shards. They are required if `needs_statistics` is true.
 
         Raises:
-            SettingsError: a wrong number of values, or `auto` without statistics.
+            SettingsError: the number of values is wrong, `std` is not positive, or `measured` is needed but None.
         """
         values: dict[str, tuple[float, ...]] = {}
         for name in ("mean", "std"):
@@ -60,12 +65,13 @@ class DataConfig(Section, frozen=True):
             if given in (None, "auto"):
                 if fallback is None:
                     raise SettingsError(
-                        f"data.{name} is auto, but the shards were not measured. Give numbers to data.{name}"
+                        f"data.{name} is auto, but the shards were not measured. Set data.{name} to numbers"
                     )
                 given = getattr(fallback, name)
             if len(given) != self.channels:
                 raise SettingsError(
-                    f"data.{name} has {len(given)} values, but data.channels is {self.channels}. Give one per channel"
+                    f"data.{name} has {len(given)} values, but data.channels is {self.channels}. "
+                    "Give one value per channel"
                 )
             values[name] = given
         if min(values["std"]) <= 0:
@@ -74,7 +80,7 @@ class DataConfig(Section, frozen=True):
 
 
 class ResolvedData(DataConfig, frozen=True):
-    """Training images and their normalisation in numbers."""
+    """Data settings in which `mean` and `std` are numbers."""
 
     mean: tuple[float, ...] = Field()
     std: tuple[float, ...] = Field()
@@ -86,29 +92,29 @@ class ResolvedData(DataConfig, frozen=True):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints."""
+    """Settings of checkpoints."""
 
     keep: int = Field(default=2, ge=1)
     """number of newest checkpoints to keep"""
     keep_every: int | None = Field(default=None, ge=1)
-    """checkpoints at multiples of this many steps are kept too"""
+    """in addition, keep every checkpoint whose step is a multiple of this number"""
     background: bool = False
     """write checkpoints while training continues, from a copy in host memory"""
 
 
 class EvaluationConfig(Section):
-    """k-NN evaluation during pretraining."""
+    """Settings of the k-NN evaluation and the pictures during pretraining."""
 
     train: str | list[str] | None = None
-    """labelled SHARDS of the bank; default: `data`"""
+    """labelled SHARDS in which neighbours are searched (the bank); default: the training shards"""
     val: str | list[str] | None = None
-    """labelled SHARDS that are scored; default: no evaluation"""
+    """labelled SHARDS whose images are classified by their neighbours; default: no k-NN evaluation"""
     k: int = Field(default=20, ge=1)
-    """number of neighbours"""
+    """number of nearest neighbours (k)"""
     batch_size: int = Field(default=256, ge=1)
-    """images per forward pass in each process"""
+    """number of images per forward pass of the evaluation, in each process"""
     pictures: int = Field(default=8, ge=0)
-    """number of held-out images shown as attention and PCA maps"""
+    """number of images in each picture: crops, predictions, attention maps and PCA maps; 0: no pictures"""
 
 
 class EncoderConfig(Section):
@@ -117,25 +123,25 @@ class EncoderConfig(Section):
     short_form = "variant"
 
     variant: str = "vit_small"
-    """name of the variant; short form: --encoder NAME"""
+    """name of the encoder variant, such as vit_small; short form: --encoder NAME"""
 
 
 class RunConfig(Settings, frozen=True):
-    """Pretrain a vision encoder on shards of images. Settings: defaults, then --config FILE.yaml, then flags."""
+    """Pretrain a vision encoder on shards of images. --config FILE.yaml overrides defaults, and flags override both."""
 
     method: str = "dino"
     """pretraining method"""
     config: str | None = None
-    """YAML file of settings; flags override the file"""
+    """YAML file of settings; flags override its values"""
     data: DataConfig = DataConfig()
     output: str | None = None
     """run folder; default: a new folder under runs/"""
     steps: int | None = Field(default=None, ge=1)
-    """optimizer steps; default: 100 epochs"""
+    """length of the run in optimizer steps; default: 100 epochs"""
     batch_size: int = Field(default=512, ge=1)
-    """images of one optimizer step over all processes"""
+    """number of images per optimizer step, summed over all processes"""
     accumulate: int = Field(default=1, ge=1)
-    """forward passes per optimizer step (gradient accumulation)"""
+    """number of forward passes per optimizer step in each process (gradient accumulation)"""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """seed of all random generators"""
     workers: int | None = Field(default=None, ge=0)
@@ -143,19 +149,20 @@ class RunConfig(Settings, frozen=True):
     resume: bool = False
     """resume from the newest complete checkpoint of --output; start from the beginning if there is none"""
     dry_run: bool = False
-    """print the resolved settings, steps, memory and shards per worker, and stop"""
+    """print the resolved settings, and the run's length, memory and shards per worker; then exit without training"""
     init_from: str | None = None
-    """initial weights of the encoder: a run folder, or a file of own or published weights"""
+    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the forward pass; auto: bf16 on a GPU that has it, else fp32"""
+    """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 on a GPU that
+    supports bf16, else fp32"""
     compile: bool = False
-    """torch.compile each block of the encoder"""
+    """apply torch.compile to each block of the encoder"""
     record_every: int = Field(default=50, ge=1)
-    """steps between two lines of metrics.jsonl"""
+    """number of steps between two records of metrics"""
     checkpoint_every: int = Field(default=1000, ge=1)
-    """steps between two checkpoints; the last step always has one"""
+    """number of steps between two checkpoints; the last step always gets a checkpoint"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """steps between two k-NN evaluations; default: before the first and after the last step only"""
+    """number of steps between two k-NN evaluations; default: evaluate only before the first and after the last step"""
     encoder: EncoderConfig = EncoderConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
@@ -178,7 +185,7 @@ class RunConfig(Settings, frozen=True):
 
 
 class ResolvedRun(RunConfig, frozen=True):
-    """Settings of a run whose length, optimizer, encoder and normalisation are known."""
+    """Run settings in which the length, optimizer, encoder and normalisation have all their values."""
 
     data: ResolvedData = Field()
     steps: int = Field()
@@ -186,7 +193,7 @@ class ResolvedRun(RunConfig, frozen=True):
 
 
 def settings_model(variant: str) -> type[RunConfig]:
-    """Return `RunConfig` with a section for the variant's encoder and one for each method.
+    """Return a subclass of `RunConfig` with a section for the encoder of `variant` and a section for each method.
 
     Raises:
         SettingsError: the variant is unknown.
@@ -213,7 +220,7 @@ def settings_model(variant: str) -> type[RunConfig]:
 
 
 def load(argv: Sequence[str]) -> RunConfig:
-    """Return the settings of a command line and of its settings file.
+    """Return the settings of a run from its command line and its settings file.
 
     If no shards are given, the preset of the embedded digits supplies the defaults. `--resume` reads the run's own
     config.yaml unless --config names another file.
@@ -224,7 +231,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     config, output = peek(argv, "config"), peek(argv, "output")
     own = Path(output) / "config.yaml" if output and "--resume" in argv else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
-    file = merge(RunConfig, file)  # `merge` expands short forms
+    file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     method = peek(argv, "method") or file.get("method", "dino")
     if method not in METHODS:
         raise SettingsError(
@@ -232,7 +239,7 @@ def load(argv: Sequence[str]) -> RunConfig:
         )
     file_data = file.get("data") or {}
     shards = peek(argv, "data") or peek(argv, "data.shards")
-    if config and not shards and "shards" not in file_data:  # a run on the embedded digits writes `shards: null`
+    if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS")
     digits = PRESETS / f"digits_{method}.yaml"
     use_preset = not (shards or file_data.get("shards")) and digits.exists()
@@ -257,17 +264,17 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
 
     Args:
         images: Number of training images.
-        statistics: Pixel statistics of the shards, if `config.data.needs_statistics`.
+        statistics: Pixel statistics of the shards. They are required if `config.data.needs_statistics` is true.
 
     Raises:
-        SettingsError: two settings contradict each other.
+        SettingsError: a setting is invalid, or two settings contradict each other.
     """
     steps = config.steps or max(100 * images // config.batch_size, 1)
     method = METHODS[config.method]
     method_config, optim = method.resolve(config.method_config, config.optim, images, config.batch_size, steps)
     if optim.warmup_steps >= steps:
         raise SettingsError(
-            f"optim.warmup_steps is {optim.warmup_steps}, which must be less than the run's {steps} steps"
+            f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
         )
     data = config.data.resolve(statistics)
     if isinstance(method_config, ColorConfig):
@@ -287,7 +294,7 @@ def _family(config: RunConfig) -> type[encoders.Encoder]:
 
 
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
-    """Return the encoder's section with the method's defaults and the channels of the images."""
+    """Return the encoder settings, completed by the method's defaults and the number of image channels."""
     given = defaults | config.encoder_settings
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
@@ -298,7 +305,7 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return the settings as text for `config.yaml`; `--config` with that file repeats the run."""
+    """Return the settings as YAML text for config.yaml. A run with --config and that file repeats the run."""
     values = config.model_dump(mode="json", exclude={"config", "resume", "dry_run", "output"})
     others = [name for name in METHODS if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

@@ -1,4 +1,4 @@
-"""One pretraining run, from settings to a trained, exported and scored encoder."""
+"""One pretraining run: prepare it from the settings, train, evaluate, and export the encoder."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def pretrain(config: RunConfig) -> None:
-    """Train, export and score an encoder."""
+    """Train an encoder with the given settings, evaluate it during training, and export it."""
     config = config.model_copy(update={"precision": resolve_precision(config.precision)})
     accelerator, engine_class = make_accelerator(config)
     with watched():
@@ -52,10 +52,10 @@ def pretrain(config: RunConfig) -> None:
 
 
 def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig) -> None:
-    """Train, export and score an encoder. The process group must be initialised."""
+    """Train, evaluate and export an encoder. The process group must be initialised."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
-    with accelerator.local_main_process_first():  # the first process of a node fills the node's caches
+    with accelerator.local_main_process_first():  # the first process of a node fills its caches
         shards, given = training_shards(given)
         opened = open_sources(shards, source=given.source)
     sizes = [one.mean_bytes for one in opened.lists]
@@ -68,12 +68,13 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.check_fits(newest, settings)
         position = resume.read_train_state(newest)
-    torch.manual_seed(config.seed)  # equal random states give equal weights on all processes
+    torch.manual_seed(config.seed)  # the same seed on all processes, so that all build equal weights
     method = build_method(config, fresh=newest is None)
     config = resolve_crops(config, method)
     settings["loader"] = config.loader.model_dump(mode="json")
     if config.data.shards is not None:
-        # load the JPEG decoder before the workers are forked, so that they share its memory; the digits are PNG files
+        # Load the JPEG decoder before the loader workers are forked, so that the workers share its memory. The embedded
+        # digits do not need the decoder, because they are PNG files.
         jpeg_decoder()
     batches = loader(config, method, opened, position.step, accelerator)
     if config.dry_run:
@@ -83,7 +84,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     make_folder(output)
     engine = engine_class(accelerator, method, config.optim)
-    # for methods and encoders that draw from torch's generator; drop path does not (encoders.randomness)
+    # A different seed per process, for code that draws from torch's generator. Drop path does not use that generator
+    # (encoders/randomness.py).
     torch.manual_seed(config.seed + 1 + accelerator.process_index)
     if newest:
         resume.restore(newest, accelerator, engine)
@@ -91,7 +93,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
-        with atomic_write(output / "config.yaml") as part:  # --resume reads config.yaml
+        with atomic_write(output / "config.yaml") as part:  # atomic, because --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
@@ -102,11 +104,13 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
 
 
 def resolve_precision(precision: str) -> str:
-    """Return the precision of the forward pass. `auto` means the launcher's precision if the launcher sets one, else
-    bf16 if the GPU supports bf16, else fp32.
+    """Return the precision of the forward pass: fp32, bf16 or fp16.
+
+    `auto` becomes the launcher's precision if the launcher sets one. Otherwise it becomes bf16 on a GPU that supports
+    bf16, and fp32 on any other device.
 
     Raises:
-        SettingsError: fp16 without CUDA.
+        SettingsError: the precision is fp16, and the machine has no CUDA device.
     """
     if precision == "auto":
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -118,27 +122,28 @@ def resolve_precision(precision: str) -> str:
 
 
 def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
-    """Return an accelerator with the settings of the run, and the engine that the launcher asks for.
+    """Return an accelerator with the settings of the run, and the engine class that the launcher's settings choose.
 
     Raises:
-        SettingsError: the engine is not installed or does not fit the settings.
+        SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = processes.make_accelerator(
-        # DeepSpeed's own low precision would cast the teacher; the engine uses autocast (engines/zero.py)
+        # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
         mixed_precision="no" if deepspeed or config.precision == "fp32" else config.precision,
-        # accelerate must not end an optimizer step at the end of the loader, because it does not prepare the loader
+        # False, because accelerate does not prepare the loader and thus does not know where the loader ends.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
-        # gradients are views of DDP's buckets and take no additional memory
+        # With this option, gradients are views of DDP's communication buckets and take no additional memory.
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     return accelerator, engines.select(accelerator, config.precision, config.accumulate)
 
 
 def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
-    """Return the SHARDS to train on, and the settings. Without --data, both refer to the embedded digits."""
+    """Return the SHARDS to train on, and the settings. Without --data, these are the SHARDS of the embedded digits, and
+    the evaluation uses the digits too, unless other SHARDS are given for it."""
     if config.data.shards is not None:
         return config.data.shards, config
     train_shards, val_shards = demo_shards()
@@ -149,7 +154,9 @@ def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
 
 
 def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:
-    """Return the pixel statistics of the shards, measured on the main process, if the settings need them.
+    """Return the pixel statistics of the shards, or None if the settings do not need statistics.
+
+    The main process measures the statistics, and all processes receive them.
 
     Raises:
         ShardError: the shards cannot be read.
@@ -169,7 +176,7 @@ def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator)
 
 
 def agree(opened: list[ShardList], buffers: list[int]) -> str:
-    """Return the fingerprint of the order of the samples. It must be equal on all processes.
+    """Check that all processes see the same shards, and return the fingerprint of the sample order.
 
     Raises:
         ShardError: two processes see different shards.
@@ -180,17 +187,18 @@ def agree(opened: list[ShardList], buffers: list[int]) -> str:
     for rank, (other, images, lacking) in enumerate(seen):
         if other != seen[0][0]:
             message = (
-                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, but all must see the same shards"
+                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, "
+                "but all processes must see the same shards"
             )
             if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
-                message += f"; only one of the two can read: {', '.join(differ)}"
+                message += f". Only one of the two processes can read: {', '.join(differ)}"
             raise ShardError(f"{message}. Start again, or check the disks of the nodes")
     return own
 
 
 def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
-    """Return a hash of everything that determines the order of the samples: names, sizes and order of the shards, and
-    shuffle buffers."""
+    """Return a hash of the data that determine the sample order: the names, image counts and order of the shards, and
+    the sizes of the shuffle buffers."""
     counts: list[Any] = [
         [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
     ]
@@ -198,16 +206,16 @@ def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
 
 
 def run_folder(config: ResolvedRun) -> tuple[Path, Path | None]:
-    """Return the run's folder, and the newest complete checkpoint in it if the run resumes. Writes nothing.
+    """Return the run folder and the newest complete checkpoint in it, or None if there is none. Write nothing.
 
     Raises:
-        SettingsError: the folder holds another run, or `--resume` is given without `--output`.
+        SettingsError: the folder holds another run, or there is no run that `--resume` could continue.
     """
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
     name = f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(broadcast_object(config.output or str(Path("runs") / name)))
-    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use the list of rank 0
+    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if holds_run and not config.resume:
         raise SettingsError(f"{output} holds another run. Continue that run with --resume, or choose another --output")
@@ -233,10 +241,13 @@ def make_folder(output: Path) -> None:
 
 
 def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
-    """Return the method with its encoder. Processes with equal random states get equal weights.
+    """Build the method with its encoder, and check the method by a dry forward pass.
+
+    Processes with equal random states get equal weights.
 
     Args:
-        fresh: True for a run that starts from `init_from`; a resumed run takes its weights from the checkpoint.
+        fresh: True for a new run, whose encoder gets the weights of `config.init_from` if they are given. A resumed
+            run takes its weights from the checkpoint.
 
     Raises:
         SettingsError: the encoder or the method does not support the settings.
@@ -262,10 +273,10 @@ def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
 
 
 def compile_blocks(method: Method) -> None:
-    """Compile each block of the encoders in a method."""
+    """Apply `torch.compile` to each block of every encoder in the method."""
     import torch._dynamo.config  # imported here, because the import takes seconds
 
-    torch._dynamo.config.recompile_limit = 64  # the blocks of all stages and crop sizes count towards this one limit
+    torch._dynamo.config.recompile_limit = 64  # blocks of all stages and crop sizes share this limit
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:
@@ -273,10 +284,12 @@ def compile_blocks(method: Method) -> None:
 
 
 def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:
-    """Return the settings with `loader.crops` resolved, so that config.yaml names the processor that makes the crops.
+    """Return the settings with `loader.crops` resolved to `workers` or `device`.
+
+    config.yaml then records where the crops were cut.
 
     Raises:
-        SettingsError: this machine or this method does not support the settings.
+        SettingsError: the machine or the method does not support the value of `loader.crops`.
     """
     try:
         return config.model_copy(update={"loader": config.loader.resolved(method.transform())})
@@ -285,11 +298,11 @@ def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:
 
 
 def loader(config: ResolvedRun, method: Method, shards: Sources, first_step: int, accelerator: Accelerator) -> Batches:
-    """Return this process's batches from `first_step` to the end.
+    """Return the loader of this process's training batches, from `first_step` to the last step.
 
     Raises:
-        SettingsError: the images do not fill a batch, or a batch cannot be split equally over processes and accumulated
-            passes.
+        SettingsError: there are too few images for one batch, or a batch cannot be split equally over the processes and
+            their accumulated forward passes.
     """
     try:
         transform = method.transform()
@@ -318,15 +331,15 @@ def loader(config: ResolvedRun, method: Method, shards: Sources, first_step: int
 
 
 def workers(config: RunConfig, accelerator: Accelerator) -> int:
-    """Return the number of loader workers of this process. The number depends on the machine and is not stored in
-    config.yaml."""
+    """Return the number of loader workers of this process. config.yaml does not store the number, because the number
+    depends on the machine."""
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
 
 
 def online_knn(
     config: ResolvedRun, method: Method, shards: WeightedShards, accelerator: Accelerator
 ) -> OnlineKNN | None:
-    """Return the k-NN evaluation of the run, or None without evaluation shards."""
+    """Return the k-NN evaluation of the run, or None if `evaluation.val` is not set."""
     if config.evaluation.val is None:
         return None
     bank: Any = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
@@ -334,7 +347,7 @@ def online_knn(
 
 
 def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine) -> None:
-    """Log a summary of the run and the values that were derived."""
+    """Log a summary of the run, and the settings whose values were derived because they were not given."""
     derived = [
         f"{section}.{name} {value}"
         for section in ("optim", config.method)
@@ -352,11 +365,11 @@ def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine)
         config.precision,
     )  # fmt: skip
     if derived:
-        log.info("derived from data, batch and length: %s", ", ".join(derived))
+        log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))
 
 
 def finish_run(run: Run) -> None:
-    """Export the encoder and print the next command."""
+    """Write the trained encoder to encoder.safetensors. Print the k-NN scores and a command for the linear probe."""
     encoder = run.engine.gather_on_main(run.method.trained_encoder())
     run.accelerator.wait_for_everyone()
     if run.recorder is None or encoder is None:

@@ -41,7 +41,7 @@ class NonFiniteError(UserError, RuntimeError):
 
 @dataclass
 class Run:
-    """Objects that a training step uses."""
+    """Objects of a pretraining run that the training loop uses."""
 
     config: ResolvedRun
     output: Path
@@ -51,14 +51,14 @@ class Run:
     recorder: Recorder | None
     """Recorder of metrics and pictures; None except on the main process."""
     online_knn: OnlineKNN | None
-    """Online k-NN evaluation; None without evaluation shards."""
+    """Online k-NN evaluation; None if the settings name no evaluation shards."""
     saver: Saver
     state: TrainState = field(default_factory=TrainState)
-    """Progress of the run."""
+    """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
 
     @property
     def steps(self) -> int:
-        """Number of steps of the run."""
+        """Length of the run in optimizer steps."""
         return self.config.steps
 
 
@@ -67,7 +67,7 @@ class Step:
     """Result of one optimizer step."""
 
     loss: float
-    """Mean loss over all images of the step."""
+    """Mean loss over the images of the step, on all processes."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
     updated: bool
@@ -77,16 +77,16 @@ class Step:
     stop: bool
     """True if any process received a stop signal."""
     metrics: dict[str, Tensor]
-    """Metrics of the method, averaged over this process's forward passes."""
+    """Metrics that the method returned, averaged over the forward passes of this step in this process."""
 
 
 def training_step(run: Run, batches: Iterable[Batch]) -> Step:
-    """Run one optimizer step over `config.accumulate` batches of this process, one per forward pass."""
+    """Run one optimizer step. `batches` yields `config.accumulate` batches of this process, one per forward pass."""
     config, engine, method, step = run.config, run.engine, run.method, run.state.step
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
-        # drop path depends on the seed, the step and the sample, not on the number of processes
+        # Seed drop path by seed, step and sample, so that the result does not depend on the number of processes.
         samples = None if batch.positions is None else torch.from_numpy(batch.positions)
         with nullcontext() if samples is None else random_keys(config.seed, step, samples):
             loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
@@ -99,7 +99,8 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     if updated:
         engine.step()
         method.after_step(step)
-    # Gradients that overflow float16 at a finite loss are expected while the loss scale can still be lowered.
+    # Float16 gradients that overflow at a finite loss are normal while the loss scale can still be lowered, so such
+    # a step does not count as skipped in a row.
     overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
     if not updated:
         engine.skip()
@@ -112,10 +113,10 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
 
 
 def _agree(loss: Tensor, norm: Tensor) -> list[float]:
-    """Return four means over processes: the loss, the gradient norm, a flag that loss and norm are finite, and a flag
-    that a stop was requested. Flags are 1 or 0.
+    """Return four numbers, each averaged over all processes: the loss, the gradient norm, a flag that is 1 if loss and
+    norm are finite, and a flag that is 1 if a stop was requested. A flag that is not set is 0.
 
-    No other part of a training step waits for the device.
+    This function is the only part of a training step that waits for the device.
     """
     finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
     stop = torch.full_like(loss, preemption.stop_requested())
@@ -123,7 +124,7 @@ def _agree(loss: Tensor, norm: Tensor) -> list[float]:
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
-    """Train from `run.state` to the last step; record, evaluate and save during training.
+    """Train from the step of `run.state` to the last step. Record metrics, evaluate and save checkpoints on the way.
 
     `batches` starts at the step of `run.state` and yields `config.accumulate` batches per step.
 
@@ -155,7 +156,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
                 record = _record(run, result, window)
                 if stop and evaluate:
-                    # a stop must not wait for an evaluation; the resumed run evaluates this step
+                    # Do not delay the stop by an evaluation. The resumed run evaluates this step.
                     state.unscored = record
                 else:
                     _record_and_score(run, record, micro_batches[0])
@@ -164,7 +165,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
             save_due = save_due or state.step % config.checkpoint_every == 0
-            # Do not save after a skipped step: new checkpoints would replace those from before the steps were skipped.
+            # Do not save after a skipped step, because new checkpoints would replace those written before the failure.
             if (save_due and result.updated) or state.step == run.steps or stop:
                 save_due = False
                 _save(run, window, exiting=stop, keep_old=not result.updated)
@@ -174,7 +175,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
 
 
 def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
-    """Write a checkpoint. The time of writing does not count as training time."""
+    """Write a checkpoint. The time that this takes does not count as training time in `window`."""
     started = time.perf_counter()
     _count_corrupt(run, window)
     run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
@@ -182,48 +183,48 @@ def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
 
 
 def _exit(run: Run) -> NoReturn:
-    """End a run that received a stop signal and has saved."""
+    """Raise `Preempted` to end a run that received a stop signal and has written its last checkpoint."""
     if run.recorder:
         run.recorder.close()
-    run.accelerator.wait_for_everyone()  # the launcher kills the other processes when the first one exits
+    run.accelerator.wait_for_everyone()  # wait, because the launcher kills all processes when one exits
     raise preemption.Preempted(preemption.message(run.state.step))
 
 
 class Window:
-    """Training time, images and corrupt images since the last record of metrics."""
+    """Training time, waiting time, images and corrupt images since metrics were last recorded."""
 
     def __init__(self) -> None:
         self.started, self.images, self.waited, self.corrupt = time.perf_counter(), 0, 0.0, 0
 
     def add(self, images: int, waited: float, batches: Iterable[Batch]) -> None:
-        """Count the images of a step, and the seconds that the step waited for the loader."""
+        """Add the images and corrupt images of one step, and the seconds that the step waited for the loader."""
         self.images += images
         self.waited += waited
         self.corrupt += sum(len(batch.skipped) for batch in batches)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count the last `seconds` as training time."""
+        """Exclude the last `seconds` from the training time."""
         self.started += seconds
 
     @property
     def images_per_second(self) -> float:
-        """Images per second over all processes."""
+        """Training throughput of all processes, in images per second."""
         return self.images / max(time.perf_counter() - self.started, 1e-9)
 
     @property
     def data_wait(self) -> float:
-        """Share of training time spent waiting for the loader, 0 to 1."""
+        """Fraction of the training time that was spent waiting for the loader, 0 to 1."""
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
 
 
 def _count_corrupt(run: Run, window: Window) -> None:
-    """Add the corrupt images of all processes since the last record to `run.state`."""
+    """Add the corrupt images that all processes counted in `window` to `run.state`, and reset the count. Collective."""
     run.state.corrupt_images += int(all_reduce_sum(torch.tensor(window.corrupt)))
     window.corrupt = 0
 
 
 def _on_device(run: Run, batch: Batch) -> Batch:
-    """Move a batch of the loader to the device, normalise it and return it."""
+    """Return a batch of the loader as input for the method: on this process's device, and normalised."""
     return to_model_input(batch.to(run.accelerator.device, non_blocking=True))
 
 
@@ -232,7 +233,7 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
-    """Return the metrics of this step, averaged over processes, without those of evaluations. Collective."""
+    """Return the training metrics of this step, averaged over processes. Evaluations are not included. Collective."""
     _count_corrupt(run, window)
     names = sorted(result.metrics)
     means: list[float] = []
@@ -259,7 +260,11 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
 
 
 def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:
-    """Write the metrics of a step; add k-NN and pictures at the first, the last and every `evaluate_every` steps."""
+    """Write the metrics of a step.
+
+    Before the first step, after the last step and every `evaluate_every` steps, also run the k-NN evaluation and draw
+    pictures.
+    """
     step = run.state.step
     if step in (0, run.steps) or _due(run.config.evaluate_every, step):
         shown: dict[str, np.ndarray | None] = {}
@@ -284,7 +289,7 @@ def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
 
 
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
-    """Return pictures of the crops of a batch, and of the method's predictions for them. Collective."""
+    """Return pictures by name: the crops of a batch, and the method's predictions for this batch. Collective."""
     images = run.config.evaluation.pictures
     shown = {"crops": pictures.crops(batch, images)}
     if run.method.has_panels:
@@ -296,24 +301,29 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
-    """Write the names of the samples of a skipped step.
+    """Log that a step was skipped. Unless float16 overflowed, also write the names of its samples to skipped.jsonl.
 
     Raises:
         NonFiniteError: too many steps in a row were skipped.
     """
     step = run.state.step
     if result.overflow:
-        log.info("Step %d skipped: float16 overflowed. The loss scale is lowered.", step)
+        log.info("Step %d was skipped, because a gradient overflowed float16. The loss scale is lowered.", step)
         return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
     keys = [key for of_rank in gather_objects([key for b in batches for key in b.keys]) for key in of_rank]
     if run.recorder:
         run.recorder.skipped(step, reason, keys)
-        log.warning("Step %d skipped: %s. Its samples are listed in skipped.jsonl.", step, reason)
+        log.warning(
+            "Step %d was skipped, because the loss or the gradient was not finite (%s). "
+            "The samples of the step are listed in skipped.jsonl.",
+            step,
+            reason,
+        )
     limit = run.config.optim.nonfinite_limit
     if run.state.skipped_in_a_row >= limit:
         raise NonFiniteError(
             f"The loss or the gradient was not finite in {limit} steps in a row up to step {step} ({reason}). "
-            f"The samples are listed in {run.output / 'skipped.jsonl'}; earlier checkpoints are kept. "
+            f"The samples are listed in {run.output / 'skipped.jsonl'}. Earlier checkpoints are kept. "
             "Try a lower optim.lr, a longer optim.warmup_steps, a smaller optim.clip, or --precision fp32."
         )

@@ -5,4 +5,7 @@ from pretrain.methods.dino import DINO
 from pretrain.methods.mae import MAE
 
 METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE}
-"""Classes of methods by name. To add a method from outside, assign to this dictionary before the settings are read."""
+"""Classes of methods by name.
+
+To add a method from another package, add it to this dictionary before the settings are read.
+"""

@@ -1,4 +1,4 @@
-"""The interface of all methods."""
+"""The interface of all pretraining methods."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ ResolvedT = TypeVar("ResolvedT", bound=Section)
 
 
 class Method(nn.Module):
-    """A pretraining method: one module with the encoder, the heads and, if there is one, the teacher.
+    """A pretraining method as one module, which holds the encoder, the heads and, for some methods, a teacher.
 
-    `METHODS[name](encoder, config, steps)` builds a method from resolved settings. The engine distributes the module as
-    a whole.
+    `METHODS[name](encoder, config, steps)` builds a method from resolved settings. The engine distributes the whole
+    module over processes.
     """
 
     Config: ClassVar[type[Section]]
-    """Settings of the method."""
+    """Class of the method's settings."""
     image_size: int
     """side of the images in pixels for the k-NN evaluation during training"""
     drop: bool = False
-    """True if the encoder drops hidden tokens, False if it replaces them by a mask token"""
+    """True if the encoder drops hidden tokens, False if the encoder replaces hidden tokens by a mask token"""
     small_settings: ClassVar[dict[str, Any]] = {}
-    """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
+    """method settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
-    """advice of the collapse alarm when the rank of the features falls"""
+    """advice that the collapse alarm prints when the rank of the features falls"""
     has_panels: bool = False
-    """True if the method has pictures of its predictions (`panels`). Full weights are gathered on the main process to
-    make these pictures."""
+    """True if `panels` returns pictures of the method's predictions. The full weights are then gathered on the main
+    process before each call."""
 
     @staticmethod
     def resolve(
@@ -47,37 +47,44 @@ class Method(nn.Module):
         A method may give a default to any setting of the optimizer; see `fill`.
 
         Args:
-            config: `Config`, as the user gives it.
-            images: Images of the data set.
-            batch_size: Images of one optimizer step.
+            config: The method's settings as the user gave them, of type `Config`.
+            images: Number of training images.
+            batch_size: Number of images per optimizer step.
             steps: Number of steps of the run.
         """
         raise NotImplementedError
 
     @staticmethod
     def encoder_defaults(config: Any, family: type[Encoder]) -> dict[str, Any]:
-        """Return default encoder settings, which the user may override. `config` is resolved."""
+        """Return the method's defaults for encoder settings, which the user may override. `config` holds the method's
+        resolved settings."""
         del config, family
         return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of this process's images, a float32 scalar, and scalar metrics. The method must not wait for
-        the device."""
+        """Return the loss of this process's images as a float32 scalar, and scalar metrics by name.
+
+        An implementation must not wait for the device.
+        """
         raise NotImplementedError
 
     def transform(self) -> Transform:
-        """Return the transform that draws crops, colours and masks of a sample in the loader."""
+        """Return the transform with which the loader draws the crops, colours and masks of each sample."""
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
-        """Update a teacher or a centre after the optimizer step. Not called after a skipped step. Collective."""
+        """Update weights that the optimizer does not train, such as a teacher, after an optimizer step. Collective.
+
+        The training loop does not call this function after a skipped step.
+        """
 
     def trained_encoder(self) -> Encoder:
-        """Return the encoder to export and to evaluate."""
+        """Return the encoder that is evaluated and exported."""
         raise NotImplementedError
 
     def trained_parts(self) -> list[nn.Module]:
-        """Return the trained modules, which are also the units of gradient clipping by module."""
+        """Return the modules that the optimizer trains. If `optim.clip_by` is "module", the gradient of
+        each of these modules is clipped separately."""
         raise NotImplementedError
 
     def units(self) -> list[nn.Module]:
@@ -85,37 +92,39 @@ class Method(nn.Module):
         return [block for part in self.modules() if isinstance(part, Encoder) for block in flat_blocks(part)]
 
     def frozen(self) -> dict[str, int]:
-        """Return prefixes of parameter names -> number of steps at the start of the run with learning rate 0."""
+        """Return the parameters that are frozen at the start of the run, and for how long: prefix of parameter names ->
+        number of steps with learning rate 0."""
         return {}
 
     def lr_factors(self) -> dict[str, float]:
-        """Return prefixes of parameter names -> factor on the learning rate."""
+        """Return the factors by which the learning rate is multiplied: prefix of parameter names -> factor."""
         return {}
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        """Return the signs of collapse in the metrics of one step: kind -> message that names settings to change.
+        """Return the signs of collapse in the metrics of one step: kind of collapse -> message.
 
-        The collapse alarm adds the rank of the features, which every method reports as `feature_rank`.
+        The message names settings to change. A method does not check the rank of its features, because the collapse
+        alarm itself checks the metric `feature_rank`.
         """
         return {}
 
     def health(self) -> dict[str, Any]:
-        """Return diagnostics that are too expensive to compute at every step. Collective; equal on all processes."""
+        """Return metrics that are too expensive for every step. Collective; all processes get equal values."""
         return {}
 
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
         """Return pictures of the method's predictions for the first `images` of a batch.
 
-        The keys are names of pictures. A value has one row per image, and a row is a list of normalised pictures (C, H,
-        W).
+        The keys of the dictionary are names. Each value has one row per image, and a row is a list of normalised
+        pictures (C, H, W).
         """
         return {}
 
 
 def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
-    """Freeze the submodules and parameters of an encoder whose names are in `unused`.
+    """Freeze the submodules and parameters of an encoder that are named in `unused`.
 
-    A trainable parameter without gradient would make DDP fail.
+    A method must freeze what it does not use, because DDP fails if a trainable parameter gets no gradient.
     """
     for name, parameter in encoder.named_parameters():
         if name.partition(".")[0] in unused:
@@ -123,8 +132,10 @@ def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast on the device of `x`. The meta device, used by `dry_forward`, does not support
-    autocast."""
+    """Return a context that disables autocast on the device of `x`.
+
+    On the meta device, the context does nothing, because that device does not support autocast.
+    """
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 

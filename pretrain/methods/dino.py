@@ -1,6 +1,9 @@
-"""DINO (2104.14294): a student matches the centred, sharpened output of its own moving average, across crops.
+"""DINO (2104.14294): a student is trained to match the output of a teacher on other crops of the same image.
 
-B images per process, G global and L local crops, S = G + L; D width of the encoder; K prototypes.
+The teacher is the moving average of the student, and its output is centred and sharpened.
+
+Shape letters: B images per process; G global crops, L local crops and S = G + L crops per image; D width of the
+encoder; K prototypes.
 """
 
 import copy
@@ -27,37 +30,38 @@ from runtime.collectives import all_reduce_max, all_reduce_sum
 
 
 class DINOConfig(MultiCropConfig, frozen=True):
-    """DINO. Settings without a value are derived from the number of images, the batch size and the length of the
+    """Settings of DINO. Missing values are derived from the number of images, the batch size and the length of the
     run."""
 
     prototypes: int | None = Field(default=None, ge=2)
-    """number of prototypes, the outputs K of the head"""
+    """number of prototypes, which is the number of outputs of the head (K)"""
     hidden_dim: int = Field(default=2048, ge=1)
     """width of the head's hidden layers"""
     bottleneck_dim: int = Field(default=256, ge=1)
-    """width before the prototypes"""
+    """width of the head's bottleneck, the last layer before the prototypes"""
     head_layers: int = Field(default=3, ge=1)
-    """linear layers of the head before the prototypes"""
+    """number of linear layers of the head before the prototypes"""
     batch_norm: bool = False
-    """batch norm in the head, over the rows of all processes"""
+    """use batch norm in the head, with statistics over the batch of all processes"""
     norm_last_layer: bool = True
-    """fix the length of every prototype at 1"""
+    """fix the norm of every prototype vector at 1"""
     freeze_steps: int | None = Field(default=None, ge=0)
-    """number of first steps during which the prototypes are not trained"""
+    """number of steps at the start of the run during which the prototypes are not trained"""
     student_temperature: float = Field(default=0.1, gt=0)
-    """temperature of the student"""
+    """softmax temperature of the student"""
     teacher_temperature: float | None = Field(default=None, gt=0)
-    """temperature of the teacher after its warm-up"""
+    """softmax temperature of the teacher after the warm-up of the temperature"""
     teacher_temperature_start: float = Field(default=0.04, gt=0)
-    """temperature of the teacher at the start"""
+    """softmax temperature of the teacher at the start of the run"""
     teacher_temperature_steps: int | None = Field(default=None, ge=0)
-    """steps of the temperature's linear warm-up"""
+    """number of steps of the linear warm-up of the teacher's temperature"""
     momentum: float | None = Field(default=None, ge=0, le=1)
-    """momentum of the teacher at the start; it rises to 1 by a cosine"""
+    """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine"""
     centering: Literal["mean", "sinkhorn"] = "mean"
-    """centring of the teacher's output: a running mean (DINO) or Sinkhorn-Knopp (SwAV, 2006.09882)"""
+    """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
+    SwAV, 2006.09882)"""
     center_momentum: float = Field(default=0.9, ge=0, le=1)
-    """momentum of the running mean"""
+    """momentum of the running mean of the teacher's output; used if `centering` is mean"""
 
 
 class ResolvedDINO(DINOConfig, frozen=True):
@@ -73,11 +77,11 @@ class ResolvedDINO(DINOConfig, frozen=True):
 def resolve(
     config: DINOConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
 ) -> tuple[ResolvedDINO, ResolvedOptim]:
-    """Return the settings with derived values for those that are not given; see `Method.resolve`.
+    """Return the settings of DINO and of the optimizer, with derived values for settings that are not given.
 
-    For data sets of ImageNet's size the result is the published recipe. For smaller ones, the number of prototypes
-    decreases with the number of images; momentum, warm-ups and freezing decrease with the length of the run. With the
-    published constants the loss would stay at ln K on small data.
+    For data sets of ImageNet's size, the result is the published recipe. For a smaller data set, the number of
+    prototypes decreases with the number of images. For a shorter run, the momentum is lower, and the warm-ups and the
+    freezing of the prototypes are shorter. With the published constants, the loss would stay at ln K on small data.
     """
     epoch = max(images // batch_size, 1)
     large = images >= 100_000
@@ -104,8 +108,8 @@ def resolve(
 class Prototypes(nn.Module):
     """Weight-normed linear layer without bias: (N, D) -> (N, K).
 
-    For normalised inputs, an output is the cosine to a learned direction times a learned length. The parameters are
-    named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
+    For an input of norm 1, each output is the cosine between the input and a learned direction, times a learned length.
+    The parameters are named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
     """
 
     def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
@@ -118,9 +122,11 @@ class Prototypes(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm over the rows of all processes, with batch statistics only: heads are not used for inference.
+    """Batch norm over the rows of all processes.
 
-    Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm` this module also runs on the CPU.
+    It always uses the statistics of the batch and keeps no running statistics, because heads are not used for
+    inference. Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm`, this module also runs on
+    the CPU.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
@@ -133,7 +139,7 @@ class BatchNorm(nn.Module):
         with full_precision(x):
             x32 = x.float()
             rows = all_reduce_sum(x32.new_full((), len(x)))
-            # The mean is subtracted before squaring: mean(x^2) - mean(x)^2 would cancel most digits of float32.
+            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 would cancel most digits of float32.
             centred = x32 - all_reduce_sum(x32.sum(0)) / rows
             variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
             return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
@@ -157,18 +163,18 @@ class Head(nn.Module):
         self.last_layer = Prototypes(config.bottleneck_dim, config.prototypes, fixed_length=config.norm_last_layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        # a larger epsilon in low precision, because 1e-12 is 0 in float16
+        # The epsilon is larger in low precision, because 1e-12 is 0 in float16.
         return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
 
 
 def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean cross-entropy between each teacher crop and all student crops other than the same crop.
+    """Return the cross-entropy between teacher and student, averaged over images and over pairs of different crops.
 
         loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
 
     Args:
-        student: (S, B, K) log-probabilities, global crops first.
-        teacher: (G, B, K) probabilities.
+        student: (S, B, K) log-probabilities of all crops, global crops first.
+        teacher: (G, B, K) probabilities of the global crops.
     """
     crops, images, _ = student.shape
     pairs = torch.einsum("gbk,sbk->gs", teacher, student)  # (G, S)
@@ -180,13 +186,14 @@ def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
 def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
 
-    Each row is a distribution; over all rows the prototypes are used equally often.
+    Each row of the result is a distribution over the prototypes. Summed over all rows, all prototypes have about the
+    same weight.
 
     Args:
         logits: (N, K) float32; N may differ between processes.
     """
     scaled = logits / temperature
-    peak = all_reduce_max(scaled.max())  # the maximum is subtracted, because exp would overflow
+    peak = all_reduce_max(scaled.max())  # subtract the maximum, so that exp does not overflow
     assignment = (scaled - peak).exp()  # (N, K)
     rows = all_reduce_sum(scaled.new_full((), len(logits)))
     for _ in range(iterations):
@@ -196,7 +203,7 @@ def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
 
 
 def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str, str]:
-    """Return the signs that the teacher's output is the same for every image.
+    """Return signs that the teacher's output is the same for every image: kind of collapse -> message.
 
     Args:
         record: metrics of one step.
@@ -219,7 +226,7 @@ def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str,
 
 
 class DINO(Method):
-    """A student and a teacher, each with an encoder and a head, and the centre of the teacher's output."""
+    """The DINO method: a student and a teacher with an encoder and a head each, and the centre of the teacher's output."""
 
     Config = DINOConfig
     resolve = staticmethod(resolve)
@@ -244,9 +251,10 @@ class DINO(Method):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))
-        # the step, and the sum of the teacher's logits over rows followed by the number of rows, (K + 1,)
+        # the step of the last forward pass, and a vector (K + 1,): the sum of the teacher's logits over the rows, and
+        # the number of rows
         self._sums: tuple[int, Tensor] | None = None
-        # the teacher's pooled features and the index of the best prototype per row, for health()
+        # the teacher's pooled features in the last forward pass, and each row's most probable prototype; for health()
         self._last: tuple[Tensor, Tensor] | None = None
         self.train()
 
@@ -259,11 +267,11 @@ class DINO(Method):
 
     def train(self, mode: bool = True) -> "DINO":
         super().train(mode)
-        self.teacher.eval()  # eval mode turns off drop path in the teacher
+        self.teacher.eval()  # eval mode, because the teacher must not use drop path
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
+        """Return loss and metrics of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
         target, spread = self._targets(batch.views[0], step)  # (G, B, K)
         pooled = self._pooled(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
@@ -276,7 +284,10 @@ class DINO(Method):
 
     @staticmethod
     def _pooled(encoder: nn.Module, views: list[Images]) -> Tensor:
-        """Encode all views: (S * B, D). Encoders that take packed images get all views in one call."""
+        """Return the pooled features of all views, (S * B, D).
+
+        An encoder that takes packed images gets all views in one call.
+        """
         if isinstance(encoder, Encoder) and encoder.takes_packed:
             return encoder(pack(views, encoder.stride)).pooled
         return torch.cat([encoder(view).pooled for view in views])
@@ -285,8 +296,8 @@ class DINO(Method):
     def _targets(self, view: View, step: int) -> tuple[Tensor, Tensor]:
         """Return the teacher's distributions (G, B, K) for global crops (G * B, C, H, W), and the spread of its logits.
 
-        The spread is a scalar: the standard deviation over the rows, averaged over prototypes, divided by the
-        temperature.
+        The spread is a scalar: the standard deviation of the logits over the rows, averaged over the prototypes and
+        divided by the temperature.
         """
         pooled = self.teacher["encoder"](view.images).pooled  # (G * B, D)
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
@@ -297,15 +308,15 @@ class DINO(Method):
             else:
                 target = F.softmax((logits - self.center) / temperature, dim=-1)
         sums = torch.cat([logits.sum(0), logits.new_full((1,), len(logits))])  # (K + 1,)
-        # sums of an earlier step belong to a skipped step and are discarded
+        # Sums of an earlier step are discarded, because that step was skipped.
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
-        # keep indices only, because `target` would occupy memory until the next step
+        # Keep the indices instead of `target`, which would occupy memory until the next step.
         self._last = (pooled.float(), target.argmax(-1))
         spread = (logits - self.center).std(0).mean() / temperature
         return target.unflatten(0, (view.crops, -1)), spread
 
     def temperature(self, step: int) -> float:
-        """Return the teacher's temperature at a step."""
+        """Return the softmax temperature of the teacher at a step."""
         c = self.config
         return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
 
@@ -313,7 +324,7 @@ class DINO(Method):
     def after_step(self, step: int) -> None:
         """Move the teacher towards the student, and the centre towards the mean of this step's teacher logits."""
         if self._sums is None:
-            raise RuntimeError("after_step needs a forward pass of the same step.")
+            raise RuntimeError("after_step was called without a forward pass of the same step.")
         ema.update(
             self.teacher.parameters(), self.student.parameters(), cosine(step, self.steps, self.config.momentum, 1.0)
         )

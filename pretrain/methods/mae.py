@@ -27,7 +27,7 @@ from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
 LONGEST_SIDE = 512
-"""longest side of a grid, in tokens, for which the decoder has positions"""
+"""largest number of rows or columns of tokens for which the decoder has position vectors"""
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
@@ -37,37 +37,40 @@ ENCODERS: dict[type[Encoder], dict[str, Any]] = {
 
 
 class MAEConfig(RandomCropConfig):
-    """MAE. Settings of the decoder without a value are derived from the encoder."""
+    """Settings of MAE. Decoder settings that are not given are derived from the encoder."""
 
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
-    """share of hidden tokens; at least one token is hidden and at least one is visible"""
+    """fraction of tokens to hide; at least one token of each image is hidden and at least one is visible"""
     mask: MaskKind = "random"
-    """hide single tokens, or blocks of them"""
+    """tokens to hide: random (single tokens) or block (rectangular blocks of tokens)"""
     drop: bool | None = None
-    """drop hidden tokens before the encoder; default: true if the encoder can"""
+    """true: drop hidden tokens before the encoder; false: replace hidden tokens by a mask token; default: true if the
+    encoder can drop tokens"""
     normalize_targets: bool = True
     """normalise the pixels of each target patch by their mean and standard deviation"""
     decoder_dim: int | None = Field(default=None, ge=4, multiple_of=4)
     """width of the decoder; default: the encoder's width rounded down to a multiple of 32, at most 512"""
     decoder_depth: int | None = Field(default=None, ge=0)
-    """blocks of the decoder; 0 is one linear layer; default: 0 if hidden tokens are replaced, else 8, or 2 for encoders
-    of fewer than 12 blocks"""
+    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, but 2 for
+    encoders with fewer than 12 blocks"""
     decoder_heads: int | None = Field(default=None, ge=1)
-    """attention heads of the decoder; default: one per 32 channels"""
+    """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
     native: bool = False
-    """keep the aspect ratio of each image; needs an encoder that takes packed images (NaViT); `ratio` is ignored"""
+    """keep the aspect ratio of each image; needs an encoder that takes packed images (NaViT); the setting
+    `ratio` is then ignored"""
     smallest_size: int | None = Field(default=None, ge=1)
-    """smallest native image, as the side in pixels of a square of equal area; default: `size`"""
+    """size of the smallest native image, given as the side in pixels of a square with the same area; default: `size`"""
     token_budget: int | None = Field(default=None, ge=1)
-    """length in tokens of a packed sequence; default: the tokens of 2 images of `size`, or of 5 if image sizes vary"""
+    """length of a packed sequence in tokens; default: the tokens of 2 images of `size`, or of 5 images if image sizes
+    vary"""
 
 
 def resolve(
     config: MAEConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
 ) -> tuple[MAEConfig, ResolvedOptim]:
-    """Return the settings, with values of the published recipe for those that are not given; see `Method.resolve`.
+    """Return the settings of MAE and of the optimizer. Missing settings get the values of the published recipe.
 
-    The published warm-up is 40 of 800 epochs.
+    The published warm-up is 40 of 800 epochs. Shorter runs have a shorter warm-up.
     """
     defaults = {
         "lr": 1.5e-4,
@@ -84,25 +87,25 @@ def resolve(
 
 
 class Decoder(nn.Module):
-    """Predict the pixels of all tokens from the features of the visible ones.
+    """Decoder that predicts the pixels of all tokens from the features of the visible tokens.
 
     A decoder of depth 0 is one linear layer, and needs features of all tokens.
 
     Args:
         dim: width D of the encoder.
-        pixels: pixel values of a token (P).
-        config: settings of the decoder.
+        pixels: number of pixel values per token (P).
+        config: settings of MAE.
         depth: number of blocks.
         drop: True if the encoder drops hidden tokens.
-        class_token: True to add the pooled features as a token.
+        class_token: True to add the pooled features as one more token.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, or depth 0 is combined with dropped tokens.
+        ValueError: the width is not a multiple of the number of heads, or `depth` is 0 and `drop` is true.
     """
 
     def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
         super().__init__()
-        # for the published encoders, the width is 512 with 16 heads
+        # these defaults give the published decoder, with width 512 and 16 heads, for the published encoders
         width = config.decoder_dim or min(max(dim // 32 * 32, 32), 512)
         heads = config.decoder_heads or max(width // 32, 1)
         if depth and width % heads:
@@ -110,7 +113,10 @@ class Decoder(nn.Module):
                 f"mae.decoder_dim {width} is not a multiple of mae.decoder_heads {heads}. Change one of them."
             )
         if not depth and drop:
-            raise ValueError("mae.decoder_depth 0 needs features of all tokens. Set mae.drop false, or a larger depth.")
+            raise ValueError(
+                "mae.decoder_depth 0 needs features of all tokens, but mae.drop is true. "
+                "Set mae.drop to false, or choose a larger depth."
+            )
         self.drop, self.class_token = drop, class_token and depth > 0
         self.embed = nn.Linear(dim, width) if depth else nn.Identity()
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, width), std=0.02)) if drop else None
@@ -158,10 +164,10 @@ class Decoder(nn.Module):
 
     def _positions(self, grids: Tensor, segments: Segments) -> Tensor:
         """Return fixed sine-cosine positions of all tokens: grids (B, 2) -> (T, E). The first half of each position
-        vector encodes the column.
+        vector encodes the column, and the second half encodes the row.
 
         Raises:
-            ValueError: a grid is longer than `LONGEST_SIDE`.
+            ValueError: an image has more than `LONGEST_SIDE` rows or columns of tokens.
         """
         if int(grids.max()) > LONGEST_SIDE:
             raise ValueError(
@@ -197,7 +203,7 @@ def normalized(target: Tensor) -> Tensor:
 
 
 class MAE(Method):
-    """An encoder and a decoder."""
+    """The MAE method: an encoder, and a decoder that predicts the pixels of hidden tokens."""
 
     Config = MAEConfig
     resolve = staticmethod(resolve)
@@ -205,7 +211,7 @@ class MAE(Method):
     has_panels = True
 
     def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:
-        """Build the decoder for an encoder; `config` is resolved.
+        """Build the decoder for an encoder. `config` holds resolved settings.
 
         Raises:
             ValueError: the encoder does not support the settings.
@@ -229,31 +235,32 @@ class MAE(Method):
     @staticmethod
     def encoder_defaults(config: MAEConfig, family: type[Encoder]) -> dict[str, Any]:
         drop = family.can_drop if config.drop is None else config.drop
-        longest = config.size * 2 if config.native else config.size  # a native image may be four times as long as wide
+        # the long side of a native image, which is at most four times as long as wide, is at most twice `size`
+        longest = config.size * 2 if config.native else config.size
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
         return supported(family, wanted)
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        # budgets that are multiples of the largest image's tokens waste the fewest tokens
-        # (benchmarks/results/packing.md)
+        # The default budget is a multiple of the tokens of an image of `size`, because that leaves the least padding
+        # (benchmarks/results/packing.md).
         budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
         crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of B images with one view: images (B, C, H, W) or packed, and one mask."""
+        """Return loss and metrics of a batch with one view: B images, (B, C, H, W) or packed, and one mask."""
         images, mask = _masked_view(batch)
         features = self.encoder(images, mask, drop=self.drop)
         predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
         with full_precision(predicted):
             loss = mae_loss(predicted, self._targets(images), mask, features.grids)
         self._pooled = features.pooled.detach().float()
-        # the spread is 0 if the decoder learns nothing from the encoder
+        # A spread near 0 shows that the decoder learns nothing from the encoder.
         return loss, {"prediction_spread": predicted.detach().std(0).mean()}
 
     def _targets(self, images: Images) -> Tensor:
-        """Return the pixels to predict: (T, P) float32."""
+        """Return the pixels that the decoder has to predict: (T, P) float32."""
         pixels = images.patches if isinstance(images, PackedImages) else patchify(images, self.encoder.stride)
         return normalized(pixels.float()) if self.config.normalize_targets else pixels.float()
 
@@ -282,7 +289,7 @@ class MAE(Method):
         self.eval()
         predicted = self.decoder(self.encoder(view, mask, drop=self.drop), mask, _sequences(view)).float()
         self.train(training)
-        if self.config.normalize_targets:  # add the true mean and contrast of each patch, which are not predicted
+        if self.config.normalize_targets:  # undo the normalisation of the targets
             predicted = predicted * (pixels.var(1, keepdim=True) + 1e-6).sqrt() + pixels.mean(1, keepdim=True)
         hidden = mask.hidden[:, None]
         grids = self.encoder.grids(view)
@@ -292,7 +299,7 @@ class MAE(Method):
 
 
 def _masked_view(batch: Batch) -> tuple[Images, Mask]:
-    """Return the images and the mask of the only view."""
+    """Return the images and the mask of a batch that has one view."""
     (view,) = batch.views
     (mask,) = view.masks
     return view.images, mask
@@ -308,12 +315,12 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
     if drop and not encoder.can_drop:
         raise ValueError(f"{name} cannot drop hidden tokens. Remove mae.drop, or set it to false.")
     if config.native and not encoder.takes_packed:
-        raise ValueError(f"{name} takes images of one size. Set mae.native to false, or choose a navit encoder.")
+        raise ValueError(f"{name} takes only images of one size. Set mae.native to false, or choose a navit encoder.")
     if not config.native and (config.smallest_size or config.token_budget):
         raise ValueError("mae.smallest_size and mae.token_budget need images of many sizes. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:
         sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(
             f"mae.size {config.size} is not a multiple of {encoder.stride}, the stride of {name}. "
-            f"Set it to {' or '.join(str(n * encoder.stride) for n in sizes)}."
+            f"Set mae.size to {' or '.join(str(n * encoder.stride) for n in sizes)}."
         )

@@ -1,4 +1,4 @@
-"""Detection of collapse: the effective rank of the features, and an alarm."""
+"""Detection of feature collapse: the effective rank of the features, and an alarm."""
 
 import math
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from runtime.settings import Section
 
 
 class HealthConfig(Section):
-    """The collapse alarm."""
+    """Settings of the collapse alarm."""
 
     on_collapse: Literal["warn", "stop"] = "warn"
-    """action of the alarm: print a warning, or stop the run"""
+    """action when the run looks collapsed: warn (print a warning) or stop (stop the run)"""
     patience: int = Field(default=5, ge=1)
-    """number of records in a row that must look collapsed"""
+    """number of consecutive records of metrics that must look collapsed before the alarm"""
     grace: float = Field(default=0.1, ge=0, le=1)
-    """share of the run at the start during which the alarm is off"""
+    """fraction of the run, counted from its start, during which the alarm is off"""
     min_rank: float = Field(default=0.1, ge=0, le=1)
-    """alarm when the features' effective rank falls below this share of the largest seen"""
+    """the run looks collapsed if the features' effective rank is below this fraction of the largest rank so far"""
 
 
 class CollapseError(UserError, RuntimeError):
@@ -34,9 +34,9 @@ class CollapseError(UserError, RuntimeError):
 def effective_rank(features: Tensor) -> float:
     """Return the effective rank of the features of all processes (RankMe, 2210.02885).
 
-    This is the exponential of the entropy of the singular values of the centred features. It lies between 0 (all rows
-    are equal) and the smaller of the number of rows and D, and is NaN if a feature is not finite. All processes get the
-    same number, so that they stop together.
+    The effective rank is the exponential of the entropy of the centred features' singular values, normalised to sum
+    to 1. It is 0 if all rows are equal, at most the smaller of D and the number of rows, and NaN if a feature is not
+    finite. All processes get the same number, so that a collapse stops all of them at the same step.
 
     Args:
         features: (N, D); N may differ between processes.
@@ -56,7 +56,7 @@ def effective_rank(features: Tensor) -> float:
 
 
 class CollapseAlarm:
-    """Warn about a collapsed run, once per kind of collapse.
+    """Alarm that warns about a collapsed run, once for each kind of collapse.
 
     A kind is a name such as `rank` or `uniform`. After the grace period, a warning is due when `health.patience`
     records in a row show the same kind.
@@ -65,11 +65,12 @@ class CollapseAlarm:
     def __init__(
         self, config: HealthConfig, steps: int, rank_hint: str = "", memory: dict[str, Any] | None = None
     ) -> None:
-        """
+        """Create the alarm of a run.
+
         Args:
-            config: thresholds.
-            steps: length of the run.
-            rank_hint: advice of the method when the rank of the features falls.
+            config: settings of the alarm.
+            steps: length of the run in optimizer steps.
+            rank_hint: advice that the warning about a fallen rank gives, such as settings to change.
             memory: state of the alarm, empty for a new run. The alarm updates the dictionary in place, so that a
                 checkpoint can store the state.
         """
@@ -80,10 +81,10 @@ class CollapseAlarm:
         self.memory.setdefault("rung", [])
 
     def check(self, record: Mapping[str, float], method_signs: Mapping[str, str]) -> dict[str, str]:
-        """Return the warnings that are due now: kind -> message.
+        """Return the new warnings for one record of metrics, as a dict from kind of collapse to message.
 
         Args:
-            record: metrics of one step.
+            record: metrics of one training step.
             method_signs: signs that the method found in `record` (`Method.collapse_signs`).
 
         Raises:

@@ -18,8 +18,10 @@ from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, op
 
 
 class Recorder:
-    """Write metrics to the chosen sinks, and pictures and skipped samples to the run folder. Used on the main process
-    only."""
+    """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
+
+    Metrics and pictures go to the chosen sinks. Pictures and the names of skipped samples go to the run folder.
+    """
 
     def __init__(
         self, output: Path, step: int, config: MetricsConfig | None = None, settings: Mapping[str, Any] | None = None
@@ -30,7 +32,7 @@ class Recorder:
 
         Args:
             config: metric sinks to use.
-            settings: settings of the run, shown by wandb and mlflow.
+            settings: settings of the run, which the sinks wandb and mlflow store with the metrics.
         """
         self.output, self.skips = output, output / "skipped.jsonl"
         keep_lines(self.skips, step)
@@ -43,14 +45,16 @@ class Recorder:
             sink.scalars(record)
 
     def values(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of every line of metrics.jsonl that has `name`."""
+        """Return the step and the value of a metric for each line of metrics.jsonl that contains the metric."""
         path = self.output / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
     def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
-        """Write pictures, name -> (H, W, 3) uint8, to the sinks; OUTPUT/pictures/NAME.png holds the newest picture of a
-        name."""
+        """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
+
+        The PNG file replaces the earlier picture of that name.
+        """
         folder = self.output / "pictures"
         folder.mkdir(exist_ok=True)
         for sink in self.sinks:
@@ -59,7 +63,7 @@ class Recorder:
             Image.fromarray(picture).save(folder / f"{name}.png")
 
     def skipped(self, step: int, reason: str, keys: list[str]) -> None:
-        """Write the names of the samples of a batch whose loss or gradient was not finite."""
+        """Append to skipped.jsonl a step whose loss or gradient was not finite, with the names of its samples."""
         append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
 
     def close(self) -> None:
@@ -69,7 +73,7 @@ class Recorder:
 
 
 class Progress:
-    """Progress of the run: a bar on a terminal, or one line per record if the output is a file (a SLURM log)."""
+    """Progress display on stderr: a bar on a terminal, or one line per record of metrics in a file such as a log."""
 
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
         console = Console(stderr=True)
@@ -94,12 +98,12 @@ class Progress:
         self.progress.stop()
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
-        """Move the bar to `step`."""
+        """Move the progress bar to `step`, and show the given numbers next to the bar."""
         numbers = f"loss {loss:.4f}  {images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def line(self, record: dict[str, Any]) -> None:
-        """Print one line of a record, unless the bar is shown."""
+        """Print a record of metrics as one line, unless a progress bar is shown."""
         if not self.enabled or self.bar:
             return
         done = record["step"] - self.first

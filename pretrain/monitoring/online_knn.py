@@ -1,4 +1,4 @@
-"""Online k-NN: the accuracy of the encoder's features during pretraining."""
+"""Online k-NN: k-nearest-neighbour accuracy of the encoder's features during pretraining."""
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +15,7 @@ from pretrain.config import EvaluationConfig
 
 
 class OnlineKNN:
-    """k-NN evaluation of an encoder on labelled shards. All processes must create and call the evaluation."""
+    """k-NN evaluation of an encoder on labelled shards. All processes must create the object and call `evaluate`."""
 
     def __init__(
         self,
@@ -25,16 +25,17 @@ class OnlineKNN:
         accelerator: Accelerator,
         source: SourceConfig = DEFAULT,
     ) -> None:
-        """
+        """Check that the shards of the bank and of the queries are disjoint.
+
         Args:
-            config: settings; `config.val` names the shards of the queries.
-            bank: labelled SHARDS of the neighbours.
+            config: settings of the evaluation. `config.val` names the labelled SHARDS of the query images.
+            bank: labelled SHARDS in which neighbours are searched.
             image_size: side of the images in pixels.
-            accelerator: processes and device.
+            accelerator: accelerator of the run, which knows the processes and the device.
             source: options for reading remote shards.
 
         Raises:
-            EvaluationError: a shard is in the bank and in `config.val`.
+            EvaluationError: a shard is both in the bank and in `config.val`.
         """
         assert config.val is not None
         check_disjoint(bank, config.val)
@@ -43,7 +44,7 @@ class OnlineKNN:
         self._first: Tensor | None = None
 
     def first_images(self, preprocessing: Preprocessing) -> Tensor:
-        """Return the first `config.pictures` images of `config.val`, normalised, for pictures: (N, C, S, S)."""
+        """Return the first `config.pictures` images of `config.val` as normalised model input: (N, C, S, S)."""
         if self._first is None:
             transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
             count = self.config.pictures
@@ -54,7 +55,10 @@ class OnlineKNN:
         return self._first
 
     def evaluate(self, encoder: Encoder) -> dict[str, float]:
-        """Return `knn_top1`, 0 to 1. The mode of the encoder and the random states stay as they are."""
+        """Return the top-1 accuracy, 0 to 1, under the name `knn_top1`.
+
+        The encoder's mode (train or eval) and the random states are the same afterwards.
+        """
         training = encoder.training
         encoder.eval()
         extraction = Extraction(

@@ -1,7 +1,7 @@
 """Pictures of the input and the features of a run, as (H, W, 3) uint8 arrays.
 
-Normalised images are shown with their original colours: one channel as gray, two channels as red and green, and three
-or more channels by the first three as red, green and blue.
+Images are shown with their original colours, so the normalisation is undone. One channel is shown as gray, and two
+channels are shown as red and green. Images with more channels show the first three as red, green and blue.
 
 Shape letters: N images, C channels, D width of a token, h x w grid of tokens.
 """
@@ -17,7 +17,10 @@ from encoders.images import PackedImages
 
 
 def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
-    """Show the crops of the first images as the encoder receives them: one row per image, global crops first."""
+    """Show the crops of the first `images` images of a batch as the encoder receives them.
+
+    Each row holds the crops of one image, global crops first.
+    """
     columns = []
     shown = min(images, len(batch))
     for view in batch.views:
@@ -29,16 +32,16 @@ def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
 
 
 def panels(rows: list[list[Tensor]], preprocessing: Preprocessing, side: int = 112) -> np.ndarray:
-    """Show rows of normalised pictures (C, H, W) of any size, each fitted into a square."""
+    """Show rows of normalised pictures (C, H, W) of any size. Each picture is scaled to fit a square."""
     cells = [[_resized(_colours(picture[None], preprocessing), side)[0] for picture in row] for row in rows]
     return _grid(torch.stack([torch.stack(row) for row in cells]))
 
 
 @torch.no_grad()
 def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray | None:
-    """Show each image with the class token's attention in the last block, one picture per head.
+    """Show each image next to maps of the class token's attention in the last block, one map per head.
 
-    Return None if the encoder has no class token or no attention weights.
+    Return None if the encoder has no class token or does not provide attention weights.
 
     Args:
         encoder: encoder in eval mode.
@@ -59,7 +62,8 @@ def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray |
 def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
     """Show each image above the first three principal components of its tokens as red, green and blue.
 
-    The components are those of the tokens of all images. Their signs are fixed, so that a picture can be reproduced.
+    The components are computed from the tokens of all images together. The sign of each component is fixed, so that a
+    picture can be reproduced.
 
     Args:
         encoder: encoder in eval mode.
@@ -81,7 +85,7 @@ def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
 
 
 def _colours(images: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Undo the normalisation: (N, C, H, W) -> (N, 3, H, W) in [0, 1]."""
+    """Undo the normalisation of images and return them as RGB: (N, C, H, W) -> (N, 3, H, W) in [0, 1]."""
     mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (preprocessing.mean, preprocessing.std))
     pixels = (images.float() * std + mean).clamp(0, 1)
     if pixels.shape[1] == 1:
@@ -92,8 +96,8 @@ def _colours(images: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def _resized(images: Tensor, side: int) -> Tensor:
-    """Scale images so that the longer side is `side`, and pad them to white squares: (N, 3, H, W) -> (N, 3, side,
-    side)."""
+    """Scale images so that the longer side is `side` pixels, and pad them with white to squares: (N, 3, H, W) ->
+    (N, 3, side, side)."""
     scale = side / max(images.shape[-2:])
     height, width = (max(round(s * scale), 1) for s in images.shape[-2:])
     resized = F.interpolate(images, size=(height, width), mode="nearest")

@@ -1,7 +1,7 @@
-"""Metric sinks: outputs for the numbers and pictures of a run. Each output is one class.
+"""Metric sinks: outputs for the numbers and pictures of a run. Each kind of output is one class.
 
 Every sink has the three methods of `Sink`. All sinks receive the same records. A resumed run repeats the steps after
-its checkpoint; each sink makes sure that no step appears twice.
+its checkpoint, so each sink makes sure that no step appears twice.
 """
 
 import csv
@@ -47,10 +47,10 @@ def check_installed(sinks: tuple[str, ...]) -> None:
 
 
 class MetricsConfig(Section):
-    """Metric outputs of the run."""
+    """Settings of the outputs for metrics."""
 
     sinks: tuple[SinkName, ...] = Field(default=("jsonl", "tensorboard"))
-    """outputs for metrics: jsonl (metrics.jsonl), tensorboard, csv (metrics.csv), wandb, mlflow"""
+    """outputs for metrics: any of jsonl (metrics.jsonl), tensorboard, csv (metrics.csv), wandb and mlflow"""
 
     @field_validator("sinks")
     @classmethod
@@ -69,11 +69,11 @@ class Sink(Protocol):
         """Write pictures, given as name -> (H, W, 3) uint8."""
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write buffered records and close the output."""
 
 
 class JSONLines:
-    """OUTPUT/metrics.jsonl: one JSON object per line."""
+    """Sink that writes OUTPUT/metrics.jsonl, with one JSON object per line."""
 
     def __init__(self, output: Path, step: int) -> None:
         self.path = output / "metrics.jsonl"
@@ -83,14 +83,14 @@ class JSONLines:
         append_line(self.path, record)
 
     def pictures(self, pictures: Mapping[str, np.ndarray], step: int) -> None:
-        """Ignore pictures: the run folder holds them as PNG files."""
+        """Ignore the pictures, because the run folder already holds them as PNG files."""
 
     def close(self) -> None:
-        """Do nothing: the file is closed after every line."""
+        """Do nothing, because `scalars` closes the file after every line."""
 
 
 class TensorBoard:
-    """OUTPUT/tensorboard: event files."""
+    """Sink that writes TensorBoard event files to OUTPUT/tensorboard."""
 
     def __init__(self, output: Path, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # imported here, because the import is slow
@@ -112,7 +112,8 @@ class TensorBoard:
 
 
 class CSV:
-    """OUTPUT/metrics.csv: one row per step, one column per metric. A missing value is an empty cell."""
+    """Sink that writes OUTPUT/metrics.csv, with one row per step and one column per metric. A missing value becomes an
+    empty cell."""
 
     def __init__(self, output: Path, step: int) -> None:
         self.path = output / "metrics.csv"
@@ -142,17 +143,17 @@ class CSV:
             writer.writerows(rows)
 
     def pictures(self, pictures: Mapping[str, np.ndarray], step: int) -> None:
-        """Ignore pictures: the run folder holds them as PNG files."""
+        """Ignore the pictures, because the run folder already holds them as PNG files."""
 
     def close(self) -> None:
-        """Do nothing: the file is closed after every row."""
+        """Do nothing, because `scalars` closes the file after every row."""
 
 
 class WandB:
-    """A run of Weights & Biases. The environment variables of `wandb` apply (`WANDB_PROJECT`, `WANDB_MODE`, ...).
+    """Sink that logs to Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE` and its other environment variables apply.
 
-    The run's name is the name of the run folder. A resumed run continues the same run of Weights & Biases. The service
-    drops repeated steps.
+    The name of the run in Weights & Biases is the name of the run folder. A resumed run continues the same
+    Weights & Biases run, and the service drops steps that it already has.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -176,10 +177,10 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow. The environment variables `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` apply.
+    """Sink that logs to MLflow. The environment variables `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` apply.
 
-    The run's name is the name of the run folder. A resumed run continues the same run of MLflow, and does not write the
-    steps that MLflow already has. A tracking server that fails during training only causes a warning.
+    The name of the run in MLflow is the name of the run folder. A resumed run continues the same MLflow run, and does
+    not write steps that MLflow already has. If the tracking server fails during training, only a warning is logged.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -213,7 +214,7 @@ class MLflow:
         try:
             call()
         except self.mlflow.exceptions.MlflowException as error:
-            log.warning("MLflow did not take a record: %s", error)
+            log.warning("a record could not be sent to MLflow: %s", error)
 
     def close(self) -> None:
         self.mlflow.end_run()
@@ -222,8 +223,8 @@ class MLflow:
 def open_sinks(config: MetricsConfig, output: Path, step: int, settings: Mapping[str, Any]) -> list[Sink]:
     """Open the chosen sinks of a run that has done `step` steps.
 
-    Records of later steps are removed. If `step` is 0, all records are removed. wandb and mlflow show `settings` with
-    the run.
+    Records of later steps are removed. If `step` is 0, all records are removed. Weights & Biases and MLflow also store
+    `settings`.
     """
     makers: dict[str, Callable[[], Sink]] = {
         "jsonl": lambda: JSONLines(output, step),
@@ -236,13 +237,13 @@ def open_sinks(config: MetricsConfig, output: Path, step: int, settings: Mapping
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Append one JSON object as a line."""
+    """Append one JSON object as a line to a JSON lines file."""
     with path.open("a") as file:
         file.write(json.dumps(value) + "\n")
 
 
 def keep_lines(path: Path, step: int) -> None:
-    """Keep only the lines of a JSON lines file up to `step`; remove all lines if `step` is 0."""
+    """Remove the lines of a JSON lines file whose step is after `step`. Remove all lines if `step` is 0."""
     if not path.exists():
         return
     kept = []
@@ -257,13 +258,13 @@ def keep_lines(path: Path, step: int) -> None:
 
 
 def read_run(output: Path, service: str) -> dict[str, str]:
-    """Return the id and name under which a tracking service knows this run folder, or an empty dict."""
+    """Return the id and name under which a tracking service knows this run folder, or an empty dict if it does not."""
     path = output / "tracking.json"
     return json.loads(path.read_text()).get(service, {}) if path.exists() else {}
 
 
 def write_run(output: Path, service: str, run_id: str, name: str) -> None:
-    """Store the id and name under which a tracking service knows this run folder, in OUTPUT/tracking.json."""
+    """Write the id and name under which a tracking service knows this run folder to OUTPUT/tracking.json."""
     path = output / "tracking.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     with atomic_write(path) as temporary:

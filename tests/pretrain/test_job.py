@@ -27,7 +27,7 @@ def test_processes_that_see_other_shards(monkeypatch):
     others = [(job.fingerprint([one], [1024]), 3, ["http://h/b.tar"])]
     with pytest.raises(
         ShardError,
-        match=r"process 1 sees 3 images and process 0 sees 6.*only one of the two can read: http://h/b\.tar\.",
+        match=r"process 1 sees 3 images and process 0 sees 6.*Only one of the .* processes can read: http://h/b\.tar\.",
     ):
         job.agree([both], [1024])
 
