@@ -226,7 +226,7 @@ def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str,
 
 
 class DINO(Method):
-    """The DINO method: a student and a teacher with an encoder and a head each, and the centre of the teacher's output."""
+    """The DINO method: a student and a teacher, each an encoder with a head, and the centre of the teacher's output."""
 
     Config = DINOConfig
     resolve = staticmethod(resolve)
