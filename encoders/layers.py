@@ -45,6 +45,11 @@ def attention(
     Raises:
         EncoderError: both `bias` and `segments` are given.
     """
+    if q.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or q.dtype in (torch.bfloat16, torch.float16)):
+        # torch's CPU kernel computes the gradient in bf16 several times slower than in float32
+        with torch.autocast("cpu", enabled=False):
+            bias = bias.float() if bias is not None and bias.is_floating_point() else bias
+            return attention(q.float(), k.float(), v.float(), scale=scale, bias=bias, segments=segments).to(v.dtype)
     if segments is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     if bias is not None:

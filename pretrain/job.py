@@ -33,6 +33,7 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
+from pretrain.monitoring.verdict import Scores, baselines
 from pretrain.preflight import Plan, dry_forward, report
 from runtime import processes
 from runtime.collectives import broadcast_object, gather_objects
@@ -98,7 +99,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
     with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
-        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, position)
+        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position)
         train(run, iter(batches))
     finish_run(run)
 
@@ -380,10 +381,10 @@ def finish_run(run: Run) -> None:
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val
     train, val = (shards if isinstance(shards, str) else "SHARDS" for shards in (train_shards, val_shards))
-    scores = run.recorder.values("knn_top1")
-    if scores:
-        before, after = (f"{100 * score:.1f} % after {step} steps" for step, score in (scores[0], scores[-1]))
-        print(f"\n{evaluation.k}-NN accuracy on held-out images: {before}, {after}")
+    scores = Scores(run.state.scores)
+    if scores.history:
+        after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
+        print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)})")
     command = f"accelerate launch evaluation/linear_probe.py --checkpoint {run.output} --train '{train}' --val '{val}'"
     if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit
         command += " --no-augment --batch_norm"

@@ -23,7 +23,7 @@ from pretrain.checkpoints.save import Saver
 from pretrain.config import ResolvedRun
 from pretrain.engines import Engine
 from pretrain.methods.base import Method
-from pretrain.monitoring import pictures
+from pretrain.monitoring import pictures, verdict
 from pretrain.monitoring.collapse import CollapseAlarm
 from pretrain.monitoring.metrics import Progress, Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
@@ -53,6 +53,8 @@ class Run:
     online_knn: OnlineKNN | None
     """Online k-NN evaluation; None if the settings name no evaluation shards."""
     saver: Saver
+    images: int
+    """Number of images of the data set."""
     state: TrainState = field(default_factory=TrainState)
     """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
 
@@ -138,8 +140,10 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
     window, save_due = Window(), False
     if state.step == 0 or state.unscored:
-        _record_and_score(run, state.unscored, None)
+        _record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
+    scores = verdict.Scores(state.scores).history
+    progress.scored(scores[-1].accuracy if scores else None)
     with progress:
         while state.step < run.steps:
             started = time.perf_counter()
@@ -159,7 +163,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     # Do not delay the stop by an evaluation. The resumed run evaluates this step.
                     state.unscored = record
                 else:
-                    _record_and_score(run, record, micro_batches[0])
+                    _record_and_score(run, record, micro_batches[0], alarm)
+                progress.scored(record.get("knn_top1"))
                 progress.line(record)
                 for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
@@ -245,6 +250,7 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     record = {
         "step": run.state.step,
         "images": run.state.images,
+        "epoch": run.state.images / run.images,
         "loss": result.loss,
         "lr": max(moving),
         "weight_decay": max(decays),
@@ -259,11 +265,11 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     return record | dict(zip(names, means, strict=True)) | run.method.health()
 
 
-def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> None:
+def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, alarm: CollapseAlarm) -> None:
     """Write the metrics of a step.
 
-    Before the first step, after the last step and every `evaluate_every` steps, also run the k-NN evaluation and draw
-    pictures.
+    Before the first step, after the last step and every `evaluate_every` steps, also run the k-NN evaluation, print its
+    verdict, and draw pictures.
     """
     step = run.state.step
     if step in (0, run.steps) or _due(run.config.evaluate_every, step):
@@ -272,15 +278,27 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None) -> 
             shown |= _pictures(run, _on_device(run, batch))
         if run.online_knn is not None:
             encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
-            record |= run.online_knn.evaluate(encoder)
-            if run.recorder:
-                log.info("step %d: %d-NN accuracy %.1f %%", step, run.config.evaluation.k, 100 * record["knn_top1"])
+            record |= run.online_knn.evaluate(encoder, pixels=step == 0)
+            log.info("%s", _verdict(run, run.online_knn, record, alarm))
             if run.recorder and run.config.evaluation.pictures:
                 images = run.online_knn.first_images(encoder.preprocessing)
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
         _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})
     if run.recorder and record:
         run.recorder.scalars({"step": step, "images": run.state.images} | record)
+
+
+def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:
+    """Add the accuracy in `record` to the scores of the run, and return the line that says how the run goes."""
+    step, scores = run.state.step, verdict.Scores(run.state.scores)
+    scores.add(step, record)
+    if step == 0:
+        return f"step 0: {online_knn.config.k}-NN accuracy {verdict.baselines(scores)}"
+    signs = alarm.signs(record, run.method.collapse_signs(record))
+    early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
+    found = verdict.outcome(scores.history, online_knn.queries, early, signs)
+    advice = list(signs.values()) or run.method.advice(record)
+    return verdict.line(scores, online_knn.config.k, found, advice)
 
 
 def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:

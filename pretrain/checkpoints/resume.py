@@ -58,6 +58,8 @@ class TrainState:
     """Number of corrupt images that were replaced by other images, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
     """State of the collapse alarm."""
+    scores: dict[str, Any] = field(default_factory=dict)
+    """k-NN accuracies so far, and the accuracy of the raw pixels (`monitoring.verdict.Scores`)."""
     unscored: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step, if the run stopped before the evaluation that was due at this step. The resumed run
     evaluates, and then writes these metrics."""

@@ -108,6 +108,13 @@ class Method(nn.Module):
         """
         return {}
 
+    def advice(self, record: Mapping[str, float]) -> list[str]:
+        """Return reasons why the run may not learn, seen in the metrics of one step, each with settings to try.
+
+        They are printed when the k-NN accuracy does not rise.
+        """
+        return ["Try more steps, or another optim.lr."]
+
     def health(self) -> dict[str, Any]:
         """Return metrics that are too expensive for every step. Collective; all processes get equal values."""
         return {}

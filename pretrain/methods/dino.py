@@ -353,5 +353,21 @@ class DINO(Method):
             "feature_rank": effective_rank(pooled),
         }
 
+    def advice(self, record: Mapping[str, float]) -> list[str]:
+        c, found = self.config, []
+        if record["teacher_spread"] < 1:
+            settings = "encoder.init xavier, encoder.position_init sincos, or a higher optim.lr"
+            found.append(
+                f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
+                f"and should be above 1. Try {settings if c.batch_norm else 'dino.batch_norm, ' + settings}."
+            )
+        if record["prototypes_used"] < c.prototypes / 16:
+            found.append(
+                f"The images of the batch fall on {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
+                "fewer dino.prototypes, or dino.centering sinkhorn."
+            )
+        found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
+        return [*found, *super().advice(record)]
+
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         return collapse_signs(record, math.log(self.config.prototypes))

@@ -7,6 +7,7 @@ Shapes: B images; T tokens of a batch, V of them visible; N tokens of an image; 
 decoder; P = stride * stride * C pixel values of a token.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -272,6 +273,15 @@ class MAE(Method):
 
     def units(self) -> list[nn.Module]:
         return [*super().units(), *self.decoder.blocks]
+
+    def advice(self, record: Mapping[str, float]) -> list[str]:
+        found = [f"The rank of the features is {record['feature_rank']:.1f}."]
+        if record["prediction_spread"] < 0.1:
+            found.append(
+                "The predictions hardly differ between patches "
+                f"(prediction_spread {record['prediction_spread']:.3f}). Try a higher optim.lr."
+            )
+        return [*found, *super().advice(record)]
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:

@@ -90,7 +90,7 @@ class CollapseAlarm:
         Raises:
             CollapseError: a warning is due and `health.on_collapse` is `stop`.
         """
-        signs = {**method_signs, **self._rank_sign(record.get("feature_rank"))}
+        signs = self.signs(record, method_signs)
         in_a_row = self.memory["in_a_row"] = {kind: self.memory["in_a_row"].get(kind, 0) + 1 for kind in signs}
         if record["step"] < self.config.grace * self.steps:
             return {}
@@ -103,6 +103,10 @@ class CollapseAlarm:
         if due and self.config.on_collapse == "stop":
             raise CollapseError("; ".join(due.values()))
         return due
+
+    def signs(self, record: Mapping[str, float], method_signs: Mapping[str, str]) -> dict[str, str]:
+        """Return all signs of collapse in one record, those of the method and a fallen rank: kind -> message."""
+        return {**method_signs, **self._rank_sign(record.get("feature_rank"))}
 
     def _rank_sign(self, rank: float | None) -> dict[str, str]:
         if rank is None:

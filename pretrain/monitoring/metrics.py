@@ -1,6 +1,5 @@
 """Metrics, pictures and the list of skipped samples of a run, and its progress bar."""
 
-import json
 import math
 import sys
 import time
@@ -44,12 +43,6 @@ class Recorder:
         for sink in self.sinks:
             sink.scalars(record)
 
-    def values(self, name: str) -> list[tuple[int, float]]:
-        """Return the step and the value of a metric for each line of metrics.jsonl that contains the metric."""
-        path = self.output / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-
     def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
         """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
 
@@ -89,6 +82,7 @@ class Progress:
         self.progress = RichProgress(*columns, console=console, disable=not self.bar)
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
         self.steps, self.first, self.started = steps, done, time.perf_counter()
+        self.knn = ""  # newest k-NN accuracy in words
 
     def __enter__(self) -> "Progress":
         self.progress.start()
@@ -98,9 +92,14 @@ class Progress:
         self.progress.stop()
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
-        """Move the progress bar to `step`, and show the given numbers next to the bar."""
-        numbers = f"loss {loss:.4f}  {images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
+        """Move the progress bar to `step`, and show the given numbers and the newest k-NN accuracy next to the bar."""
+        numbers = f"loss {loss:.4f}  {self.knn}{images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
         self.progress.update(self.task, completed=step, numbers=numbers)
+
+    def scored(self, accuracy: float | None) -> None:
+        """Show a k-NN accuracy, 0 to 1, from now on. Do nothing if `accuracy` is None."""
+        if accuracy is not None:
+            self.knn = f"k-NN {100 * accuracy:.1f} %  "
 
     def line(self, record: dict[str, Any]) -> None:
         """Print a record of metrics as one line, unless a progress bar is shown."""
@@ -108,6 +107,23 @@ class Progress:
             return
         done = record["step"] - self.first
         left = (time.perf_counter() - self.started) / max(done, 1) * (self.steps - record["step"])
-        numbers = {"loss": ".4f", "lr": ".2e", "images_per_second": ".0f", "data_wait": ".0%", "knn_top1": ".3f"}
-        shown = "  ".join(f"{name} {record[name]:{form}}" for name, form in numbers.items() if name in record)
-        print(f"step {record['step']}/{self.steps}  {shown}  ETA {left:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"step {record['step']}/{self.steps}  epoch {record['epoch']:.1f}  loss {record['loss']:.4f}  {self.knn}"
+            f"lr {record['lr']:.2e}  {record['images_per_second']:.0f} images/s  "
+            f"data wait {100 * record['data_wait']:.0f} %  {duration(left)} left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words, in the two largest units that matter: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(minutes / 60)
+    return f"{hours // 24} d {hours % 24} h"

@@ -1,6 +1,7 @@
 """Online k-NN: k-nearest-neighbour accuracy of the encoder's features during pretraining."""
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -9,9 +10,21 @@ from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches
 from data.shards import DEFAULT, SourceConfig
 from encoders.base import Encoder, Preprocessing
-from evaluation.features import Extraction, check_disjoint, extract, resize_size, single_view
-from evaluation.knn import KNNProtocol, knn_accuracy
+from evaluation.features import (
+    Extraction,
+    LabelledFeatures,
+    check_disjoint,
+    extract,
+    pooled,
+    resize_size,
+    single_view,
+)
+from evaluation.knn import KNNProtocol, knn_accuracy, subtract_mean
 from pretrain.config import EvaluationConfig
+from runtime.collectives import all_reduce_sum
+
+PIXEL_SIDE = 32
+"""Side in pixels to which larger images are shrunk for the accuracy of the raw pixels."""
 
 
 class OnlineKNN:
@@ -41,6 +54,8 @@ class OnlineKNN:
         check_disjoint(bank, config.val)
         self.config, self.bank, self.val = config, bank, config.val
         self.image_size, self.accelerator, self.source = image_size, accelerator, source
+        self.queries = 0
+        """Number of scored images; known after the first evaluation."""
         self._first: Tensor | None = None
 
     def first_images(self, preprocessing: Preprocessing) -> Tensor:
@@ -54,18 +69,49 @@ class OnlineKNN:
             self._first = single_view(to_model_input(batch))[:count]
         return self._first
 
-    def evaluate(self, encoder: Encoder) -> dict[str, float]:
+    def evaluate(self, encoder: Encoder, *, pixels: bool = False) -> dict[str, float]:
         """Return the top-1 accuracy, 0 to 1, under the name `knn_top1`.
 
         The encoder's mode (train or eval) and the random states are the same afterwards.
+
+        Args:
+            encoder: encoder to evaluate.
+            pixels: also return the accuracy of the raw pixels, as `knn_pixels`. The images are shrunk to `PIXEL_SIDE`
+                pixels, and the mean image of the bank is subtracted.
         """
         training = encoder.training
         encoder.eval()
         extraction = Extraction(
-            image_size=self.image_size, batch_size=self.config.batch_size, progress=False, source=self.source
+            image_size=self.image_size,
+            batch_size=self.config.batch_size,
+            progress=False,
+            source=self.source,
+            feature=pooled_and_pixels if pixels else pooled,
         )
         with torch.random.fork_rng(devices=[]):
             train, val = (extract(encoder, shards, self.accelerator, extraction) for shards in (self.bank, self.val))
         encoder.train(training)
-        accuracy = knn_accuracy(train, val, KNNProtocol(k=(self.config.k,)), self.accelerator)
-        return {"knn_top1": accuracy[self.config.k][0]}
+        self.queries = int(all_reduce_sum(torch.tensor(len(val.labels))))
+        scores = {"knn_top1": self._accuracy(train, val, slice(encoder.dim))}
+        if pixels:
+            scores["knn_pixels"] = self._accuracy(train, val, slice(encoder.dim, None), centred=True)
+        return scores
+
+    def _accuracy(
+        self, train: LabelledFeatures, val: LabelledFeatures, columns: slice, *, centred: bool = False
+    ) -> float:
+        """Return the accuracy of some columns of the features, with the mean of the bank subtracted if `centred`."""
+        bank, queries = train.features[:, columns], val.features[:, columns]
+        if centred:
+            bank, queries = subtract_mean(bank, queries)
+        bank, queries = train._replace(features=bank), val._replace(features=queries)
+        return knn_accuracy(bank, queries, KNNProtocol(k=(self.config.k,)), self.accelerator)[self.config.k][0]
+
+
+def pooled_and_pixels(encoder: Encoder, images: Tensor) -> Tensor:
+    """Return the encoder's pooled output and the pixels of the shrunk images, side by side.
+
+    (B, C, S, S) -> (B, D + C * s * s), where s is the smaller of S and `PIXEL_SIDE`.
+    """
+    side = min(images.shape[-1], PIXEL_SIDE)
+    return torch.cat([pooled(encoder, images), F.adaptive_avg_pool2d(images, side).flatten(1)], 1)

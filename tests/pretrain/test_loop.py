@@ -98,7 +98,7 @@ def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
     accelerator, engine_class = make_accelerator(config)
     engine = engine_class(accelerator, method, config.optim)
     to = save.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
-    return Run(config, output, accelerator, method, engine, None, None, to)
+    return Run(config, output, accelerator, method, engine, None, None, to, images=64)
 
 
 def integers(images: int, seed: int = 0, keys: list[str] | None = None) -> Batch:

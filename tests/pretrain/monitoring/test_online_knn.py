@@ -72,6 +72,24 @@ def test_equals_scikit_learn(shards, preprocessing: Preprocessing) -> None:
     torch.testing.assert_close(shown, normalised(images["val"][:2], preprocessing), rtol=1e-5, atol=1e-5)
 
 
+def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, images = shards
+    online_knn, encoder = make(paths)
+    monkeypatch.setattr("pretrain.monitoring.online_knn.PIXEL_SIDE", 8)
+    means = {part: found.reshape(len(found), 8, 2, 8, 2, 3).mean((2, 4)) for part, found in images.items()}  # 2 x 2
+    flat = {part: normalised(found).flatten(1).double().numpy() for part, found in means.items()}
+    votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731
+    oracle = KNeighborsClassifier(K, metric="cosine", weights=votes)
+    centre = flat["train"].mean(0)
+    oracle.fit(flat["train"] - centre, np.arange(45) % 3)
+    expected = oracle.score(flat["val"] - centre, np.arange(31) % 3)
+    plain = online_knn.evaluate(encoder)
+    found = online_knn.evaluate(encoder, pixels=True)
+    assert found == plain | {"knn_pixels": pytest.approx(expected)}
+    assert 0.34 < expected < 1
+    assert online_knn.queries == 31
+
+
 def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
     online_knn, encoder = make(shards[0])
     first = online_knn.evaluate(encoder.eval())

@@ -1,0 +1,119 @@
+"""The verdict of an evaluation: one line that says whether the run learns."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["warming up", "learning", "levelled off", "flat", "falling", "collapsing"]
+RECENT = 3
+"""Number of evaluations without a clear gain after which a run has levelled off."""
+ADVISED = ("flat", "falling", "collapsing")
+"""Outcomes whose line ends in settings to try."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """k-NN accuracy of the encoder at one evaluation."""
+
+    step: int
+    """Number of steps done."""
+    accuracy: float
+    """Accuracy from 0 to 1."""
+
+
+@dataclass
+class Scores:
+    """k-NN accuracies of a run so far, and the accuracy of the raw pixels."""
+
+    memory: dict[str, Any] = field(default_factory=dict)
+    """State in JSON types. It is updated in place, so that a checkpoint can store it."""
+
+    @property
+    def history(self) -> list[Score]:
+        """Accuracies of the encoder, oldest first. The first one belongs to the encoder before training."""
+        return [Score(int(step), accuracy) for step, accuracy in self.memory.get("history", [])]
+
+    @property
+    def pixels(self) -> float | None:
+        """Accuracy of the raw pixels, or None if it was not measured."""
+        return self.memory.get("pixels")
+
+    def add(self, step: int, record: Mapping[str, float]) -> None:
+        """Add the accuracies of an evaluation: `knn_top1`, and `knn_pixels` if it was measured."""
+        self.memory.setdefault("history", []).append([step, record["knn_top1"]])
+        if "knn_pixels" in record:
+            self.memory["pixels"] = record["knn_pixels"]
+
+
+def noise(accuracy: float, queries: int) -> float:
+    """Return two standard errors of the difference of two accuracies near `accuracy`, each measured on `queries`
+    images."""
+    p = min(max(accuracy, 1 / (queries + 1)), 1 - 1 / (queries + 1))
+    return 2 * math.sqrt(2 * p * (1 - p) / queries)
+
+
+def outcome(history: Sequence[Score], queries: int, warmup_steps: int, signs: Mapping[str, str]) -> Outcome:
+    """Return how a run goes.
+
+    Differences count if they are larger than `noise`.
+
+    - collapsing: the method, or the rank of the features, shows a sign of collapse.
+    - warming up: the learning rate still rises.
+    - falling: the accuracy is lower than at an earlier evaluation, or lower than before training.
+    - flat: the accuracy is not higher than before training.
+    - levelled off: the accuracy is higher than before training, but has not risen over the last `RECENT` evaluations.
+    - learning: the accuracy is higher than before training.
+
+    Args:
+        history: accuracies so far; the first one belongs to the encoder before training.
+        queries: number of images that are scored.
+        warmup_steps: steps of the learning rate's warm-up.
+        signs: signs of collapse in the metrics of this step.
+    """
+    first, now = history[0], history[-1]
+    best = max(history, key=lambda score: score.accuracy)
+    margin = noise(now.accuracy, queries)
+    if signs:
+        return "collapsing"
+    if now.step <= warmup_steps:
+        return "warming up"
+    if now.accuracy < best.accuracy - margin:
+        return "falling"
+    if now.accuracy <= first.accuracy + margin:
+        return "flat"
+    recent = [score.accuracy for score in history[-1 - RECENT :]]
+    if len(history) > 1 + RECENT and max(recent) <= recent[0] + margin / 2:
+        return "levelled off"
+    return "learning"
+
+
+def baselines(scores: Scores) -> str:
+    """Return the accuracies with which a score is to be compared, in words."""
+    first = scores.history[0]
+    when = "before training" if first.step == 0 else f"step {first.step}"
+    text = f"{when} {100 * first.accuracy:.1f} %"
+    return text if scores.pixels is None else f"{text}, raw pixels {100 * scores.pixels:.1f} %"
+
+
+def line(scores: Scores, k: int, found: Outcome, advice: Sequence[str]) -> str:
+    """Return the verdict in words: the accuracy beside its baselines, the outcome, and settings to try.
+
+    Args:
+        scores: accuracies so far.
+        k: number of neighbours.
+        found: result of `outcome`.
+        advice: observations about the run, each with settings to try.
+    """
+    history = scores.history
+    now = history[-1]
+    text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}): {found}"
+    if len(history) > 1:
+        before = history[-2]
+        text += f", {100 * (now.accuracy - before.accuracy):+.1f} points since step {before.step}"
+    best = max(history, key=lambda score: score.accuracy)
+    if found == "falling":
+        text += f", best {100 * best.accuracy:.1f} % at step {best.step}"
+    if found in ADVISED:
+        text += ". " + " ".join(advice)
+    return text

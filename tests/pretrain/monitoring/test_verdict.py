@@ -1,0 +1,84 @@
+"""The verdict of an evaluation: its outcomes, its words, and its memory."""
+
+import json
+import math
+
+import pytest
+
+from pretrain.monitoring.metrics import duration
+from pretrain.monitoring.verdict import Score, Scores, baselines, line, noise, outcome
+
+QUERIES = 1800  # two standard errors of a difference near 50 % are 3.3 points
+
+
+def history(*accuracies: float) -> list[Score]:
+    return [Score(100 * i, accuracy) for i, accuracy in enumerate(accuracies)]
+
+
+def test_noise_is_two_standard_errors_of_a_difference() -> None:
+    assert noise(0.5, QUERIES) == pytest.approx(2 * math.sqrt(0.25 / QUERIES + 0.25 / QUERIES))
+    assert noise(1.0, QUERIES) > 0
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ((0.50, 0.52), "flat"),
+        ((0.50, 0.48), "flat"),
+        ((0.50, 0.45), "falling"),
+        ((0.50, 0.54), "learning"),
+        ((0.50, 0.60, 0.56), "falling"),
+        ((0.50, 0.60, 0.59), "learning"),
+        ((0.50, 0.60, 0.605, 0.60), "learning"),
+        ((0.50, 0.60, 0.605, 0.60, 0.61), "levelled off"),
+        ((0.50, 0.60, 0.605, 0.60, 0.63), "learning"),
+    ],
+)
+def test_outcome_follows_from_differences_larger_than_noise(accuracies: tuple[float, ...], expected: str) -> None:
+    assert outcome(history(*accuracies), QUERIES, 50, {}) == expected
+
+
+def test_more_images_make_smaller_gains_count() -> None:
+    assert outcome(history(0.50, 0.52), 100_000, 50, {}) == "learning"
+
+
+def test_warm_up_and_signs_of_collapse_come_first() -> None:
+    assert outcome(history(0.5, 0.3), QUERIES, 100, {}) == "warming up"
+    assert outcome(history(0.5, 0.6), QUERIES, 50, {"rank": "the rank fell"}) == "collapsing"
+
+
+def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
+    scores = Scores()
+    scores.add(0, {"knn_top1": 0.504, "knn_pixels": 0.564})
+    assert baselines(scores) == "before training 50.4 %, raw pixels 56.4 %"
+    scores.add(100, {"knn_top1": 0.58})
+    scores.add(200, {"knn_top1": 0.512})
+    assert line(scores, 20, "learning", ["Try this."]) == (
+        "step 200: 20-NN 51.2 % (before training 50.4 %, raw pixels 56.4 %): learning, -6.8 points since step 100"
+    )
+    assert line(scores, 20, "falling", ["Seen that.", "Try this."]).endswith(
+        "falling, -6.8 points since step 100, best 58.0 % at step 100. Seen that. Try this."
+    )
+
+
+def test_scores_survive_a_checkpoint() -> None:
+    scores = Scores()
+    scores.add(0, {"knn_top1": 0.5, "knn_pixels": 0.6})
+    scores.add(100, {"knn_top1": 0.7})
+    restored = Scores(json.loads(json.dumps(scores.memory)))
+    assert restored.history == [Score(0, 0.5), Score(100, 0.7)]
+    assert restored.pixels == 0.6
+
+
+def test_a_run_from_an_older_checkpoint_has_no_baselines_of_step_0() -> None:
+    scores = Scores()
+    scores.add(300, {"knn_top1": 0.5})
+    assert baselines(scores) == "step 300 50.0 %"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(45, "45 s"), (89, "89 s"), (720, "12 min"), (11_100, "3 h 05 min"), (86_399, "1 d 0 h"), (187_200, "2 d 4 h")],
+)
+def test_durations_are_readable(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
