@@ -2,9 +2,10 @@
 
     python -m pretrain.export CHECKPOINT OUTPUT.safetensors [--part encoder|student|teacher|method]
 
-CHECKPOINT is a checkpoint, or a run folder, whose newest checkpoint is used. `encoders.load` and `--init_from` read an
-exported encoder. An exported method has all of its tensors under their own names: student, teacher, heads and centre
-for DINO, encoder and decoder for MAE. The function `load` reads an exported method. The optimizer is not exported.
+CHECKPOINT is a checkpoint or a run folder. For a run folder, the newest checkpoint is exported. `encoders.load` and
+`--init_from` read an exported encoder, and the function `load` of this module reads an exported method. The file of a
+method holds all tensors of the method under their own names: student, teacher, heads and centre for DINO, encoder and
+decoder for MAE. The optimizer is not exported.
 """
 
 import argparse
@@ -38,14 +39,14 @@ def main(argv: list[str] | None = None) -> None:
         "checkpoint", metavar="CHECKPOINT", type=Path, help="run folder, or a checkpoint in a run folder"
     )
     parser.add_argument(
-        "output", metavar="OUTPUT", type=Path, help="file to write (.safetensors); a .json file is written next to it"
+        "output", metavar="OUTPUT", type=Path, help="file to write (.safetensors), next to a .json file of settings"
     )
     parser.add_argument(
         "--part",
         choices=PARTS,
         default="encoder",
-        help="encoder: the encoder that evaluations use (DINO: the teacher's); student, teacher: the encoder of that "
-        "network; method: everything (default: encoder)",
+        help="encoder: the encoder that evaluations use (for DINO, the teacher's); student: the student's encoder; "
+        "teacher: the teacher's encoder; method: all modules (default: encoder)",
     )
     options = parser.parse_args(argv)
     try:
@@ -55,10 +56,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
-    """Write `output` and its .json, and return a message for the user.
+    """Export a part of a checkpoint to `output` and a .json file beside it, and return a message for the user.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or was written by another version.
+        CheckpointError: the checkpoint is damaged, or was written by another version of this program.
         ValueError: there is no checkpoint, the method has no such part, or `output` is not a valid path.
         OSError: `output` cannot be written.
     """
@@ -89,10 +90,10 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
 
 
 def find(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the newest checkpoint of a run folder.
+    """Return `path` if it is a checkpoint. Return the newest checkpoint if `path` is a run folder.
 
     Raises:
-        ValueError: there is no checkpoint.
+        ValueError: `path` is neither a checkpoint nor a run folder with a checkpoint.
     """
     path = path.expanduser()
     if path.is_file():
@@ -106,7 +107,7 @@ def find(path: Path) -> Path:
 
 
 def load(path: str | Path) -> Method:
-    """Return the method that `--part method` wrote to `path` (.safetensors), with its weights.
+    """Return the method, with its weights, that an export with `--part method` wrote to `path` (.safetensors).
 
     Raises:
         ValueError: `path` is not an exported method, or its .json is missing or does not fit the weights.
@@ -121,17 +122,17 @@ def load(path: str | Path) -> Method:
 
 
 def build(described: dict[str, Any]) -> Method:
-    """Return a freshly initialised method, built from the content of an exported method's .json."""
+    """Return a newly initialised method with the settings in the .json file of an exported method."""
     chosen = METHODS[described["method"]]
     config = chosen.Config(**described[described["method"]])
     return chosen(encoders.build(**described["encoder"]), config, described["steps"])
 
 
 def _module_name(method: Method, part: str) -> str:
-    """Return the dotted name of `part` inside the method; empty for the whole method.
+    """Return the dotted name of the module `part` inside the method, or an empty name for the whole method.
 
     Raises:
-        ValueError: the method has no such part.
+        ValueError: the method has no module for `part`.
     """
     if part == "method":
         return ""
@@ -144,7 +145,7 @@ def _module_name(method: Method, part: str) -> str:
 
 
 def _fill(module: nn.Module, prefix: str, checkpoint: Path) -> None:
-    """Fill a module on the meta device from a checkpoint. The names of its tensors in the checkpoint start with
+    """Load the tensors of a module on the meta device from a checkpoint, in which the names of these tensors start with
     `prefix`."""
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
@@ -156,7 +157,7 @@ def _fill(module: nn.Module, prefix: str, checkpoint: Path) -> None:
 
 
 def _save(method: nn.Module, described: dict[str, Any], output: Path) -> None:
-    """Write the weights and the description of a method."""
+    """Write the weights of a method to `output`, and its settings to a .json file beside `output`."""
     with atomic_write(output) as temporary:
         save_file(method.state_dict(), temporary)
     with atomic_write(output.with_suffix(".json")) as temporary:

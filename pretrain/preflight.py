@@ -1,4 +1,4 @@
-"""Checks before a run starts: a forward pass without computation, and the report of `--dry_run`."""
+"""Checks before a run starts: a forward pass on the meta device, and the report of `--dry_run`."""
 
 import copy
 import logging
@@ -26,26 +26,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Data and processes of a run, for `report`."""
+    """Data and processes of a run, as input of `report`."""
 
     shards: WeightedShards
     images: int
-    """Images in `shards`."""
+    """Number of images in `shards`."""
     processes: int
     workers: int
-    """Loader workers per process."""
+    """Number of loader workers per process."""
 
 
 def dry_forward(method: Method) -> None:
-    """Pass crops of a square, a wide and a tall image through a copy of the method on the meta device.
+    """Check a method by a forward pass of a copy on the meta device, on which no value is computed.
 
-    No value is computed, and the random generators of the run do not advance.
-
-    A method that reads a value of a tensor cannot run on the meta device. Its check is skipped.
+    The batch holds crops of a square, a wide and a tall image. The random generators of the run do not advance. The
+    check is skipped if the method reads the value of a tensor, because a tensor on the meta device has no values.
 
     Raises:
-        ValueError: the method or its encoder does not take the crops.
-        RuntimeError: an error of the method's own, such as shapes that do not fit.
+        ValueError: the method or its encoder does not support the crops.
+        RuntimeError: the method fails in another way, for example because shapes do not match.
     """
     batch = _blank_batch(method, [(64, 64), (32, 256), (256, 32)]).to("meta")
     empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in method.buffers()}
@@ -56,9 +55,9 @@ def dry_forward(method: Method) -> None:
         try:
             phantom(batch, 0)
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error).lower():  # torch names the meta device where a value is read
+            if "meta" not in str(error).lower():  # torch names the meta device in errors about missing values
                 raise
-            log.debug("%s does not run on the meta device: %s", type(method).__name__, error)
+            log.debug("%s is not checked, as it does not run on the meta device: %s", type(method).__name__, error)
 
 
 def _blank_batch(method: Method, sizes: Sequence[tuple[int, int]]) -> Batch:
@@ -70,25 +69,25 @@ def _blank_batch(method: Method, sizes: Sequence[tuple[int, int]]) -> Batch:
 
 
 def state_bytes(method: Method) -> int:
-    """Return the bytes of weights, gradients and AdamW's two moments, all float32."""
+    """Return the memory of weights, buffers, gradients and AdamW's two moments in bytes. All of them are float32."""
     everything = [*method.parameters(), *method.buffers()]
     trained = [p for p in method.parameters() if p.requires_grad]
     return sum(t.nbytes for t in everything) + 3 * sum(t.nbytes for t in trained)
 
 
 def activation_bytes(method: Method, precision: str, images: int) -> int:
-    """Return the bytes that a forward pass of `images` keeps for the backward pass.
+    """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
 
-    The number is extrapolated from real passes of two and of four images.
+    The number is extrapolated from real forward passes of two images and of four images.
     """
-    method = copy.deepcopy(method)  # a copy, because a forward pass changes the state of a method
+    method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
     return two + (four - two) * (images - 2) // 2
 
 
 def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # tensors that stay alive, so that no address is used twice
+    alive: list[Tensor] = []  # keeps the tensors alive, so that no address is reused
 
     def count(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -106,7 +105,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
 
 
 def report(config: ResolvedRun, method: Method, run: Plan) -> None:
-    """Print the resolved settings and a table of the run's length, data and memory."""
+    """Print the resolved settings of the run, and a table of its length, data and memory."""
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)
     planned = plan(run.shards, world_size=run.processes, workers=run.workers)

@@ -10,9 +10,8 @@ from runtime import preemption
 if __name__ == "__main__":
     preemption.listen()  # handle signals before the imports below, which take seconds
 
-# OpenMP reads this variable when torch is loaded. Without this setting, idle threads spin and take cores from the
-# loader. On two shared cores, training fell to 38 images/s at times without this setting, and never below 275 images/s
-# with it.
+# OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
+# On two shared cores, training fell to 38 images/s at times by default, and never below 275 images/s with PASSIVE.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from data.shards import ShardError
@@ -22,17 +21,17 @@ from runtime.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, and return the exit code.
+    """Train with the settings of a command line, and return the exit code.
 
-    0: done. 2: the user has to change something. 69: another process was lost. 75: stopped and saved after SIGTERM or
-    SIGUSR1; --resume continues the run. 130: interrupted from the keyboard.
+    0: the run is done. 2: the user has to change something. 69: another process of the run was lost. 75: the run
+    received SIGTERM or SIGUSR1, saved and stopped, and --resume continues the run. 130: interrupted from the keyboard.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_log_handler()])
     rank = int(os.environ.get("RANK", "0"))
     try:
         with preemption.listening():
             config = load(sys.argv[1:] if argv is None else argv)
-            # imported late, because accelerate and torch.distributed take seconds that --help does not need
+            # imported here, because accelerate and torch.distributed take seconds, and --help does not need them
             from pretrain.job import pretrain
 
             pretrain(config)
@@ -51,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         return preemption.EXIT_CODE
     except KeyboardInterrupt:
         _complain(
-            "interrupted. To continue from the last checkpoint, add --resume and the --output of this run. "
-            "A run that receives SIGTERM saves before it ends"
+            "the run was interrupted. To continue from the last checkpoint, add --resume and the --output of this run. "
+            "To let a run save before it ends, send SIGTERM"
         )
         return 130
     except OSError as error:
@@ -64,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _log_handler() -> logging.Handler:
-    """Return rich's log handler for a terminal, or a plain handler for a log file. Lines of a log file must not be
-    wrapped."""
+    """Return rich's log handler for a terminal, or a plain handler for a log file, because rich would wrap the lines of
+    the file."""
     if not sys.stderr.isatty():
         return logging.StreamHandler()
     from rich.logging import RichHandler
@@ -80,8 +79,8 @@ def _complain(message: str) -> None:
 if __name__ == "__main__":
     code = main()
     preemption.ignore()
-    saver = sys.modules.get("pretrain.checkpoints.save")  # the module is not imported if the run has not started
+    saver = sys.modules.get("pretrain.checkpoints.save")  # None if the run has not started
     if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
-        os._exit(code)  # a normal exit would wait for the lost process
+        os._exit(code)  # because a normal exit would wait for the lost process
     sys.exit(code)

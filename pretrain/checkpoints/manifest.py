@@ -1,7 +1,7 @@
-"""Sizes and SHA-256 checksums of a checkpoint's files.
+"""Manifest of a checkpoint: the sizes and SHA-256 checksums of its files.
 
-Each process computes the checksums of the files it wrote. Before a checkpoint is loaded, each process checks a share of
-its files.
+Each process computes the checksums of the files that it writes. Before a checkpoint is loaded, each process checks a
+share of the files.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ def describe(paths: Iterable[Path]) -> Files:
 
 
 def write(folder: Path, files: Files) -> None:
-    """Write the manifest of `folder`."""
+    """Write `files` as the manifest of `folder`."""
     (folder / NAME).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
 
 
 def wrong_sizes(folder: Path) -> list[str]:
-    """Return a message for each missing, additional or truncated file of `folder`; an empty list if there is no such
-    file."""
+    """Compare the files of `folder` with its manifest by name and size. Return one message per file that is missing,
+    additional or of another size."""
     try:
         files = _read(folder)
         found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
@@ -43,9 +43,10 @@ def wrong_sizes(folder: Path) -> list[str]:
 
 
 def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str]:
-    """Return a message for each file whose content differs from the manifest; an empty list if there is no such file.
+    """Return one message per file of `folder` whose checksum differs from the manifest.
 
-    Call `wrong_sizes` first. Process `rank` of `processes` reads its share of the files.
+    Each process checks a share of the files. Call `wrong_sizes` first, because this function expects that all files
+    exist.
     """
     faults = []
     for name, (_, checksum) in list(_read(folder).items())[rank::processes]:

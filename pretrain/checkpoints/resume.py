@@ -1,4 +1,4 @@
-"""The layout of checkpoints in a run folder, and how a run resumes from one.
+"""The layout of checkpoints in a run folder, and functions that resume a run from a checkpoint.
 
 OUTPUT/checkpoints/
   step-00001000/
@@ -33,27 +33,27 @@ from runtime.settings import flattened
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{8,})")
 TRAINER_KEYS = {"position", "processes", "engine", "optimizer_steps", "loss_scale", "settings", "versions"}
-"""Keys of trainer.json. "position" holds the `TrainState`."""
+"""Keys that trainer.json must have. The value of "position" is the `TrainState`."""
 NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers")
 """Settings that may change between a run and its continuation without a warning."""
 
 
 class CheckpointError(RankError):
-    """A checkpoint cannot be written, is damaged, or does not fit the run."""
+    """Raised when a checkpoint cannot be written, is damaged, or does not fit the run."""
 
 
 @dataclass
 class TrainState:
-    """Progress of a run, and further state that a resumed run needs."""
+    """Progress of a run, and other state that a resumed run needs."""
 
     step: int = 0
-    """Number of steps done, skipped ones included."""
+    """Number of steps done, including skipped steps."""
     images: int = 0
     """Number of images seen, over all processes."""
     skipped_steps: int = 0
     """Number of steps whose loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Number of consecutive skipped steps up to now."""
+    """Number of skipped steps since the last step that was not skipped. Overflows of float16 do not count."""
     corrupt_images: int = 0
     """Number of corrupt images that were replaced by other images, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class TrainState:
     scores: dict[str, Any] = field(default_factory=dict)
     """k-NN accuracies so far, and the accuracy of the raw pixels (`monitoring.verdict.Scores`)."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step, if the run stopped before the evaluation that was due at this step. The resumed run
-    evaluates, and then writes these metrics."""
+    """Metrics of the last step if the run stopped before the evaluation of this step, else empty. The resumed run
+    evaluates and then writes these metrics."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -72,9 +72,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
-    """Load a checkpoint into the method, the optimizer and the random generators, and return its train state.
+    """Load a checkpoint into the engine's method and optimizer and into the random generators. Collective.
 
-    Collective.
+    Return the train state of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint belongs to another method or encoder, or its files are damaged.
@@ -83,7 +83,7 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     trainer = read_trainer(path)
     verify(path)
     latest, main = path.parent / "latest", accelerator.is_main_process
-    # repair `latest`: the run may have been killed after the checkpoint was complete and before `latest` pointed to it
+    # Point `latest` to this checkpoint, because the run may have been killed before it could do so.
     run_on_all_ranks(lambda: os.replace(temporary_link(latest, path.name), latest) if main else None)
     state = engine.local_state()
     try:
@@ -98,17 +98,19 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
         rng.set_states(torch.load(states, weights_only=True))
     else:
         log.info(
-            "%s was written by %d processes: the random generators start from the seed", path.name, trainer["processes"]
+            "%s was written by another number of processes (%d). The random generators start from the seed",
+            path.name,
+            trainer["processes"],
         )
     return TrainState(**trainer["position"])
 
 
 def verify(path: Path) -> None:
-    """Compare a checkpoint's files with its manifest. Collective; each process computes a share of the checksums.
+    """Compare the files of a checkpoint with its manifest. Collective; each process checks a share of the files.
 
     Raises:
-        CheckpointError: a file is damaged. The message names the damaged files and the newest intact checkpoint before
-            this one.
+        CheckpointError: a file is damaged. The message names the damaged files, and the newest earlier checkpoint that
+            is intact.
     """
     faults = {fault for of_rank in gather_objects(manifest.wrong_sizes(path)) for fault in of_rank}
     if not faults:
@@ -128,21 +130,20 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def read_train_state(path: Path) -> TrainState:
-    """Return the train state of a checkpoint. Collective. Raises the errors of `read_trainer`."""
+    """Return the train state of a checkpoint. Collective. Raise `CheckpointError` as `read_trainer` does."""
     return TrainState(**read_trainer(path)["position"])
 
 
 def check_fits(path: Path, settings: dict[str, Any]) -> None:
-    """Refuse to resume with another method or encoder, and warn if the order of the samples changes. Collective.
+    """Check that a checkpoint has the method and encoder of the run, and warn about other changed settings. Collective.
 
-    An encoder setting that the checkpoint does not have, because the setting is newer than the run, counts as the
-    variant's default.
+    A checkpoint may lack an encoder setting that was introduced later. The default of the encoder variant is then used.
 
     Args:
         settings: resolved settings of the run to resume.
 
     Raises:
-        CheckpointError: a setting of the method or the encoder differs. The message names every such setting.
+        CheckpointError: the method or an encoder setting differs. The message names all settings that differ.
     """
     saved = read_trainer(path)["settings"]
     saved["encoder"] = _encoder_defaults(saved["encoder"].get("variant")) | saved["encoder"]
@@ -154,23 +155,23 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
         if old.get(name) != new.get(name) and name not in NOT_COMPARED
     ]
     if changed:
-        log.warning("changed since %s: %s", path.name, ", ".join(changed))
+        log.warning("settings changed since %s: %s", path.name, ", ".join(changed))
     if any(saved.get(name) != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
-        log.warning("the order of the samples changes")
+        log.warning("the order of the samples changes, because seed, batch size, stream settings or shards changed")
     differ = [
-        f"{name} is {old.get(name)} there and {new.get(name)} here"
+        f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
         for name in old | new
         if (name == "method" or name.startswith("encoder.")) and old.get(name) != new.get(name)
     ]
     if differ:
         raise CheckpointError(
             f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
-            "(leave these flags out), or start a new run in another --output."
+            "(remove the flags that change them), or start a new run in another --output."
         )
 
 
 def _encoder_defaults(variant: object) -> dict[str, Any]:
-    """Return the default settings of an encoder variant as JSON values; empty for an unknown variant."""
+    """Return the default settings of an encoder variant as JSON values. Return an empty dict for an unknown variant."""
     if not isinstance(variant, str) or variant not in encoders.VARIANTS:
         return {}
     parameters = inspect.signature(encoders.family(variant)).parameters
@@ -208,8 +209,10 @@ def _damaged(path: Path, faults: list[str]) -> CheckpointError:
 
 
 def temporary_link(link: Path, target: str) -> Path:
-    """Create a temporary symlink to `target` in the folder of `link`. Renaming it to `link` replaces `link`
-    atomically."""
+    """Create a temporary symlink to `target` in the folder of `link`, and return its path.
+
+    The caller renames the temporary symlink to `link`, which replaces `link` atomically.
+    """
     new = link.with_name(f".{link.name}.part")
     new.unlink(missing_ok=True)
     new.symlink_to(target)

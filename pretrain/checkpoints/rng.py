@@ -1,4 +1,4 @@
-"""The states of a process's random generators."""
+"""Saving and restoring the states of a process's random generators."""
 
 import random
 from typing import Any
@@ -8,7 +8,8 @@ import torch
 
 
 def get_states() -> dict[str, Any]:
-    """Return the states of Python, NumPy, torch and the CUDA device, in types that `weights_only` loading accepts."""
+    """Return the random states of Python, NumPy, torch and the CUDA device, as types that `torch.load` accepts with
+    `weights_only`."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -19,7 +20,7 @@ def get_states() -> dict[str, Any]:
 
 
 def set_states(states: dict[str, Any]) -> None:
-    """Set all generators to the states that `get_states` returned."""
+    """Set the random generators to states that `get_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]

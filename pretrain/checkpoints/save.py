@@ -1,5 +1,8 @@
-"""Writing of checkpoints. A complete checkpoint is renamed from a temporary folder, so no reader sees a partial
-checkpoint."""
+"""Writing of checkpoints.
+
+A checkpoint is written to a temporary folder, which is renamed when the checkpoint is complete. A folder with the name
+of a checkpoint is therefore never partial.
+"""
 
 import copy
 import datetime
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=nn.Module)
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
-"""Longest time to wait for a process that writes slowly. The watchdog detects a lost process within a minute."""
+"""Longest time that processes wait for a process that writes slowly. A lost process is detected earlier, because the
+watchdog finds it within a minute."""
 BACKGROUND_TIMEOUT = 30.0
 """Seconds that a failed run waits for a checkpoint that is being written in the background."""
 THREAD = "checkpoint"
@@ -56,19 +60,19 @@ class _Snapshot:
     bytes: int
     """Size of the checkpoint, over all processes."""
     keep_old: bool
-    """True to keep all older checkpoints, whatever the settings."""
+    """True to keep all older checkpoints, even those that the settings would remove."""
 
     def to_host(self) -> "_Snapshot":
-        """Return a copy in host memory, which later training steps do not change."""
+        """Return a copy of the snapshot in host memory, so that later training steps do not change the data."""
         state = {name: tensor.to_host() for name, tensor in self.state.items()}
         return replace(self, state=state, encoder=None if self.encoder is None else _host_copy(self.encoder))
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other. All methods are collective.
+    """Writer of the checkpoints of a run, one after the other. All methods are collective.
 
-    On exit, the context manager waits until the last checkpoint is written; after an exception, it waits at most
-    `BACKGROUND_TIMEOUT` seconds.
+    On exit, the context manager waits until the last checkpoint is written. After an exception, the wait is at most
+    `BACKGROUND_TIMEOUT` seconds long.
     """
 
     def __init__(
@@ -79,11 +83,11 @@ class Saver:
         settings: dict[str, Any],
         config: CheckpointConfig,
     ) -> None:
-        """Check that all processes share the disk.
+        """Check that all processes see the same OUTPUT folder.
 
         Args:
             folder: OUTPUT/checkpoints. OUTPUT must exist.
-            settings: resolved settings of the run, stored in each checkpoint.
+            settings: resolved settings of the run. Each checkpoint stores them.
 
         Raises:
             CheckpointError: the processes do not see the same OUTPUT.
@@ -92,7 +96,7 @@ class Saver:
         self.config = config
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # a separate process group: collectives of the background thread must not mix with those of the training
+        # a separate process group, so that collectives of the background thread and of the training do not mix
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
@@ -107,17 +111,17 @@ class Saver:
         elif self._thread is not None:
             self._thread.join(BACKGROUND_TIMEOUT)
             if self._thread.is_alive() or self._error is not None:
-                log.warning("a checkpoint was not completed: %s", self._error or "it took too long")
+                log.warning("a checkpoint was not completed: %s", self._error or "writing took too long")
 
     def save(
         self, train_state: TrainState, encoder: encoders.Encoder, *, exiting: bool = False, keep_old: bool = False
     ) -> None:
-        """Write a checkpoint, then remove old checkpoints. Do nothing if the step already has a checkpoint.
+        """Write a checkpoint, and then remove old checkpoints. Do nothing if the step already has a checkpoint.
 
         Args:
             encoder: the trained encoder, as the engine holds it.
-            exiting: True if the run is exiting. The checkpoint is then written synchronously even with
-                `checkpoint.background`, and the failure of an earlier background save is only logged.
+            exiting: True if the run is exiting. The checkpoint is then written synchronously, even if
+                `checkpoint.background` is true, and a failure of an earlier background save is only logged.
             keep_old: True to keep all older checkpoints.
 
         Raises:
@@ -131,7 +135,7 @@ class Saver:
                 raise
             log.warning("%s", error)
         folder = self.folder / f"step-{train_state.step:08d}"
-        # rank 0 decides whether the checkpoint exists, because other nodes may see its folder late
+        # Rank 0 decides if the checkpoint exists, because other nodes may see the new folder late.
         if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:
             return
         snapshot = self._snapshot(folder, train_state, encoder, keep_old)
@@ -139,12 +143,12 @@ class Saver:
             self._write(snapshot)
             return
         copied = self._on_all_ranks(snapshot.to_host)
-        # a daemon thread, so that the interpreter can exit even while the thread waits for a lost process
+        # A daemon thread does not keep the interpreter alive while the thread waits for a lost process.
         self._thread = threading.Thread(target=self._in_background, args=(copied,), name=THREAD, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint in the background is written.
+        """Wait until the checkpoint that is being written in the background is complete.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -178,7 +182,7 @@ class Saver:
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
             self._write(snapshot)
-        except BaseException as error:  # `wait` raises the error on the main thread
+        except BaseException as error:  # `wait` raises it on the main thread
             self._error = error
 
     def _write(self, snapshot: _Snapshot) -> None:
@@ -226,7 +230,7 @@ class Saver:
         fsync(self.folder)
 
     def _check_shared_disk(self) -> None:
-        """Raise `CheckpointError` unless all processes see a file that the main process makes in OUTPUT."""
+        """Raise `CheckpointError` if a process does not see a file that the main process creates in OUTPUT."""
         main, output = self.accelerator.is_main_process, self.folder.parent
         probe = output / gather_objects(f".shared-{uuid.uuid4().hex}", self._group)[0]
         try:
@@ -238,22 +242,22 @@ class Saver:
 
 
 def has_unfinished_save() -> bool:
-    """Return True while a background save runs. Such a save may wait for a lost process forever."""
+    """Return True while a checkpoint is written in the background. The save may wait for a lost process forever."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
-    """Remove old checkpoints, and partial checkpoints of killed runs. A failure to remove is only logged.
+    """Remove old checkpoints, and partial checkpoints that killed runs left. A removal that fails is only logged.
 
     Args:
         keep: number of newest checkpoints to keep.
-        keep_every: checkpoints at multiples of this many steps are kept too.
+        keep_every: a checkpoint is also kept if its step is a multiple of this number.
     """
     old = [p for p in list_checkpoints(folder)[:-keep] if not (keep_every and int(p.name[5:]) % keep_every == 0)]
     for path in [*folder.glob(".*.part"), *old]:
         try:
             if path in old:
-                # rename first, so that a kill during the removal leaves no partial checkpoint under a valid name
+                # Rename first, so that a kill during the removal leaves no partial checkpoint with a valid name.
                 path = path.rename(folder / f".{path.name}.part")
             if path.is_symlink():
                 path.unlink()
@@ -264,7 +268,7 @@ def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
 
 
 def _make_empty(folder: Path, needed: int) -> None:
-    """Make an empty folder. Raise `CheckpointError` if its disk has no room for `needed` bytes."""
+    """Create an empty folder. Raise `CheckpointError` if its disk has fewer than `needed` free bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     free = shutil.disk_usage(folder).free
@@ -275,7 +279,7 @@ def _make_empty(folder: Path, needed: int) -> None:
 def _trainer(
     accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of trainer.json. `asdict` copies the train state, because later steps change it."""
+    """Return the content of trainer.json. The train state is copied, because later training steps change it."""
     return {
         "position": asdict(train_state),
         "processes": accelerator.num_processes,

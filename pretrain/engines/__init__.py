@@ -1,4 +1,4 @@
-"""Engines: distributed backends, one module each, all with the interface of `Engine`."""
+"""Engines: distributed backends for training. Each backend is one module, and all share the interface `Engine`."""
 
 import os
 
@@ -16,15 +16,15 @@ __all__ = ["Engine", "select"]
 
 
 def select(accelerator: Accelerator, precision: str, accumulate: int) -> type[Engine]:
-    """Return the engine class that the launcher asks for, after a check of the launcher's settings.
+    """Return the engine class that the launcher's settings choose, after a check of these settings.
 
     Raises:
-        SettingsError: the launcher asks for an unsupported backend or an unsupported option.
+        SettingsError: the launcher's settings choose a backend or an option that is not supported.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.complete_config(accelerator, precision, accumulate)
         return ZeRO
-    # read the environment variable, because without CUDA accelerate ignores the launcher's FSDP settings
+    # Read the environment variable, because accelerate ignores the launcher's FSDP settings on machines without CUDA.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         fsdp2.check_options(accelerator, precision)
         return FSDP2

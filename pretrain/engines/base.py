@@ -1,4 +1,4 @@
-"""The interface of all engines, and AdamW as every engine uses it."""
+"""The interface of all engines, and the AdamW functions that the engines share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping
@@ -20,7 +20,7 @@ AdamWState = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Engine(ABC):
-    """A method, its optimizer, and their distribution over processes.
+    """A method and its optimizer, distributed over processes.
 
     Weights, gradients and moments are float32 under every engine; autocast lowers the precision of the forward pass.
     All methods are collective.
@@ -40,14 +40,14 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of a batch, and accumulate the gradient.
+        """Run forward and backward pass of a batch, accumulate the gradient, and return the loss and the metrics.
 
         Args:
-            last: True for the last batch of the step. Gradients are then reduced over processes.
+            last: True for the last batch of an optimizer step, after which gradients are reduced over processes.
         """
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """Return this process's part of the gradient: one list of views for each module of `parts`."""
+        """Return this process's shard of the gradients as views of them, one list per module of `parts`."""
         return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
 
     def step(self) -> None:
@@ -60,36 +60,36 @@ class Engine(ABC):
         self.optimizer.zero_grad()
 
     def gather_full_parameters(self, module: M) -> M:
-        """Return the method, or a module of it, with full parameters. The result is a copy if the engine shards
-        parameters."""
+        """Return `module`, which is the method or one of its modules, with full parameters. The result is a copy if the
+        engine shards parameters."""
         return module
 
     def gather_on_main(self, module: M) -> M | None:
-        """Return `module` with full parameters on the main process, None on all others."""
+        """Return `module` with full parameters on the main process, and None on all other processes."""
         return module if self.accelerator.is_main_process else None
 
     @abstractmethod
     def local_state(self) -> dict[str, LocalTensor]:
-        """Return this process's part of weights, buffers and moments, by name, as views."""
+        """Return this process's shards of weights, buffers and moments as views, by name."""
 
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer updates so far."""
-        # the count is equal for all parameters
+        # the first parameter suffices, because the count is equal for all parameters
         return next((int(state["step"]) for state in self.adamw_state.values()), 0)
 
     def after_load(self, optimizer_steps: int) -> None:
-        """Complete the loading of a checkpoint, after `local_state` was filled from it.
+        """Finish the loading of a checkpoint whose tensors were read into `local_state`.
 
         Args:
-            optimizer_steps: number of updates that the checkpoint's optimizer had made.
+            optimizer_steps: number of updates that the optimizer had made when the checkpoint was written.
         """
         for state in self.adamw_state.values():
             state["step"] = torch.tensor(float(optimizer_steps))
 
     @property
     def adamw_state(self) -> AdamWState:
-        """AdamW's state by parameter; it includes the moments."""
+        """AdamW's state, including the moments, by parameter."""
         return self.optimizer.state
 
 
@@ -113,11 +113,11 @@ def trainable(method: nn.Module) -> dict[str, nn.Parameter]:
 def local_state(
     method: nn.Module, state: AdamWState, to_local: Callable[[Tensor], LocalTensor]
 ) -> dict[str, LocalTensor]:
-    """Return the local state of an engine that shards moments in the same way as weights.
+    """Return the local state (`Engine.local_state`) of an engine that shards moments in the same way as weights.
 
     Args:
         state: AdamW's state by parameter.
-        to_local: function that returns this process's part of a weight, buffer or moment.
+        to_local: function that returns this process's shard of a weight, buffer or moment.
     """
     tensors = {f"method.{name}": tensor for name, tensor in method.state_dict(keep_vars=True).items()}
     for name, parameter in trainable(method).items():

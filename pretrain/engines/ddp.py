@@ -1,4 +1,4 @@
-"""One process, or several with full replicas of the method (DistributedDataParallel)."""
+"""Engine for one process, or for several processes that each hold the full method (DistributedDataParallel)."""
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class DDP(Engine):
 
     def skip(self) -> None:
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()  # `update` lowers the loss scale after an overflow
+            self.accelerator.scaler.update()  # lowers the loss scale after an overflow
         super().skip()
 
     def local_state(self) -> dict[str, LocalTensor]:

@@ -1,4 +1,5 @@
-"""Weights, gradients and moments sharded by rows, and gathered block by block (FSDP2, torch's `fully_shard`)."""
+"""FSDP2 (torch's `fully_shard`): weights, gradients and moments are sharded by rows, and weights are gathered block by
+block."""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ class FSDP2(Engine):
     """Engine that applies `fully_shard` to each block and then to the whole method.
 
     Weights are gathered and gradients are reduced in float32; autocast sets the precision of the forward pass, as
-    under DDP. accelerate's own `prepare` is not used: it finds blocks by class names of transformers and needs CUDA.
+    under DDP. accelerate's own `prepare` is not used, because it needs CUDA and finds blocks by their class names.
     """
 
     name = "fsdp2"
@@ -34,7 +35,7 @@ class FSDP2(Engine):
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method)
-        plugin = FullyShardedDataParallelPlugin()  # the plugin reads the launcher's settings from environment variables
+        plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         for unit in method.units():
@@ -59,7 +60,7 @@ class FSDP2(Engine):
     def gather_on_main(self, module: M) -> M | None:
         if self.accelerator.is_main_process:
             return self.gather_full_parameters(module)
-        for _ in _full_parameters(module):  # all processes must take part in the gathering of parameters
+        for _ in _full_parameters(module):  # all processes must take part in gathering the parameters
             pass
         return None
 
@@ -68,7 +69,7 @@ class FSDP2(Engine):
 
 
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of `module` in turn, each gathered from all processes. Collective."""
+    """Yield the full parameters of `module`, gathered from all processes one after the other. Collective."""
     for parameter in module.parameters():
         yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 

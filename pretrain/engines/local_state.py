@@ -1,9 +1,9 @@
-"""Local state: this process's part of a run's tensors, saved and loaded by torch.distributed.checkpoint.
+"""Local state: this process's shards of a run's tensors, saved and loaded by torch.distributed.checkpoint.
 
-Under DDP a process holds full tensors, under FSDP2 rows of the tensors, under ZeRO-3 ranges of the flattened tensors,
-and under ZeRO-1 and 2 full weights and ranges of the flattened moments. All of these are contiguous ranges of a
-flattened tensor. A checkpoint therefore holds flat tensors, and every process of every engine reads the ranges that it
-needs.
+A process holds full tensors under DDP, rows of the tensors under FSDP2, ranges of the flattened tensors under ZeRO-3,
+and full weights and ranges of the flattened moments under ZeRO-1 and ZeRO-2. Each of these shards is a contiguous range
+of a flattened tensor. Checkpoints therefore store flattened tensors, and each process reads the ranges that it needs,
+under any engine and with any number of processes.
 """
 
 import warnings
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-# torch warns without a process group, which is supported here
+# torch warns if there is no process group, but runs of one process need none
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -45,24 +45,23 @@ class LocalTensor:
     """Elements `offset` to `offset + len(data)` of a flattened tensor of `numel` elements."""
 
     data: Tensor
-    """View of the elements (n,), from which a checkpoint is saved and into which it is loaded."""
+    """View of the elements (n,). Checkpoints are saved from the view and loaded into the view."""
     offset: int
-    """Position of the first element in the flattened tensor."""
+    """Index of the first element of `data` in the flattened tensor."""
     numel: int
-    """Number of elements of the full tensor."""
+    """Number of elements of the full tensor, over all processes."""
     replicated: bool = False
     """True if every process holds the same elements."""
 
     def write_share(self, rank: int, processes: int) -> "LocalTensor":
-        """Return the part that process `rank` writes: all elements, or an equal share if the elements are
-        replicated."""
+        """Return the elements that process `rank` writes: all of `data`, or an equal share if `replicated` is true."""
         if not self.replicated:
             return self
         share = -(-len(self.data) // processes)
         return replace(self, data=self.data[rank * share : (rank + 1) * share], offset=self.offset + rank * share)
 
     def to_host(self) -> "LocalTensor":
-        """Return a copy in the host's memory."""
+        """Return a copy whose elements are in host memory."""
         return replace(self, data=self.data.detach().to("cpu", copy=True))
 
     def chunk(self) -> ChunkStorageMetadata:
@@ -74,12 +73,12 @@ LocalState = Mapping[str, LocalTensor]
 
 
 def unsharded(tensor: Tensor) -> LocalTensor:
-    """Return the `LocalTensor` of a contiguous tensor of which every process holds all elements."""
+    """Return the `LocalTensor` of a contiguous tensor that every process holds in full."""
     return LocalTensor(tensor.detach().view(-1), 0, tensor.numel(), replicated=True)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Planner that saves a local state."""
+    """Save planner of torch.distributed.checkpoint for a local state."""
 
     def __init__(self, state: LocalState) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class _SavePlanner(DefaultSavePlanner):
             for name, tensor in self.state.items()
             if len(tensor.data)
         ]
-        names = {name: (name,) for name in self.state}  # torch's own tools need the names to read the checkpoint
+        names = {name: (name,) for name in self.state}  # torch's own tools for checkpoints need the names
         self.plan = SavePlan(items, planner_data=names)
         return self.plan
 
@@ -108,8 +107,10 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Planner that loads a checkpoint into a local state. The checkpoint and the local state must agree in names and
-    sizes of tensors."""
+    """Load planner of torch.distributed.checkpoint for a local state.
+
+    The tensors of the checkpoint and of the local state must have the same names and sizes.
+    """
 
     def __init__(self, state: LocalState, *, strict: bool) -> None:
         super().__init__()
@@ -139,21 +140,23 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState) -> None:
-    """Raise `ValueError` if names or sizes differ between the checkpoint and a local state."""
+    """Raise `ValueError` if names or sizes of tensors differ between the checkpoint and a local state."""
     saved = {name: tensor.size.numel() for name, tensor in stored.items()}
-    # a checkpoint holds no empty tensors
+    # leave out empty tensors, because a checkpoint does not store them
     wanted = {name: tensor.numel for name, tensor in state.items() if tensor.numel}
     differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
     if not differ:
         return
-    sizes = [f"{name} ({saved.get(name, 0)} elements there, {wanted.get(name, 0)} here)" for name in differ[:3]]
+    sizes = [f"{name} ({saved.get(name, 0)} elements instead of {wanted.get(name, 0)})" for name in differ[:3]]
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-    raise ValueError(f"the checkpoint holds other tensors: {', '.join(sizes)}{more}")
+    raise ValueError(f"the checkpoint holds other tensors than expected: {', '.join(sizes)}{more}")
 
 
 class _Writer(FileSystemWriter):
-    """Writer that raises the disk's `OSError` itself. Torch would wrap it in an error whose cause does not reach other
-    processes."""
+    """Writer that raises an `OSError` of the disk unchanged.
+
+    Torch would wrap the error in another error, and the other processes would not receive the cause.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -163,7 +166,7 @@ class _Writer(FileSystemWriter):
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """Return the `OSError` among an exception and its causes, or None."""
+    """Return the first `OSError` among an exception and its causes, or None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -174,10 +177,10 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
     """Write the local state of each process into `folder`. Collective.
 
     Raises:
-        CheckpointException: a process could not write. Raised on all processes.
+        CheckpointException: at least one process could not write. All processes raise the exception.
     """
     save(
-        {},  # the state dict is empty, because the planner holds the tensors
+        {},  # empty, because the planner holds the tensors
         storage_writer=_Writer(folder),
         planner=_SavePlanner(state),
         process_group=group,
@@ -189,11 +192,11 @@ def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
     """Load the local state of each process from the files that `write` made in `folder`. Collective.
 
     Args:
-        strict: True if the checkpoint must hold no other tensors.
+        strict: True if a tensor of the checkpoint that `state` does not name is an error.
 
     Raises:
-        CheckpointException: names or sizes differ from the checkpoint's, or a process could not read. Raised on all
-            processes.
+        CheckpointException: names or sizes of tensors differ between `state` and the checkpoint, or at least one
+            process could not read. All processes raise the exception.
     """
     load(
         {},

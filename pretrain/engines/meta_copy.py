@@ -1,4 +1,4 @@
-"""A copy of a method on the meta device. Engines that shard weights build full modules from it."""
+"""A copy of a method on the meta device, from which engines that shard weights build modules with full weights."""
 
 import copy
 from collections.abc import Iterable
@@ -11,7 +11,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class MetaCopy:
-    """A copy of a method without memory for parameters. It is made before the method is sharded."""
+    """A copy of a method whose parameters are on the meta device, so that they take no memory.
+
+    The copy must be made before the method is sharded.
+    """
 
     def __init__(self, method: nn.Module) -> None:
         empty: dict[int, object] = {
@@ -22,7 +25,7 @@ class MetaCopy:
         self._names = {id(module): name for name, module in method.named_modules()}
 
     def fill(self, module: M, parameters: Iterable[Tensor], device: torch.device) -> M:
-        """Return an unsharded copy of `module`, the method or a part of it, on `device`.
+        """Return a copy with full parameters of `module`, which is the method or one of its modules, on `device`.
 
         Args:
             parameters: full parameters of `module`, in the order of `module.parameters()`.

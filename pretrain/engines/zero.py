@@ -1,4 +1,7 @@
-"""DeepSpeed ZeRO: moments (stage 1), gradients (2) and weights (3) in flat ranges, one per process."""
+"""DeepSpeed ZeRO: stage 1 shards the moments, stage 2 also the gradients, and stage 3 also the weights.
+
+Each process holds one range of the flattened tensors.
+"""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -17,23 +20,24 @@ from runtime.settings import SettingsError
 
 
 class ZeRO(Engine):
-    """DeepSpeed's engine. Loss scaling, gradient clipping and the skipping of steps work as under DDP, not as in
-    DeepSpeed.
+    """Engine that uses DeepSpeed.
 
-    Weights stay float32 and autocast sets the precision of the forward pass. DeepSpeed's own bf16 would cast the
-    teacher too, and most updates of a moving average in bf16 are rounded to zero.
+    Loss scaling, gradient clipping and the skipping of steps are not DeepSpeed's own, but work as under DDP.
+
+    Weights stay in float32, and autocast sets the precision of the forward pass. DeepSpeed's own bf16 would also cast
+    the teacher's weights, and in bf16 most updates of a moving average are rounded to zero.
     """
 
     sharded = True
 
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
-        """Raise `SettingsError` for compiled blocks under ZeRO-3."""
+        """Shard the method. Raise `SettingsError` if the method has compiled blocks under ZeRO-3."""
         self.stage: int = _config(accelerator)["zero_optimization"]["stage"]
         self.name = f"zero{self.stage}"
         if self.stage == 3 and any(module._compiled_call_impl for module in method.modules()):
             raise SettingsError(
                 "--compile true is not supported under ZeRO-3, because it would compile DeepSpeed's gathering of "
-                "weights. Leave it out, or use FSDP2 (configs/accelerate/fsdp2.yaml)."
+                "weights. Remove --compile, or use FSDP2 (configs/accelerate/fsdp2.yaml)."
             )
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method)
@@ -44,7 +48,7 @@ class ZeRO(Engine):
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         allocate_moments(self.adamw_state, flat)
         if self.stage < 3:
-            # this call maps each parameter to its range of the flat moments
+            # this call maps each parameter to its range of the flattened moments
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -54,27 +58,27 @@ class ZeRO(Engine):
         return loss.detach(), metrics
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """Return this process's ranges of the gradient, as views. A view is empty if this process holds no range of the
-        tensor."""
+        """Return this process's ranges of the gradients as views. A view is empty if this process holds no range of the
+        parameter."""
         if self._offloads and self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()  # wait, because the copy of the gradients to the host may still be running
+            torch.cuda.synchronize()  # wait until the gradients are copied to the host
         return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
 
     @torch.no_grad()  # without no_grad, DeepSpeed 0.18 fails when it gathers weights into views
     def step(self) -> None:
         self.engine.step()
         if not self.engine.was_step_applied():
-            raise RuntimeError("DeepSpeed skipped a step whose gradient is finite")
+            raise RuntimeError("DeepSpeed skipped an optimizer step although the gradient was finite")
 
     @torch.no_grad()
     def skip(self) -> None:
-        # DeepSpeed clears gradients only in `step`. For a gradient that is not finite, some versions update the weights
-        # in `step` and others do not, so the optimizer's update is disabled here.
+        # DeepSpeed clears gradients only in `step`. Some versions of DeepSpeed update the weights even if a gradient is
+        # not finite, so the optimizer's update is disabled here.
         self.zero.optimizer.step = lambda *_: None
         try:
             self.engine.step()
         finally:
-            del self.zero.optimizer.step  # deleting the attribute restores the optimizer's own `step`
+            del self.zero.optimizer.step  # restores the optimizer's own `step`
 
     def gather_full_parameters(self, module: M) -> M:
         if self.stage < 3:
@@ -84,7 +88,7 @@ class ZeRO(Engine):
     def gather_on_main(self, module: M) -> M | None:
         if self.stage < 3 or self.accelerator.is_main_process:
             return super().gather_on_main(self.gather_full_parameters(module))
-        for _ in _full_parameters(module):  # all processes must take part in the gathering of parameters
+        for _ in _full_parameters(module):  # all processes must take part in gathering the parameters
             pass
         return None
 
@@ -99,7 +103,7 @@ class ZeRO(Engine):
         return found
 
     def after_load(self, optimizer_steps: int) -> None:
-        self.zero.refresh_fp32_params()  # copy the loaded weights into the optimizer's copy of the weights
+        self.zero.refresh_fp32_params()  # updates the optimizer's own copy of the weights
         super().after_load(optimizer_steps)
 
     @property
@@ -111,7 +115,7 @@ class ZeRO(Engine):
         return bool(self.zero.offload_optimizer if self.stage == 3 else self.zero.cpu_offload)
 
     def _range(self, parameter: Any, flat: Tensor) -> LocalTensor:
-        """Return ZeRO-3's range of a flattened parameter. Ranges have equal lengths; the last range is padded."""
+        """Return this process's range of a parameter that ZeRO-3 flattened, without the padding of the last range."""
         offset = min(self.accelerator.process_index * parameter.partition_numel(), parameter.ds_numel)
         return LocalTensor(flat.detach()[: parameter.ds_numel - offset], offset, parameter.ds_numel)
 
@@ -126,7 +130,10 @@ class ZeRO(Engine):
         return LocalTensor(fragment.get_hp_fragment(moment), fragment.lp_fragment_address.start, parameter.numel())
 
     def _gradient(self, parameter: Any) -> Tensor:
-        """Return the gradient that DeepSpeed will use in its step, either flat (n,) or in the parameter's shape."""
+        """Return this process's gradient of a parameter as a view, either flat (n,) or in the shape of the parameter.
+
+        Changes to the view take effect in DeepSpeed's next step.
+        """
         if self.stage == 3:
             gradient, _ = self.zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
             return self._range(parameter, gradient).data
@@ -140,8 +147,8 @@ class ZeRO(Engine):
 
 
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of `module` in turn, each gathered from all processes. Collective."""
-    import deepspeed  # imported here, because the import takes seconds and other engines do not need it
+    """Yield the full parameters of `module`, gathered from all processes one after the other. Collective."""
+    import deepspeed  # imported here, because the import takes seconds and other engines do not need DeepSpeed
 
     for parameter in module.parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -150,10 +157,10 @@ def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -> None:
-    """Check DeepSpeed's settings from the launcher or its DeepSpeed file, and set the values that follow from the run.
+    """Check the DeepSpeed settings of the launcher or its DeepSpeed file, and set the values that follow from the run.
 
     Raises:
-        SettingsError: a setting would change the results of the method, or would have no effect.
+        SettingsError: a DeepSpeed setting would change the results of the method, or would have no effect.
     """
     config = _config(accelerator)
     zero: dict[str, Any] = config["zero_optimization"]
@@ -164,10 +171,10 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     _check_sections(config)
     _check_batch_sizes(config, accumulate)
     _check_zero_section(zero)
-    # with no module marked as safe, DeepSpeed reduces gradients and gathers weights in float32
+    # No module is marked as safe for low precision, so DeepSpeed reduces gradients and gathers weights in float32.
     autocast = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     config |= {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires a value and only reports throughput with it
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, which only uses it to report throughput
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": 0.0,
         "torch_autocast": autocast,
@@ -175,26 +182,26 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     }
     config.pop("train_batch_size", None)
     for name in [name for name, value in zero.items() if value == "auto"]:
-        # accelerate would replace "auto" by a value that it derives from `hidden_size`, which the models here lack
+        # accelerate would derive a value for "auto" from `hidden_size`, an attribute that encoders here do not have
         del zero[name]
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device", "none") == "none":
             zero.pop(part, None)
-    # with a higher threshold, small parameters of the teacher would stay unpartitioned; the moving average updates only
-    # local ranges and would miss these parameters
+    # With a higher threshold, small parameters of the teacher would not be sharded. The moving average would miss these
+    # parameters, because it updates only the local ranges of sharded parameters.
     zero["stage3_param_persistence_threshold"] = 0
     zero.setdefault("reduce_bucket_size", 50_000_000)  # DeepSpeed's default of 500 million allocates a buffer of 2 GB
 
 
 def _config(accelerator: Accelerator) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, which DeepSpeed reads when the method is prepared."""
+    """Return DeepSpeed's configuration as a dict that can be changed until `Accelerator.prepare` is called."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
         raise SettingsError("The launcher did not configure DeepSpeed. Use a file of configs/accelerate/.")
     return plugin.deepspeed_config
 
 
-# accepted sections of a DeepSpeed file: sections that change no result, and sections that are checked below
+# Sections that a DeepSpeed file may have. They do not change the results of a run, or `complete_config` checks them.
 SECTIONS = {
     "zero_optimization", "fp16", "bf16", "torch_autocast", "gradient_clipping", "gradient_accumulation_steps",
     "train_batch_size", "train_micro_batch_size_per_gpu", "communication_data_type", "data_types", "steps_per_print",
@@ -202,8 +209,8 @@ SECTIONS = {
     "csv_monitor", "comet", "aio", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
 
-# options of zero_optimization that change the layout or precision of parameters, on which checkpoints and the EMA rely;
-# each option has the only supported value
+# Options of zero_optimization, each with the only supported value. Other values would change the layout or precision
+# of parameters, on which checkpoints and the EMA rely.
 FIXED = {
     "round_robin_gradients": False,
     "zero_hpz_partition_size": 1,
@@ -239,7 +246,7 @@ def _check_sections(config: dict[str, Any]) -> None:
 def _check_batch_sizes(config: dict[str, Any], accumulate: int) -> None:
     """Raise `SettingsError` for batch sizes and accumulation that differ from those of the run."""
     passes = config.get("gradient_accumulation_steps", "auto")
-    if passes not in ("auto", 1, accumulate):  # accelerate sets 1 if the user gave no value
+    if passes not in ("auto", 1, accumulate):  # accelerate sets 1 if no value is given
         raise SettingsError(
             f"The DeepSpeed settings have gradient_accumulation_steps {passes}. Remove this value and set "
             f"--accumulate {passes}."
@@ -250,7 +257,7 @@ def _check_batch_sizes(config: dict[str, Any], accumulate: int) -> None:
 
 
 def _check_zero_section(zero: dict[str, Any]) -> None:
-    """Raise `SettingsError` for unsupported options of zero_optimization."""
+    """Raise `SettingsError` for options of the section zero_optimization that are not supported."""
     if zero.get("stage") not in (1, 2, 3):
         raise SettingsError(
             f"ZeRO stage {zero.get('stage')} is not supported. Use stage 1, 2 or 3, or launch with --multi_gpu."
@@ -263,4 +270,4 @@ def _check_zero_section(zero: dict[str, Any]) -> None:
         if offload.get("device") == "nvme":
             raise SettingsError(f"zero_optimization.{part} to NVMe is not supported. Use device cpu.")
         if offload.get("ratio", 1) != 1 or offload.get("super_offload"):
-            raise SettingsError(f"zero_optimization.{part} cannot offload a part. Remove ratio and super_offload.")
+            raise SettingsError(f"zero_optimization.{part} must offload everything. Remove ratio and super_offload.")

@@ -1,4 +1,4 @@
-"""AdamW: settings, parameter groups, schedules, and three ways to clip gradients."""
+"""AdamW: settings, parameter groups, schedules and gradient clipping."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,38 +17,41 @@ LrScaling = Literal["linear", "sqrt", "none"]
 
 
 class OptimConfig(Section, frozen=True):
-    """AdamW. A setting that is not given takes the default of the method; several follow from the length of the run."""
+    """Settings of AdamW. Missing values are set by the method, and some of them depend on the length of the run."""
 
     lr: float | None = Field(default=None, gt=0)
-    """learning rate at the reference batch size of lr_scaling"""
+    """learning rate at the reference batch size, which is 256 for lr_scaling linear and 1024 for sqrt"""
     lr_scaling: LrScaling = "linear"
-    """rule for other batch sizes. linear: lr * batch_size / 256; sqrt: lr * sqrt(batch_size / 1024), as in DINOv2;
-    none: lr for every batch size"""
+    """rule that scales lr by the batch size. linear: lr * batch_size / 256; sqrt: lr * sqrt(batch_size / 1024), as in
+    DINOv2; none: lr for every batch size"""
     min_lr: float | None = Field(default=None, ge=0)
-    """learning rate at the end of the run (not scaled)"""
+    """learning rate at the end of the run; not scaled by the batch size"""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """steps over which the learning rate rises linearly from 0"""
+    """number of steps over which the learning rate rises linearly from 0 to its peak"""
     reach_lr_in_warmup: bool = True
-    """reach lr in the last step of the warm-up, as DINO does; false: in the step after it, as MAE does"""
+    """true: reach lr in the last step of the warm-up, as DINO does; false: in the first step after the warm-up, as MAE
+    does"""
     layer_decay: float = Field(default=1.0, gt=0, le=1)
-    """factor on the learning rate per layer below the last: layer_decay ** (depth + 1 - layer)"""
+    """factor by which the learning rate decreases from each layer to the layer below it: the factor of a layer is
+    layer_decay ** (depth + 1 - layer)"""
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
-    """factor on the learning rate of the patch embedding, times that of layer_decay"""
+    """additional factor on the learning rate of the patch embedding, on top of layer_decay"""
     weight_decay: float | None = Field(default=None, ge=0)
-    """weight decay at the start; not used for biases, norms, other vectors and parameters that the encoder's paper
-    exempts"""
+    """weight decay at the start of the run; biases, norms, other vectors and the parameters that the encoder's paper
+    exempts have no weight decay"""
     weight_decay_end: float | None = Field(default=None, ge=0)
-    """weight decay at the end (cosine in between)"""
+    """weight decay at the end of the run; in between, the weight decay follows a cosine"""
     betas: tuple[float, float] | None = None
-    """AdamW's decay rates of the two moments"""
+    """decay rates of AdamW's two moments (beta1, beta2)"""
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon, the term added to the denominator"""
+    """epsilon of AdamW, which is added to the denominator of the update"""
     clip: float | None = Field(default=None, ge=0)
-    """largest gradient norm; 0 disables clipping"""
+    """largest allowed gradient norm, to which larger gradients are clipped; 0 disables clipping"""
     clip_by: Literal["tensor", "module", "global"] = "tensor"
-    """unit of the norm: each parameter tensor (DINO), each part of the student (DINOv2), or all parameters"""
+    """parameters that share one gradient norm: tensor (each parameter tensor, as in DINO), module (each module of
+    the student, as in DINOv2) or global (all parameters)"""
     nonfinite_limit: int = Field(default=20, ge=1)
-    """skipped steps in a row (loss or gradient not finite) after which the run stops"""
+    """number of consecutive steps with a loss or gradient that is not finite, after which the run stops"""
 
 
 class ResolvedOptim(OptimConfig, frozen=True):
@@ -74,7 +77,7 @@ class ResolvedOptim(OptimConfig, frozen=True):
 def adamw(
     method: nn.Module, config: ResolvedOptim, frozen: Mapping[str, int], factors: Mapping[str, float]
 ) -> torch.optim.AdamW:
-    """Return the optimizer of a method's trainable parameters; see `parameter_groups`."""
+    """Return AdamW over the trainable parameters of a method, grouped by `parameter_groups`."""
     groups = parameter_groups(method, frozen, learning_rate_factors(method, config, factors))
     return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
 
@@ -86,12 +89,11 @@ def flat_blocks(encoder: Encoder) -> list[nn.Module]:
 
 
 def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yield the name, parameter and layer of each parameter of an encoder; layers are numbered as in BEiT's
-    fine-tuning.
+    """Yield name, parameter and layer number for each parameter of an encoder.
 
-    Layer 0 holds everything before the first block: embeddings, positions and tokens. Block i is layer i + 1.
-    Everything after the last block is layer depth + 1. A part between two blocks, such as Swin's downsampling, belongs
-    to the layer of the block before it.
+    The layers are numbered as in BEiT's fine-tuning. Layer 0 holds everything before the first block: embeddings,
+    positions and tokens. Block i is layer i + 1. Everything after the last block is layer depth + 1. A module between
+    two blocks, such as Swin's downsampling, belongs to the layer of the block before it.
     """
     blocks = flat_blocks(encoder)
     layer_of = {parameter: i + 1 for i, block in enumerate(blocks) for parameter in block.parameters()}
@@ -110,7 +112,7 @@ def learning_rate_factors(
     """Return the factor on the learning rate of each parameter whose factor is not 1.
 
     Args:
-        prefixes: Factors by prefix of parameter names, `Method.lr_factors()`.
+        prefixes: Factors from `Method.lr_factors()`: prefix of parameter names -> factor.
     """
     factors: dict[nn.Parameter, float] = {}
     for encoder in (module for module in method.modules() if isinstance(module, Encoder)):
@@ -131,12 +133,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups: trainable parameters split by weight decay, freezing and learning-rate factor.
 
-    Biases, vectors and `Encoder.no_weight_decay` parameters have no weight decay. A frozen group has learning rate 0,
-    which works under every engine. DINO's official code deletes gradients instead, which has no effect under ZeRO.
+    Biases, vectors and `Encoder.no_weight_decay` parameters have no weight decay. While a group is frozen, its learning
+    rate is 0, which works under every engine. DINO's official code deletes the gradients of frozen parameters, but
+    under ZeRO that has no effect.
 
     Args:
-        frozen: Steps of learning rate 0 by prefix of parameter names, `Method.frozen()`.
-        factors: Factors on the learning rate that are not 1, from `learning_rate_factors`.
+        frozen: Freezing from `Method.frozen()`: prefix of parameter names -> number of steps with learning rate 0.
+        factors: Learning-rate factors that are not 1, from `learning_rate_factors`.
     """
     encoders = [module for module in method.modules() if isinstance(module, Encoder)]
     undecayed = {
@@ -162,7 +165,7 @@ def parameter_groups(
 def apply_schedules(
     optimizer: torch.optim.Optimizer, config: ResolvedOptim, step: int, steps: int, batch_size: int
 ) -> None:
-    """Set each group's learning rate and weight decay for `step` of `steps`."""
+    """Set the learning rate and weight decay of each parameter group for step `step` of a run of `steps` steps."""
     peak, reach = config.scaled_lr(batch_size), config.reach_lr_in_warmup
     lr = cosine(step, steps, peak, config.min_lr, config.warmup_steps, reach_in_warmup=reach)
     weight_decay = cosine(step, steps, config.weight_decay, config.weight_decay_end)
@@ -173,18 +176,18 @@ def apply_schedules(
 
 @torch.no_grad()
 def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False) -> Tensor:
-    """Scale gradients so that no norm is above `limit` (0: no limit). Return the global norm before scaling, float32.
+    """Scale gradients in place so that no norm is above `limit`, and return the global norm before scaling in float32.
 
-    Does not wait for the device.
+    If `limit` is 0, gradients are not scaled. The function does not wait for the device.
 
     Args:
         grads: Gradients of each module, one list per module.
-        by: Unit of the norm: "tensor", "module" or "global".
+        by: Gradients over which one norm is computed: "tensor", "module" or "global" (all gradients).
         sharded: True if each process holds a part of every tensor, which may be empty.
     """
     flat = [g for part in grads for g in part]
     if not flat:
-        raise ValueError("no parameter has a gradient: call this after backward")
+        raise ValueError("no parameter has a gradient. Call clip_gradients after the backward pass")
     norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
     if sharded:
         norms = all_reduce_sum(norms.square()).sqrt()

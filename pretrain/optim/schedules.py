@@ -6,13 +6,15 @@ import math
 def cosine(
     step: int, steps: int, start: float, end: float, warmup_steps: int = 0, *, reach_in_warmup: bool = True
 ) -> float:
-    """Return a value that rises linearly from 0 to `start`, then follows half a cosine towards `end`.
+    """Return a value that rises linearly from 0 to `start` in a warm-up, and then follows half a cosine from `start` to
+    `end`.
 
-    The first value of a warm-up is 0. The value reaches `end` at step `steps` and stays there.
+    The first value of the warm-up is 0. The value reaches `end` at step `steps` and stays at `end` afterwards.
 
     Args:
-        reach_in_warmup: True to reach `start` in the last step of the warm-up, so that two steps have this value, as
-            in DINO (2104.14294); False to reach `start` in the step after the warm-up, as in MAE (2111.06377).
+        reach_in_warmup: True to reach `start` in the last step of the warm-up, so that this step and the next
+            step have the value `start`, as in DINO (2104.14294). False to reach `start` in the step after the warm-up,
+            as in MAE (2111.06377).
     """
     if step < warmup_steps:
         return start * step / (max(warmup_steps - 1, 1) if reach_in_warmup else warmup_steps)
@@ -21,10 +23,9 @@ def cosine(
 
 
 def linear(step: int, steps: int, start: float, end: float) -> float:
-    """Return a value that goes linearly from `start` to `end` over `steps` values, both included, and then stays at
-    `end`.
+    """Return a value that goes linearly from `start` at step 0 to `end` at step `steps - 1`, and then stays at `end`.
 
-    If `steps` is 1, the only value is `start`, as in `np.linspace(start, end, 1)`.
+    If `steps` is 1, the value at step 0 is `start`, as in `np.linspace(start, end, 1)`.
     """
     if steps <= 0:
         return end

@@ -178,5 +178,5 @@ def test_a_folder_with_another_run_and_another_encoder_are_refused(launch, tmp_p
     assert refused.process.returncode == 2
     assert "Traceback" not in log
     log = launch(["--output", str(output), "--resume", "--encoder.depth", "3"]).wait()
-    assert "encoder.depth is 2 there and 3 here" in re.sub(r"\s+", " ", log)
+    assert "encoder.depth is 2 in the checkpoint and 3 in this run" in re.sub(r"\s+", " ", log)
     assert sorted(p for p in output.rglob("*") if p.is_file()) == before

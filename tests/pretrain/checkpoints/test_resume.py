@@ -60,7 +60,7 @@ def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, ca
     resume.check_fits(path, settings() | {"shards": "abd", "seed": 1})
     assert "changed since step-00000001: seed 0 -> 1, shards abc -> abd" in caplog.text
     assert "the order of the samples changes" in caplog.text
-    with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 there and 2 here"):
+    with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 in the checkpoint and 2 in this run"):
         resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
 
 
@@ -82,16 +82,20 @@ def test_an_encoder_setting_newer_than_the_checkpoint_counts_as_its_default(
     resume.check_fits(path, settings())  # here the new run lacks settings
     assert "changed since" not in caplog.text
     assert full["patch_size"] == encoders.VARIANTS["vit_micro"]["patch_size"], "the variant's, not the constructor's"
-    with pytest.raises(CheckpointError, match=r"another run: encoder\.patch_size is 4 there and 8 here\. Resume"):
+    with pytest.raises(
+        CheckpointError, match=r"another run: encoder\.patch_size is 4 in the checkpoint and 8 in this run\. Resume"
+    ):
         resume.check_fits(path, settings() | {"encoder": full | {"patch_size": 8}})
     stored(depth=3)
-    with pytest.raises(CheckpointError, match=r"encoder\.depth is 3 there and 1 here"):
+    with pytest.raises(CheckpointError, match=r"encoder\.depth is 3 in the checkpoint and 1 in this run"):
         resume.check_fits(path, settings() | {"encoder": full})
     stored(gone=1)
-    with pytest.raises(CheckpointError, match=r"encoder\.gone is 1 there and None here"):
+    with pytest.raises(CheckpointError, match=r"encoder\.gone is 1 in the checkpoint and None in this run"):
         resume.check_fits(path, settings() | {"encoder": full})
     stored(variant="vit_gone")
-    with pytest.raises(CheckpointError, match=r"encoder\.variant is vit_gone there and vit_micro here"):
+    with pytest.raises(
+        CheckpointError, match=r"encoder\.variant is vit_gone in the checkpoint and vit_micro in this run"
+    ):
         resume.check_fits(path, settings() | {"encoder": full})
 
 
@@ -162,7 +166,9 @@ def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
     (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     accelerator, engine = make()
     engine.method.center = torch.zeros(33)
-    with pytest.raises(CheckpointError, match=r"step-00000001 does not fit this run: .*center \(64 .*33 here\)"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 does not fit this run: .*center \(64 elements instead of 33\)"
+    ):
         resume.restore(path, accelerator, engine)
 
 

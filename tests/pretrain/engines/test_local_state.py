@@ -116,9 +116,9 @@ def test_a_tensor_without_numbers_is_no_matter(tmp_path: Path) -> None:
     ("wanted", "message"),
     [
         ({"a": 4, "b": 2}, None),
-        ({"a": 4}, "the checkpoint holds other tensors: b (2 elements there, 0 here)"),
-        ({"a": 4, "b": 2, "c": 1}, "the checkpoint holds other tensors: c (0 elements there, 1 here)"),
-        ({"a": 5, "b": 2}, "the checkpoint holds other tensors: a (4 elements there, 5 here)"),
+        ({"a": 4}, "the checkpoint holds other tensors than expected: b (2 elements instead of 0)"),
+        ({"a": 4, "b": 2, "c": 1}, "the checkpoint holds other tensors than expected: c (0 elements instead of 1)"),
+        ({"a": 5, "b": 2}, "the checkpoint holds other tensors than expected: a (4 elements instead of 5)"),
     ],
 )
 def test_other_names_and_sizes_are_refused(tmp_path: Path, wanted: dict[str, int], message: str | None) -> None:
@@ -137,7 +137,7 @@ def test_some_of_the_tensors_are_read_where_that_is_asked(tmp_path: Path) -> Non
     into = unsharded(torch.zeros(2))
     read({"b": into}, tmp_path, strict=False)
     assert into.data.tolist() == [1, 1]
-    with pytest.raises(CheckpointException, match=r"c \(0 elements there, 2 here\)"):
+    with pytest.raises(CheckpointException, match=r"c \(0 elements instead of 2\)"):
         read({"c": into}, tmp_path, strict=False)
 
 
