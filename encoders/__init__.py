@@ -61,8 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     )
     for name, settings in variants.items()
 }
-"""Dictionary from the name of a variant to its class, under the key "family", and to the settings that differ from the
-defaults of the class."""
+"""Maps the name of a variant to a dictionary. The key "family" of the dictionary holds the class of the encoder. All
+other keys are settings that differ from the defaults of the class."""
 
 
 def family(variant: str) -> type[Encoder]:
@@ -158,7 +158,7 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
     except ValueError as error:
         raise EncoderError(f"{path} is not a JSON file: {error}.") from error
     if not isinstance(settings, dict) or "variant" not in settings:
-        raise EncoderError(f'{path} does not describe an encoder. It has no key "variant".')
+        raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
     return settings, _preprocessing(settings.pop("preprocessing", None), path)
 
 

@@ -20,7 +20,7 @@ class Preprocessing:
     mean: tuple[float, ...]
     """Mean of each channel."""
     std: tuple[float, ...]
-    """Standard deviation of each channel, positive."""
+    """Standard deviation of each channel. All values must be positive."""
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.mean:
@@ -50,7 +50,7 @@ class Features(NamedTuple):
     """Pooled features, one vector per image: (B, D)."""
     tokens: Tensor
     """Features of the T tokens of all images, image after image and row by row: (T, D). If hidden tokens were dropped,
-    only the features of the V visible tokens: (V, D)."""
+    only the features of the V visible tokens are included: (V, D)."""
     grids: Tensor
     """Number of token rows and number of token columns of each image: (B, 2) int64 on the CPU."""
 
@@ -64,7 +64,7 @@ class Encoder(nn.Module):
     dim: int
     """Width D of `pooled` and `tokens`."""
     stride: int
-    """Side, in pixels, of the square that one token covers."""
+    """Side, in pixels, of the square image area that one token covers."""
     channels: int
     """Number of channels of the input images."""
     blocks: nn.ModuleList
@@ -72,9 +72,9 @@ class Encoder(nn.Module):
     mask_token: nn.Parameter | None
     """Learned token that replaces hidden tokens. None or absent if the encoder cannot replace hidden tokens."""
     settings: dict[str, Any]
-    """Variant name and constructor arguments. Only `encoders.build` sets this attribute."""
+    """Name of the variant and constructor arguments of the encoder. Only `encoders.build` sets this attribute."""
     preprocessing: Preprocessing = IMAGENET
-    """Normalisation of input images. It must equal the normalisation in the training of the encoder."""
+    """Normalisation of input images. It must equal the normalisation that was used to train the encoder."""
     can_drop: bool = False
     """True if `forward` supports `drop=True`, which excludes hidden tokens from the computation."""
     takes_packed: bool = False
@@ -115,8 +115,9 @@ class Encoder(nn.Module):
         """Check the arguments of `forward`.
 
         Raises:
-            EncoderError: the encoder does not accept packed images; the images have the wrong number of channels or are
-                smaller than one patch; the mask does not fit the token grid; or the encoder cannot hide or drop tokens.
+            EncoderError: the encoder does not accept packed images; the images are not floats, have the wrong number of
+                channels, or are smaller than one patch; the mask does not fit the grids of tokens; or the encoder
+                cannot replace or drop hidden tokens.
         """
         if not isinstance(images, PackedImages):
             self._check_tensor(images)
@@ -148,7 +149,7 @@ class Encoder(nn.Module):
         if min(self.grid(*images.shape[-2:])) < 1:
             raise EncoderError(
                 f"Images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
-                f"{self.stride} x {self.stride}."
+                f"{self.stride} x {self.stride} pixels."
             )
 
     def _check_mask(self, images: Images, mask: Mask | None, drop: bool) -> None:
@@ -164,7 +165,7 @@ class Encoder(nn.Module):
             if not drop and getattr(self, "mask_token", None) is None:
                 hint = "Build the encoder with mask_token=True"
                 hint += ", or pass drop=True." if self.can_drop else "."
-                raise EncoderError(f"The replacement of hidden tokens needs a mask token. {hint}")
+                raise EncoderError(f"The encoder needs a mask token to replace hidden tokens. {hint}")
 
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
         """Draw the drop path factors of one forward pass. Return an iterator with one tensor (2, images) per block.
@@ -183,6 +184,6 @@ class Encoder(nn.Module):
         token = getattr(self, "mask_token", None)
         if token is None:
             raise EncoderError(
-                "The replacement of hidden tokens needs a mask token. Build the encoder with mask_token=True."
+                "The encoder needs a mask token to replace hidden tokens. Build the encoder with mask_token=True."
             )
         return torch.where(hidden, token, x)

@@ -19,7 +19,7 @@ from encoders.errors import EncoderError
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Images of many sizes as one flat sequence of patches. NaViT (2307.06304) takes such input."""
+    """Images of many sizes, stored as one flat sequence of patches. This is the input of NaViT (2307.06304)."""
 
     patches: Tensor
     """Pixel values of each patch in (row, column, channel) order: (T, P)."""
@@ -73,8 +73,8 @@ class Mask:
     visible: Tensor
     """Indices of the visible tokens among all T tokens of the batch: (V,) int64, ascending."""
     hidden_indices: Tensor
-    """Indices of the hidden tokens among all T tokens of the batch: (T - V,) int64, ascending. They exist because
-    indexing with the bool tensor `hidden` would wait for the device."""
+    """Indices of the hidden tokens among all T tokens of the batch: (T - V,) int64, ascending. Indexing with these
+    indices does not wait for the device. Indexing with the bool tensor `hidden` would wait."""
     lengths: Tensor
     """Number of visible tokens of each image: (B,) int64 on the CPU."""
 
@@ -140,7 +140,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def pack(views: Sequence[Images], patch: int) -> PackedImages:
-    """Join the images of all views, in order, to one `PackedImages`.
+    """Join the images of all views, in order, into one `PackedImages`.
 
     A view is a tensor (B, C, H, W), which is cut into patches of `patch` x `patch` pixels, or packed images.
 
@@ -173,7 +173,7 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     into the fullest sequence that has enough room.
 
     Returns:
-        Indices of the images in each sequence.
+        List of sequences. A sequence is a list of the indices of its images.
 
     Raises:
         EncoderError: an image has more tokens than `budget`.
@@ -188,7 +188,7 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     first sequence that has enough room.
 
     Returns:
-        Indices of the images in each sequence.
+        List of sequences. A sequence is a list of the indices of its images.
 
     Raises:
         EncoderError: an image has more tokens than `budget`.

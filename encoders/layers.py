@@ -19,8 +19,8 @@ Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
-"""Iterator that yields the drop path factors of one block after the other: (2, B), for attention and for the MLP of B
-images. If the iterator yields None, the block draws the factors itself."""
+"""Iterator over blocks that yields the drop path factors of each block: (2, B), one row for attention and one row for
+the MLP. If the iterator yields None, the block draws the factors itself."""
 
 
 def attention(
@@ -206,7 +206,7 @@ def check_choices(**choices: tuple[str, object]):
 
 
 def check_counts(**counts: int | Sequence[int]):
-    """Raise `EncoderError` if a number is less than 1, or if a sequence is empty or has a number less than 1."""
+    """Raise `EncoderError` if a number is less than 1, or if a sequence is empty or contains a number less than 1."""
     for name, value in counts.items():
         values = value if isinstance(value, Sequence) else (value,)
         if not values or min(values) < 1:

@@ -273,7 +273,7 @@ class NaViT(Encoder):
         """
         if not self.fractional:
             return F.embedding(indices, table)
-        scaled = indices * len(table)  # integers, because a rounding error could move k / n away from entry k
+        scaled = indices * len(table)  # integer arithmetic, because float rounding could move k / n below entry k
         before = scaled // sides
         after = (before + 1).clamp(max=len(table) - 1)
         rest = ((scaled % sides) / sides).to(table.dtype)
@@ -312,8 +312,8 @@ class NaViT(Encoder):
             fitting = [sorted({size // side * side, -(-size // side) * side}) for size in images.shape[-2:]]
             rows, columns = (" or ".join(map(str, sizes)) for sizes in fitting)
             raise EncoderError(
-                f"Images of {images.shape[-2]} x {images.shape[-1]} pixels do not divide into patches of {side}. "
-                f"Make them {rows} pixels high and {columns} wide."
+                f"Images of {images.shape[-2]} x {images.shape[-1]} pixels do not divide into patches of "
+                f"{side} x {side} pixels. Make the images {rows} pixels high and {columns} pixels wide."
             )
         largest, table = grids.amax(0), torch.tensor([len(self.pos_embed_rows), len(self.pos_embed_columns)])
         if not self.fractional and bool((largest > table).any()):

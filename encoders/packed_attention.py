@@ -78,5 +78,5 @@ def attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seg
     """Compute attention within each image, one image after the other: (heads, T, d) -> (heads, T, d)."""
     counts = segments.lengths.tolist()
     images = zip(q.split(segments.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
-    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels need tensors of four dimensions
+    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels need tensors with four dimensions
     return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)

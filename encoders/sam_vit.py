@@ -63,7 +63,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 def resize_relative(table: Tensor, size: int) -> Tensor:
-    """Resize a relative position table to `size` rows, or columns, of tokens: (L, d) -> (2 * size - 1, d).
+    """Resize a relative position table for `size` tokens along its axis: (L, d) -> (2 * size - 1, d).
 
     The table is interpolated linearly.
     """
@@ -77,7 +77,7 @@ def resize_relative(table: Tensor, size: int) -> Tensor:
 def relative_positions(table: Tensor, size: int) -> Tensor:
     """Return the entry of a relative position table for each pair of a query and a key: (L, d) -> (size, d, size).
 
-    The table is first resized to `size`. Query q and key k use entry q - k + size - 1.
+    The table is first resized for `size` tokens. Query q and key k use entry q - k + size - 1.
     """
     return resize_relative(table, size).unfold(0, size, 1).flip(2)
 
@@ -217,7 +217,7 @@ class SAMViT(Encoder):
         check_counts(depth=depth, out_dim=out_dim, patch_size=patch_size, channels=channels)
         check_heads(dim, heads)
         if window_size < 0:
-            raise EncoderError(f"window_size must be at least 0 (0: no windows), not {window_size}.")
+            raise EncoderError(f"window_size must be at least 0 (0 means no windows), not {window_size}.")
         if window_size and not set(global_blocks) <= set(range(depth)):
             raise EncoderError(
                 f"global_blocks must be block indices from 0 to {depth - 1}, not {tuple(global_blocks)}."
@@ -286,8 +286,8 @@ class SAMViT(Encoder):
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         raise NotImplementedError(
-            f"SAMViT has no intermediate features, because only the neck after the last block has {self.dim} channels. "
-            "Use block_maps(images, blocks) for the outputs of the blocks."
+            f"SAMViT has no intermediate features, because the neck that computes the {self.dim} channels of features "
+            "follows only the last block. Use block_maps(images, blocks) for the outputs of the blocks."
         )
 
     def _embed(self, images: Tensor, mask: Mask | None = None) -> Tensor:

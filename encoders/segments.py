@@ -102,11 +102,11 @@ class Segments:
 class PaddedSequences:
     """Layout of T tokens in S sequences of L slots each. Slots without a token are padding.
 
-    Both tensors are on the device.
+    Both tensors are on the device of the tokens.
     """
 
     positions: Tensor
-    """Index, among all S * L slots, of the slot of each token: (T,) int64."""
+    """Index of the slot of each token, from 0 to S * L - 1: (T,) int64."""
     image_ids: Tensor
     """Index of the image that the token in each slot belongs to, or -1 for padding: (S, L) int64."""
 

@@ -75,10 +75,10 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Torch function mode that replaces attention by a placeholder of a fused kernel, and counts its operations.
+    """Torch function mode that counts the operations of attention, and runs a placeholder of a fused kernel instead.
 
-    The placeholder is needed, because torch does not use a fused kernel for attention on the meta device. It saves the
-    tensors that a fused kernel saves for the backward pass.
+    The placeholder is needed, because torch does not use a fused kernel for attention on the meta device. The
+    placeholder saves the tensors that a fused kernel saves for the backward pass.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -108,7 +108,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class _Kernel(torch.autograd.Function):
-    """Placeholder of a fused attention kernel. It allocates and saves the same tensors, but computes nothing."""
+    """Placeholder of a fused attention kernel. It allocates and saves the kernel's tensors, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

@@ -64,7 +64,7 @@ def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Pad maps to multiples of the layer's stride, and apply the layer: (B, h, w, D) -> (B, h', w', D')."""
+    """Pad maps to multiples of the stride of a convolution, and apply it: (B, h, w, D) -> (B, h', w', D')."""
     x = pad_to(x, layer.stride[0], layer.stride[1])
     return layer(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
@@ -220,8 +220,8 @@ class Twins(Encoder):
 
     `layout="meituan"` is the published model. Blocks with local and global attention alternate, positions are added
     after the first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of
-    twins_svt.py in vit-pytorch. A stage has one pair of a local and a global block, then positions, then `depths` more
-    pairs. The last stage has a global block in place of each pair. Strided convolutions compute the keys and values of
+    twins_svt.py in vit-pytorch. Its stages have one pair of a local and a global block, then positions, then `depths`
+    more pairs. Its last stage has a global block in place of each pair. Strided convolutions compute keys and values of
     global blocks, patches are normed before and after their projection, and there is no final norm.
 
     A setting of the stages, such as `reductions`, is one number for all stages or a list with one number per stage.

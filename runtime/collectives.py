@@ -1,8 +1,8 @@
 """Collective operations of the default process group. They also work in one process without a process group.
 
-All ranks must call a collective operation, and they must call all of them in the same order. If the backend does not
-support the device of a tensor, for example NCCL and the CPU, the tensor is copied to a supported device, and the result
-is copied back.
+All ranks must call the same collective operations in the same order. If the backend does not support the device of a
+tensor, the tensor is copied to a supported device, and the result is copied back. For example, NCCL does not support
+tensors on the CPU.
 """
 
 import os
@@ -67,7 +67,7 @@ def all_reduce_max(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather(x: Tensor) -> list[Tensor]:
-    """Return a list of the tensors `x` (n, ...) of all ranks, in rank order. The number of rows n may differ."""
+    """Return a list of the tensors `x` (n, ...) of all ranks, in rank order. The number n may differ between ranks."""
     if world_size() == 1:
         return [x]
     own = x.to(_reachable(x.device))
@@ -154,7 +154,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return `device` if the backend of the default process group supports it, else a device that it supports."""
+    """Return `device` if the backend of the default process group supports it, else a supported device."""
     reached = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     if device.type in reached:
         return device
@@ -177,7 +177,7 @@ def _collected_failures(error: BaseException) -> dict[int, BaseException]:
 
 
 def _describe(error: BaseException) -> str:
-    """Return a one-line message about an exception. Of a `CheckpointException`, only the first failure is described."""
+    """Return a one-line message about an exception. For a `CheckpointException`, describe only its first failure."""
     failed = rank()
     if collected := _collected_failures(error):
         failed, error = next(iter(collected.items()))

@@ -2,9 +2,9 @@
 
 A command declares one pydantic model. Every field is a flag (`--section.key value`), a YAML key and a line of `--help`.
 
-This module parses the flags itself, because command-line libraries lack three features: sections may be made at run
-time, for example from the constructor of an encoder; `--flag`, `--no-flag` and `--flag true` all work; and shard
-patterns such as `{a,b}-{0..3}.tar` are never split at commas.
+This module parses the flags itself, not with a command-line library, for three reasons. Sections may be made at run
+time, for example from the constructor of an encoder. The forms `--flag`, `--no-flag` and `--flag true` must all work.
+Shard patterns such as `{a,b}-{0..3}.tar` must not be split at commas.
 """
 
 import difflib

@@ -39,9 +39,9 @@ class Timing:
     interval: float = 2.0
     """Seconds between two heartbeats of a process."""
     timeout: float = 40.0
-    """Seconds without a heartbeat after which a process counts as lost. The default is longer than any delay of
-    heartbeats in a healthy process. Only code that holds Python's global interpreter lock delays heartbeats, such as
-    the import of a large library. With the defaults, all processes learn of a lost process within a minute."""
+    """Seconds without a heartbeat after which a process counts as lost. In a healthy process, only code that holds
+    Python's global interpreter lock delays heartbeats, for example the import of a large library. With the defaults,
+    all processes learn of a lost process within a minute."""
     exit_delay: float = 20.0
     """Seconds that the other processes have to exit by themselves after one process failed. Then the watchdog ends
     them."""
@@ -156,7 +156,7 @@ class Watch:
                 over = over or self._closed.wait(self._timing.interval)
 
     def _connect(self) -> Store:
-        """Return a new connection to the store. The main thread may block the connection of the process group."""
+        """Return a new connection to the store, because the main thread may block that of the process group."""
         # test the address first, because torch prints a page of errors for each failed attempt to reach the store
         socket.create_connection(self._address, 10).close()
         limit = datetime.timedelta(seconds=10)
