@@ -9,7 +9,7 @@ the class of the encoder and the settings that differ from the defaults of the c
     encoders.VARIANTS["my_vit_small"] = {"family": MyViT, "dim": 384, "depth": 12}
 
 `MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. To load published weights into
-encoders of the family, add a module to `encoders.formats.checkpoint.FORMATS` as well.
+encoders of the new family, also add a module for their file format to `encoders.formats.checkpoint.FORMATS`.
 """
 
 import difflib
@@ -61,11 +61,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     )
     for name, settings in variants.items()
 }
-"""Name of a variant -> class of the encoder, under "family", and settings that differ from its defaults."""
+"""Maps the name of a variant to a dictionary. The key "family" of the dictionary holds the class of the encoder. All
+other keys are settings that differ from the defaults of the class."""
 
 
 def family(variant: str) -> type[Encoder]:
-    """Return the encoder class of a variant. The arguments of the constructor of this class are the settings.
+    """Return the encoder class of a variant. The settings of an encoder are the constructor arguments of its class.
 
     Raises:
         EncoderError: the variant is unknown.
@@ -111,7 +112,7 @@ def save(encoder: Encoder, path: str | Path):
     """
     weights, description = _files(path)
     if not hasattr(encoder, "settings"):
-        raise EncoderError("The settings of this encoder are unknown. Make it with encoders.build.")
+        raise EncoderError("The settings of this encoder are unknown. Make the encoder with encoders.build.")
     state = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
     preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
     with atomic_write(weights) as file:
@@ -149,15 +150,15 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
     path = Path(path)
     if not path.is_file():
         raise EncoderError(
-            f"{path} is missing. It holds the settings of the encoder. "
-            "Without it, build the encoder with encoders.build and fill it with encoders.load_weights."
+            f"{path} is missing. This file holds the settings of the encoder. If you do not have the file, build the "
+            "encoder with encoders.build, and load the weights with encoders.load_weights."
         )
     try:
         settings = json.loads(path.read_text())
     except ValueError as error:
         raise EncoderError(f"{path} is not a JSON file: {error}.") from error
     if not isinstance(settings, dict) or "variant" not in settings:
-        raise EncoderError(f'{path} does not describe an encoder. It has no key "variant".')
+        raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
     return settings, _preprocessing(settings.pop("preprocessing", None), path)
 
 

@@ -1,4 +1,4 @@
-"""The interface of all encoders."""
+"""The interface of all encoders: the base class `Encoder`, its output `Features` and the `Preprocessing` of images."""
 
 from dataclasses import dataclass
 from itertools import repeat
@@ -20,17 +20,19 @@ class Preprocessing:
     mean: tuple[float, ...]
     """Mean of each channel."""
     std: tuple[float, ...]
-    """Standard deviation of each channel, positive."""
+    """Standard deviation of each channel. All values must be positive."""
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.mean:
-            raise EncoderError(f"mean has {len(self.mean)} values and std has {len(self.std)}. Give one per channel.")
+            raise EncoderError(
+                f"mean has {len(self.mean)} values and std has {len(self.std)} values. Give one value per channel."
+            )
         if not all(0 < value < float("inf") for value in self.std):
-            raise EncoderError(f"std must be positive, not {list(self.std)}.")
+            raise EncoderError(f"All values of std must be positive and finite, not {list(self.std)}.")
 
     @property
     def channels(self) -> int:
-        """Number of channels of `mean` and `std`."""
+        """Number of image channels, equal to the number of values in `mean` and in `std`."""
         return len(self.mean)
 
 
@@ -41,15 +43,16 @@ IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 class Features(NamedTuple):
     """Output of an encoder for B images. Class, register and distillation tokens are not part of `tokens`.
 
-    The class is a tuple, because ZeRO-3 and FSDP look for output tensors inside tuples.
+    `Features` is a tuple, because ZeRO-3 and FSDP look for the output tensors of a module inside tuples.
     """
 
     pooled: Tensor
     """Pooled features, one vector per image: (B, D)."""
     tokens: Tensor
-    """Features of the tokens, image after image and row by row: (T, D), or (V, D) if hidden tokens were dropped."""
+    """Features of the T tokens of all images, image after image and row by row: (T, D). If hidden tokens were dropped,
+    only the features of the V visible tokens are included: (V, D)."""
     grids: Tensor
-    """Rows and columns of tokens of each image: (B, 2) int64 on the CPU."""
+    """Number of token rows and number of token columns of each image: (B, 2) int64 on the CPU."""
 
 
 class Encoder(nn.Module):
@@ -61,7 +64,7 @@ class Encoder(nn.Module):
     dim: int
     """Width D of `pooled` and `tokens`."""
     stride: int
-    """Side, in pixels, of the square that one token covers."""
+    """Side, in pixels, of the square image area that one token covers."""
     channels: int
     """Number of channels of the input images."""
     blocks: nn.ModuleList
@@ -69,15 +72,16 @@ class Encoder(nn.Module):
     mask_token: nn.Parameter | None
     """Learned token that replaces hidden tokens. None or absent if the encoder cannot replace hidden tokens."""
     settings: dict[str, Any]
-    """Variant name and constructor arguments. Only `encoders.build` sets this attribute."""
+    """Name of the variant and constructor arguments of the encoder. Only `encoders.build` sets this attribute."""
     preprocessing: Preprocessing = IMAGENET
-    """Normalisation of input images, the same as in the training of the encoder."""
+    """Normalisation of input images. It must equal the normalisation that was used to train the encoder."""
     can_drop: bool = False
     """True if `forward` supports `drop=True`, which excludes hidden tokens from the computation."""
     takes_packed: bool = False
     """True if the encoder accepts `PackedImages` as input."""
     no_weight_decay: tuple[str, ...] = ()
-    """Parts of the names of matrices without weight decay, as in the paper. Vectors never have weight decay."""
+    """Substrings of parameter names. A matrix whose name contains one of these substrings has no weight decay, as in
+    the paper of the encoder. Vectors never have weight decay."""
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images, (B, C, H, W) or packed.
@@ -91,15 +95,18 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks, in order. The final norm is applied to each."""
+        """Return the features after each of the last `blocks` blocks, in order.
+
+        The final norm is applied to the output of each of these blocks.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no intermediate features.")
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tokens of an image of `height` x `width` pixels."""
+        """Return the number of token rows and of token columns for an image of `height` x `width` pixels."""
         return height // self.stride, width // self.stride
 
     def grids(self, images: Images) -> Tensor:
-        """Return the rows and columns of tokens of each image: (B, 2) int64 on the CPU."""
+        """Return the number of token rows and of token columns of each image: (B, 2) int64 on the CPU."""
         if isinstance(images, PackedImages):
             return images.grids
         return torch.tensor([self.grid(*images.shape[-2:])]).expand(len(images), 2)
@@ -108,8 +115,9 @@ class Encoder(nn.Module):
         """Check the arguments of `forward`.
 
         Raises:
-            EncoderError: the encoder does not accept packed images; the images have the wrong number of channels or are
-                smaller than one patch; the mask does not fit the token grid; or the encoder cannot hide or drop tokens.
+            EncoderError: the encoder does not accept packed images; the images are not floats, have the wrong number of
+                channels, or are smaller than one patch; the mask does not fit the grids of tokens; or the encoder
+                cannot replace or drop hidden tokens.
         """
         if not isinstance(images, PackedImages):
             self._check_tensor(images)
@@ -128,7 +136,7 @@ class Encoder(nn.Module):
 
     def _no_packed_images(self) -> EncoderError:
         size = f"(B, {self.channels}, H, W)"
-        return EncoderError(f"{type(self).__name__} takes images of one size, {size}, not packed ones.")
+        return EncoderError(f"{type(self).__name__} takes images of one size, {size}, not packed images.")
 
     def _check_tensor(self, images: Tensor) -> None:
         if not images.is_floating_point():
@@ -136,34 +144,34 @@ class Encoder(nn.Module):
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise EncoderError(
                 f"{type(self).__name__} takes images of shape (B, {self.channels}, H, W), not {tuple(images.shape)}. "
-                "For another number of channels, build it with channels=N."
+                "For another number of channels, build the encoder with channels=N."
             )
         if min(self.grid(*images.shape[-2:])) < 1:
             raise EncoderError(
                 f"Images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
-                f"{self.stride} x {self.stride}."
+                f"{self.stride} x {self.stride} pixels."
             )
 
     def _check_mask(self, images: Images, mask: Mask | None, drop: bool) -> None:
         if drop and mask is None:
-            raise EncoderError("drop=True needs a mask. Pass a mask, or drop=False.")
+            raise EncoderError("drop=True needs a mask. Pass a mask, or set drop=False.")
         if drop and not self.can_drop:
             raise EncoderError(
                 f"{type(self).__name__} cannot drop hidden tokens, because its windows need the full grid. "
-                "Hide them in place with drop=False."
+                "Set drop=False, so that a mask token replaces the hidden tokens."
             )
         if mask is not None:
             mask.check(self.grids(images))
             if not drop and getattr(self, "mask_token", None) is None:
                 hint = "Build the encoder with mask_token=True"
                 hint += ", or pass drop=True." if self.can_drop else "."
-                raise EncoderError(f"Hiding tokens in place needs a mask token. {hint}")
+                raise EncoderError(f"The encoder needs a mask token to replace hidden tokens. {hint}")
 
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
         """Draw the drop path factors of one forward pass. Return an iterator with one tensor (2, images) per block.
 
-        The iterator yields None if drop path is inactive. It also yields None outside of
-        `encoders.randomness.random_keys`; the blocks then draw the factors from torch's generator.
+        The iterator yields None if drop path is inactive. The iterator also yields None outside of the context
+        `encoders.randomness.random_keys`. In this case, the blocks draw the factors from torch's generator.
         """
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
         drops = [block.drop_path for part in parts for block in part]
@@ -175,5 +183,7 @@ class Encoder(nn.Module):
         """Replace the tokens of `x` (..., D) by the mask token where `hidden` (..., 1) is True."""
         token = getattr(self, "mask_token", None)
         if token is None:
-            raise EncoderError("Hiding tokens in place needs a mask token. Build the encoder with mask_token=True.")
+            raise EncoderError(
+                "The encoder needs a mask token to replace hidden tokens. Build the encoder with mask_token=True."
+            )
         return torch.where(hidden, token, x)

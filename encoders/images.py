@@ -19,16 +19,17 @@ from encoders.errors import EncoderError
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Images of many sizes as one flat sequence of patches, the input of NaViT (2307.06304)."""
+    """Images of many sizes, stored as one flat sequence of patches. This is the input of NaViT (2307.06304)."""
 
     patches: Tensor
     """Pixel values of each patch in (row, column, channel) order: (T, P)."""
     grids: Tensor
-    """Rows and columns of patches of each image: (B, 2) int64 on the CPU."""
+    """Number of patch rows and number of patch columns of each image: (B, 2) int64 on the CPU."""
     patch: int
     """Side of a patch in pixels."""
     sequences: Tensor | None = None
-    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if there are no sequences."""
+    """Number of images in each packed sequence: (S,) int64 on the CPU. A packed sequence consists of consecutive
+    images. None if the images are not grouped into sequences."""
 
     def __len__(self) -> int:
         return len(self.grids)
@@ -63,17 +64,17 @@ Images = Tensor | PackedImages
 class Mask:
     """Hidden and visible tokens of a batch.
 
-    The tokens are those of the encoder's output, in the same order. An image may have any number of hidden tokens,
-    including zero.
+    A mask has one entry for each token in the output of the encoder, in the order of the output. An image may have any
+    number of hidden tokens, including zero.
     """
 
     hidden: Tensor
-    """True for hidden tokens: (T,) bool."""
+    """True for each hidden token, False for each visible token: (T,) bool."""
     visible: Tensor
-    """Flat indices of the visible tokens: (V,) int64, ascending."""
+    """Indices of the visible tokens among all T tokens of the batch: (V,) int64, ascending."""
     hidden_indices: Tensor
-    """Flat indices of the hidden tokens: (T - V,) int64, ascending. Indexing with `hidden` would wait for the
-    device."""
+    """Indices of the hidden tokens among all T tokens of the batch: (T - V,) int64, ascending. Indexing with these
+    indices does not wait for the device. Indexing with the bool tensor `hidden` would wait."""
     lengths: Tensor
     """Number of visible tokens of each image: (B,) int64 on the CPU."""
 
@@ -88,7 +89,7 @@ class Mask:
         if hidden.dtype != torch.bool or hidden.shape != (int(counts.sum()),):
             raise EncoderError(
                 f"A mask must be bool with one entry for each of {int(counts.sum())} tokens. "
-                f"This one is {hidden.dtype} of shape {tuple(hidden.shape)}."
+                f"This mask has dtype {hidden.dtype} and shape {tuple(hidden.shape)}."
             )
         ends = counts.cumsum(0)
         before = F.pad((~hidden).cpu().cumsum(0), (1, 0))  # (T + 1,): number of visible tokens before each token
@@ -102,27 +103,28 @@ class Mask:
             shapes = sorted({f"{int(h)} x {int(w)}" for h, w in grids})
             raise EncoderError(
                 f"A mask of {self.hidden.numel()} tokens in {len(self.lengths)} images does not fit {len(grids)} "
-                f"images of {', '.join(shapes[:3])} tokens. Make it with "
+                f"images of {', '.join(shapes[:3])} tokens. Make the mask with "
                 "Mask.from_hidden(hidden, encoder.grids(images))."
             )
         if bool((self.lengths > counts).any()):
             raise EncoderError(
-                "The mask belongs to images of other sizes. An image has fewer tokens than the mask has visible tokens."
+                "The mask does not fit the sizes of the images. For one image, the mask has more visible tokens than "
+                "the image has tokens. Make the mask with Mask.from_hidden(hidden, encoder.grids(images))."
             )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Mask":
-        """Return a copy on `device`. `lengths` stays on the CPU, where shapes are computed."""
+        """Return a copy on `device`, except that `lengths` stays on the CPU, where tensor shapes are computed."""
         moved = (self.hidden, self.visible, self.hidden_indices)
         return Mask(*(tensor.to(device, non_blocking=non_blocking) for tensor in moved), lengths=self.lengths)
 
     def pin_memory(self) -> "Mask":
-        """Return a copy in pinned memory."""
+        """Return a copy in pinned memory, except that `lengths` is not copied."""
         pinned = (self.hidden, self.visible, self.hidden_indices)
         return Mask(*(tensor.pin_memory() for tensor in pinned), lengths=self.lengths)
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Cut images into patches: (B, C, H, W) -> (T, P).
+    """Cut images into patches of `patch` x `patch` pixels: (B, C, H, W) -> (T, P).
 
     The values of a patch are in (row, column, channel) order, as in MAE (2111.06377).
 
@@ -132,13 +134,15 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     if images.shape[-2] % patch or images.shape[-1] % patch:
         raise EncoderError(
             f"Images of {images.shape[-2]} x {images.shape[-1]} pixels do not divide into patches of {patch} pixels. "
-            "Resize them to multiples of the patch."
+            f"Resize the images to sides that are multiples of {patch}."
         )
     return rearrange(images, "b c (h p1) (w p2) -> (b h w) (p1 p2 c)", p1=patch, p2=patch)
 
 
 def pack(views: Sequence[Images], patch: int) -> PackedImages:
-    """Join the images of all views, in order, as packed images. A view is a tensor (B, C, H, W) or packed images.
+    """Join the images of all views, in order, into one `PackedImages`.
+
+    A view is a tensor (B, C, H, W), which is cut into patches of `patch` x `patch` pixels, or packed images.
 
     Raises:
         EncoderError: a side of an image is not a multiple of `patch`, or a packed view has patches of another size.
@@ -149,7 +153,7 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
             grid = torch.tensor([view.shape[-2] // patch, view.shape[-1] // patch])
             view = PackedImages(patchify(view, patch), grid.expand(len(view), 2), patch)
         if view.patch != patch:
-            raise EncoderError(f"The images are packed in patches of {view.patch} pixels, not of {patch}.")
+            raise EncoderError(f"A view is packed in patches of {view.patch} pixels, not of {patch} pixels.")
         parts.append(view)
     if len(parts) == 1:
         return parts[0]
@@ -163,12 +167,13 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
 
 
 def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack images into sequences of at most `budget` tokens by the rule best fit decreasing.
+    """Pack images into sequences of at most `budget` tokens with the best-fit-decreasing rule.
 
-    Images are placed in order of decreasing length. Each image goes into the fullest sequence that has enough room.
+    `lengths` holds the number of tokens of each image. Images are placed in order of decreasing length. Each image goes
+    into the fullest sequence that has enough room.
 
     Returns:
-        Indices of the images in each sequence.
+        List of sequences. A sequence is a list of the indices of its images.
 
     Raises:
         EncoderError: an image has more tokens than `budget`.
@@ -177,9 +182,16 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack images into sequences of at most `budget` tokens by the rule first fit.
+    """Pack images into sequences of at most `budget` tokens with the first-fit rule.
 
-    Images are placed in the given order. Each image goes into the first sequence that has enough room.
+    `lengths` holds the number of tokens of each image. Images are placed in the given order. Each image goes into the
+    first sequence that has enough room.
+
+    Returns:
+        List of sequences. A sequence is a list of the indices of its images.
+
+    Raises:
+        EncoderError: an image has more tokens than `budget`.
     """
     return _fit_in_turn(range(len(lengths)), lengths, budget, lambda rooms: rooms[0])
 
@@ -190,16 +202,17 @@ def _fit_in_turn(
     budget: int,
     choose: Callable[[list[tuple[int, int]]], tuple[int, int]],
 ) -> list[list[int]]:
-    """Pack images, one after the other in the given `order`.
+    """Pack images into sequences of at most `budget` tokens, one image after the other in the given `order`.
 
-    `choose` gets a pair (room, index) for each sequence that has enough room, and returns one of the pairs.
+    For each image, `choose` gets a list with a pair (number of free tokens, index) for each sequence that has enough
+    room, and returns one of the pairs.
     """
     sequences: list[list[int]] = []
     room: list[int] = []
     for image in order:
         if lengths[image] > budget:
             raise EncoderError(
-                f"An image of {lengths[image]} tokens does not fit a sequence of {budget}. "
+                f"An image of {lengths[image]} tokens does not fit a sequence of {budget} tokens. "
                 "Raise token_budget, or make the images smaller."
             )
         rooms = [(left, index) for index, left in enumerate(room) if left >= lengths[image]]

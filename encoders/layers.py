@@ -19,7 +19,8 @@ Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
-"""Drop path factors of each block, in order: (2, B) for attention and MLP. None lets the block draw the factors."""
+"""Iterator over blocks that yields the drop path factors of each block: (2, B), one row for attention and one row for
+the MLP. If the iterator yields None, the block draws the factors itself."""
 
 
 def attention(
@@ -33,14 +34,14 @@ def attention(
 ) -> Tensor:
     """Return attention, softmax(q k^T * scale + bias) v: q, k and v (..., heads, N, d) -> (..., heads, N, d).
 
-    With `segments`, q, k and v are packed images (heads, T, d), and each image attends only to itself. If all images
-    have the same number of tokens, they are computed as one batch.
+    With `segments`, q, k and v hold the tokens of packed images (heads, T, d), and tokens attend only to tokens of the
+    same image. If all images have the same number of tokens, they are computed as one batch.
 
     Args:
-        scale: factor on the logits, d ** -0.5 if None.
+        scale: factor of the logits. None means d ** -0.5.
         bias: tensor that broadcasts to (..., heads, N, N). A float bias is added to the logits. A bool bias excludes
             keys where it is False.
-        segments: boundaries of packed images.
+        segments: boundaries of packed images in the sequence of all tokens.
 
     Raises:
         EncoderError: both `bias` and `segments` are given.
@@ -53,17 +54,18 @@ def attention(
     if segments is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     if bias is not None:
-        raise EncoderError("Attention of packed images takes no bias.")
+        raise EncoderError("Attention of packed images supports no bias. Pass either bias or segments.")
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
-    from encoders.packed_attention import packed_attention  # loads torch's compiler, which takes seconds
+    # imported here, because the module loads torch's compiler, which takes seconds
+    from encoders.packed_attention import packed_attention
 
     return packed_attention(q, k, v, scale, segments)
 
 
 class MLP(nn.Module):
-    """Linear layer, exact GELU, linear layer: (..., D) -> (..., D)."""
+    """Two linear layers with an exact GELU between them: (..., D) -> (..., D)."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -89,16 +91,16 @@ class LayerScale(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (1603.09382): in training, residual branches are dropped at random, one decision per image.
 
-    The input is (B, ..., D), or packed images (T, D) with their `segments`. The output of a branch that is not dropped
-    is divided by the probability of not being dropped, so that the expectation does not change. `scale` (B,) holds the
-    factors of the images if the encoder has drawn them (`encoders.randomness`). If `scale` is None, the factors are
-    drawn from torch's generator.
+    The input is (B, ..., D), or packed images (T, D) with `segments`. A dropped branch is multiplied by the factor 0.
+    Other branches are multiplied by 1 / (1 - rate), so that the expectation does not change. `scale` (B,) holds the
+    factor of each image if the encoder has already drawn the factors (see `encoders.randomness`). If `scale` is None,
+    the factors are drawn from torch's generator.
     """
 
     def __init__(self, rate: float):
         super().__init__()
         if not 0 <= rate < 1:
-            raise EncoderError(f"drop_path is the fraction of dropped branches, 0 <= drop_path < 1, not {rate}.")
+            raise EncoderError(f"drop_path is a probability. It must be at least 0 and less than 1, not {rate}.")
         self.rate = rate
 
     def forward(self, x: Tensor, segments: Segments | None = None, scale: Tensor | None = None) -> Tensor:
@@ -121,15 +123,16 @@ def branch_scales(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
-    """Return the fixed 2-d sine-cosine positions of MAE (2111.06377), row by row: (r * c, D) float32.
+    """Return the fixed 2-d sine-cosine position table of MAE (2111.06377), row by row: (r * c, D) float32.
 
-    The first half of the channels encodes the column, the second half the row. Each half holds sines, then cosines.
+    The first half of the channels encodes the column, and the second half encodes the row. Each half holds first the
+    sines, then the cosines.
 
     Raises:
         EncoderError: `dim` is not a multiple of 4.
     """
     if dim % 4:
-        raise EncoderError(f"A sine-cosine table needs a width that is a multiple of 4, not {dim}.")
+        raise EncoderError(f"A sine-cosine position table needs a width (dim) that is a multiple of 4, not {dim}.")
     rates = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (D / 4,)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     angles = [index.flatten()[:, None] * rates for index in (column, row)]  # two of (r * c, D / 4)
@@ -137,10 +140,11 @@ def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
 
 
 def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> Tensor:
-    """Resize a position table to the grid `new`, bicubic without antialiasing: (1, old r * c, D) -> (1, new r * c, D).
+    """Resize a position table from the grid `old` to the grid `new`: (1, old r * c, D) -> (1, new r * c, D).
 
-    "mae" resizes to the new grid exactly. "dino" uses the scale factor (new + 0.1) / old, as the published DINO models
-    do, so the table changes even if old and new grid are equal.
+    The interpolation is bicubic without antialiasing. The rule "mae" uses the scale factor new / old. The rule "dino"
+    uses the scale factor (new + 0.1) / old, as the published DINO models do. With "dino", the table changes even if the
+    old grid and the new grid are equal.
     """
     maps = rearrange(table.float(), "1 (r c) d -> 1 d r c", r=old[0], c=old[1])
     if interpolation == "dino":
@@ -152,7 +156,7 @@ def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], inte
 
 
 def init_linear(layer: nn.Module, init: Init) -> None:
-    """Initialise `layer` if it is an `nn.Linear`, for use in `nn.Module.apply`."""
+    """Initialise the weight and bias of `layer` if `layer` is an `nn.Linear`. Pass this function to `Module.apply`."""
     if isinstance(layer, nn.Linear):
         if init == "xavier":
             nn.init.xavier_uniform_(layer.weight)
@@ -163,21 +167,21 @@ def init_linear(layer: nn.Module, init: Init) -> None:
 
 
 def learned(*shape: int) -> nn.Parameter:
-    """Return a parameter whose initial values are truncated normal with standard deviation 0.02."""
+    """Return a new parameter, initialised from a truncated normal distribution with standard deviation 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
 
 
 def table_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    """Return the rows and columns of a position table for images of `image_size` pixels.
+    """Return the number of rows and columns of a position table for images of `image_size` pixels.
 
-    `image_size` is one integer for square images, or (rows, columns).
+    `image_size` is one integer for square images, or (height, width).
 
     Raises:
         EncoderError: `image_size` is not one integer or two integers, or is smaller than a patch.
     """
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
-        raise EncoderError(f"image_size must be one side in pixels or (rows, columns), not {image_size!r}.")
+        raise EncoderError(f"image_size must be one side or (height, width), in pixels, not {image_size!r}.")
     height, width = sides
     if min(height, width) < patch_size:
         raise EncoderError(
@@ -194,7 +198,7 @@ def modules_of(container: nn.ModuleList, kind: type[Module]) -> list[Module]:
 def check_choices(**choices: tuple[str, object]):
     """Raise `EncoderError` if a setting has a value that its `Literal` type does not include.
 
-    Each keyword argument is the name of a setting with a pair of its value and its `Literal` type.
+    Each keyword argument has the name of a setting, and is a pair of the setting's value and its `Literal` type.
     """
     for name, (value, known) in choices.items():
         if value not in get_args(known):
@@ -202,7 +206,7 @@ def check_choices(**choices: tuple[str, object]):
 
 
 def check_counts(**counts: int | Sequence[int]):
-    """Raise `EncoderError` if a number is less than 1, or if a sequence is empty or has a number less than 1."""
+    """Raise `EncoderError` if a number is less than 1, or if a sequence is empty or contains a number less than 1."""
     for name, value in counts.items():
         values = value if isinstance(value, Sequence) else (value,)
         if not values or min(values) < 1:
@@ -219,6 +223,6 @@ def check_heads(dim: int, heads: int, head_dim: int | None = None) -> None:
 
 
 def check_block_count(count: int, available: int) -> None:
-    """Raise `EncoderError` unless `count`, the number of requested blocks, is between 1 and `available`."""
+    """Raise `EncoderError` unless `count`, the number of requested blocks, is from 1 to `available`."""
     if not 1 <= count <= available:
         raise EncoderError(f"Features of {count} blocks were requested. The number must be from 1 to {available}.")

@@ -61,7 +61,7 @@ class PatchEmbed(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Root mean square norm over the channels of each head, with learned gains: (heads, T, d) -> (heads, T, d)."""
+    """RMS norm over the channels of each head, with learned gains: (heads, T, d) -> (heads, T, d)."""
 
     def __init__(self, heads: int, head_dim: int):
         super().__init__()
@@ -114,7 +114,10 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention pooling: the learned query plus its attention to the tokens of each image, (T, D) -> (B, D)."""
+    """Attention pooling: (T, D) -> (B, D).
+
+    A learned query attends to the tokens of each image. The query is added to the result.
+    """
 
     def __init__(self, dim: int, heads: int, head_dim: int, norm_eps: float):
         super().__init__()
@@ -136,27 +139,28 @@ class NaViT(Encoder):
 
     With `positions="absolute"`, the row of a token is the index into the table for rows, and an image must not have
     more rows than this table. With `positions="fractional"`, as in the paper, the position of a token depends on the
-    fraction (row of the token) / (rows of the image). Entry k of a table of n entries belongs to the fraction k / n.
-    Fractions between two entries get the linear interpolation of both entries. Fractions beyond the last entry get the
+    fraction (row of the token) / (number of rows of the image). Entry k of a table with n entries belongs to the
+    fraction k / n. Between two entries, the table is interpolated linearly. Fractions beyond the last entry use the
     last entry. The table for columns is used in the same way.
 
     In training, a fraction `token_drop` of the tokens of each image is dropped at random. Each image keeps at least one
-    token. `Features.tokens` (V, D) then holds the remaining tokens, in order. The tokens are chosen on the CPU, because
-    the number of remaining tokens determines tensor shapes.
+    token. `Features.tokens` (V, D) then holds the V remaining tokens, in order. The tokens are chosen on the CPU,
+    because the number of remaining tokens determines tensor shapes.
 
     Args:
         dim: width of a token.
         depth: number of blocks.
         heads: number of attention heads of a block.
-        head_dim: width of a head, `dim` / `heads` if None.
+        head_dim: width of a head. None means `dim` / `heads`.
         mlp_ratio: hidden width of the MLP divided by `dim`.
         patch_size: side of a patch in pixels.
-        image_size: largest image size in pixels, one side or (rows, columns). It determines the table lengths.
+        image_size: image size in pixels for which the position tables are made, one side or (height, width).
         channels: number of channels of an image.
-        positions: index into the position tables, row and column of a token (absolute) or their fractions (fractional).
-        pool: feature in `Features.pooled`, attention pooling with a learned query or the mean of the tokens.
+        positions: lookup in the position tables, by row and column ("absolute") or by their fractions ("fractional").
+        pool: rule for `Features.pooled`, pooling with a learned query ("attention") or mean of the tokens ("mean").
         token_drop: fraction of the tokens of each image that is dropped in training.
-        token_drop_full: dropped fraction for the largest image, linear in image area, the same as `token_drop` if None.
+        token_drop_full: dropped fraction for an image of `image_size`. For smaller images, the fraction is interpolated
+            linearly in the image area, from `token_drop` for area 0. None means `token_drop` for all images.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden tokens.
         norm_eps: epsilon of all layer norms.
@@ -165,7 +169,7 @@ class NaViT(Encoder):
 
     can_drop = True
     takes_packed = True
-    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # these matrices are gains of norms
+    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # no weight decay, because these matrices are gains of norms
 
     def __init__(
         self,
@@ -212,7 +216,7 @@ class NaViT(Encoder):
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images: (B, C, H, W) with sides that the patch divides, or packed images.
+        """Encode normalised images: (B, C, H, W) with H and W that are multiples of the patch size, or packed images.
 
         If `mask` is given, the mask token replaces each hidden token before positions are added. With `drop=True`, the
         encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`, and each
@@ -238,7 +242,7 @@ class NaViT(Encoder):
         return features
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments]:
-        """Return the input (T, D) of the first block, and the boundaries of the images in this input."""
+        """Return the input (T, D) of the first block, and the boundaries of the images in it."""
         self._check(images, mask, drop)
         packed = images if isinstance(images, PackedImages) else pack([images], self.stride)
         patches, device = packed.patches, packed.patches.device
@@ -265,11 +269,11 @@ class NaViT(Encoder):
 
         Args:
             indices: row of each token, or column of each token: (T,).
-            sides: number of rows, or number of columns, of the image that each token belongs to: (T,).
+            sides: number of rows, or number of columns, of the image to which each token belongs: (T,).
         """
         if not self.fractional:
             return F.embedding(indices, table)
-        scaled = indices * len(table)  # integer arithmetic: rounding could move k / n to a neighbour of entry k
+        scaled = indices * len(table)  # integer arithmetic, because float rounding could move k / n below entry k
         before = scaled // sides
         after = (before + 1).clamp(max=len(table) - 1)
         rest = ((scaled % sides) / sides).to(table.dtype)
@@ -279,7 +283,7 @@ class NaViT(Encoder):
         return self.training and max(self.token_drop, self.token_drop_full) > 0
 
     def _drop_rates(self, lengths: Tensor) -> Tensor:
-        """Return the fraction of tokens to drop from each image, given the numbers of tokens: (B,) -> (B,)."""
+        """Return the fraction of tokens to drop from each image, given the token count of each image: (B,) -> (B,)."""
         full = len(self.pos_embed_rows) * len(self.pos_embed_columns)
         fill = (lengths.double() / full).clamp(max=1)
         return self.token_drop + (self.token_drop_full - self.token_drop) * fill
@@ -308,8 +312,8 @@ class NaViT(Encoder):
             fitting = [sorted({size // side * side, -(-size // side) * side}) for size in images.shape[-2:]]
             rows, columns = (" or ".join(map(str, sizes)) for sizes in fitting)
             raise EncoderError(
-                f"Images of {images.shape[-2]} x {images.shape[-1]} pixels do not divide into patches of {side}. "
-                f"Make them {rows} pixels high and {columns} wide."
+                f"Images of {images.shape[-2]} x {images.shape[-1]} pixels do not divide into patches of "
+                f"{side} x {side} pixels. Make the images {rows} pixels high and {columns} pixels wide."
             )
         largest, table = grids.amax(0), torch.tensor([len(self.pos_embed_rows), len(self.pos_embed_columns)])
         if not self.fractional and bool((largest > table).any()):
@@ -320,36 +324,37 @@ class NaViT(Encoder):
                 f'({rows * side}, {columns * side}), or with positions="fractional".'
             )
         if mask is not None and self._drops_tokens():
-            raise EncoderError("A mask excludes token_drop. Set token_drop and token_drop_full to 0.")
+            raise EncoderError("A mask cannot be combined with token_drop. Set token_drop and token_drop_full to 0.")
         if drop and mask is not None and int(mask.lengths.min()) < 1:
             raise EncoderError(
                 "With drop=True each image must keep at least one token. "
-                f"Image {int(mask.lengths.argmin())} keeps none."
+                f"The mask hides all tokens of image {int(mask.lengths.argmin())}."
             )
 
 
 def _check_fractions(**fractions: float | None):
     for name, value in fractions.items():
         if value is not None and not 0 <= value < 1:
-            raise EncoderError(f"{name} is a fraction of dropped tokens, 0 <= {name} < 1, not {value}.")
+            raise EncoderError(f"{name} is a fraction of tokens. It must be at least 0 and less than 1, not {value}.")
 
 
 def _check_packed(images: PackedImages, side: int, channels: int):
-    """Raise `EncoderError` unless the packed images have patches of the right size and at least one patch each.
+    """Raise `EncoderError` if packed images do not fit the encoder.
 
-    A patch must have `side` x `side` pixels and `channels` channels. The number of patches must match the grids.
+    A patch must have `side` x `side` pixels and `channels` channels. Each image must have at least one patch. The
+    number of patches must match the grids.
     """
     count, values = int(images.lengths.sum()), images.patches.shape[-1]
     if images.patch != side:
-        raise EncoderError(f"The images are packed in patches of {images.patch} pixels, not of {side}.")
+        raise EncoderError(f"The images are packed in patches of {images.patch} pixels, not of {side} pixels.")
     if values != side**2 * channels:
         raise EncoderError(
-            f"Patches of {side} x {side} pixels have {values} values, not {channels} for each pixel. For another "
-            "number of channels, build the encoder with channels=N."
+            f"Packed patches of {side} x {side} pixels have {values} values, not {channels} values for each pixel. For "
+            "another number of channels, build the encoder with channels=N."
         )
     if len(images.patches) != count or int(images.grids.min()) < 1:
         raise EncoderError(
-            f"{len(images.patches)} packed patches do not match images of {images.grids.tolist()} patches."
+            f"{len(images.patches)} packed patches do not match images with grids of {images.grids.tolist()} patches."
         )
 
 
@@ -359,10 +364,11 @@ def _random_tokens(lengths: Tensor, rates: Tensor, keys: Tensor | None = None) -
     Args:
         lengths: number of tokens of each image: (B,).
         rates: fraction of tokens to drop from each image: (B,). The number of remaining tokens is rounded.
-        keys: random key of each image: (B,). If None, the tokens are drawn from torch's generator.
+        keys: random key of each image: (B,). If None, the tokens are chosen with torch's generator.
 
     Returns:
-        Flat indices (V,) of the remaining tokens, ascending, and the number of remaining tokens per image (B,).
+        Ascending indices (V,) of the remaining tokens among all tokens, and the number of remaining tokens per image
+        (B,).
     """
     kept = (lengths * (1 - rates)).round().long().clamp(min=1)
     image_ids = torch.repeat_interleave(lengths)  # (T,)
@@ -374,7 +380,7 @@ def _random_tokens(lengths: Tensor, rates: Tensor, keys: Tensor | None = None) -
 
 
 def _mean(tokens: Tensor, segments: Segments) -> Tensor:
-    """Return the mean of the tokens of each image, with a sum in float32 or float64: (T, D) -> (B, D)."""
+    """Return the mean of the tokens of each image: (T, D) -> (B, D). The sum is computed in at least float32."""
     wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
     sums = wide.new_zeros(len(segments.lengths), tokens.shape[-1]).index_add(0, segments.image_ids, wide)  # (B, D)
     return (sums / copy_to_device(segments.lengths, tokens.device)[:, None]).to(tokens.dtype)

@@ -1,7 +1,7 @@
-"""Attention of packed images with different numbers of tokens, by one of three equivalent kernels.
+"""Attention of packed images with different numbers of tokens. Three equivalent kernels are available.
 
-`encoders.layers.attention` imports this module at first use, because `torch.nn.attention.varlen` imports the compiler,
-which takes seconds.
+`encoders.layers.attention` imports this module only at first use, because `torch.nn.attention.varlen` imports torch's
+compiler, which takes seconds.
 
 Letters in shapes: d width of one head; T tokens of all images; S packed sequences, each padded to L tokens.
 """
@@ -19,9 +19,9 @@ from encoders.segments import PaddedSequences, Segments
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
 
-@torch.compiler.disable()  # otherwise torch compiles a new graph for each batch, because the lengths differ
+@torch.compiler.disable()  # otherwise torch would compile a new graph for each batch, because image lengths differ
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Return attention within each image, softmax(q k^T * scale) v: (heads, T, d) -> (heads, T, d).
+    """Return the attention within each image, softmax(q k^T * scale) v: (heads, T, d) -> (heads, T, d).
 
     The function chooses the fastest kernel for the device, the data type and the packing.
     """
@@ -44,7 +44,10 @@ def _has_varlen(q: Tensor) -> bool:
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Compute the attention of all images with one call of flash attention: (heads, T, d) on CUDA in half precision."""
+    """Compute attention within each image with one call of flash attention: (heads, T, d) -> (heads, T, d).
+
+    The kernel requires CUDA and half precision.
+    """
     attend = partial(varlen_attn, scale=scale) if VARLEN_TAKES_SCALE else varlen_attn
     if scale is not None and not VARLEN_TAKES_SCALE:
         q = q * (scale * q.shape[-1] ** 0.5)  # varlen_attn multiplies the logits by d ** -0.5
@@ -56,7 +59,10 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
 
 
 def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Compute attention in padded sequences. A mask separates the images, as in NaViT: (heads, T, d)."""
+    """Compute attention within each image, on padded sequences of images: (heads, T, d) -> (heads, T, d).
+
+    An attention mask separates the images of a sequence, as in NaViT.
+    """
     queries, tokens = segments.padded
 
     def spread(x: Tensor, padded: PaddedSequences) -> Tensor:
@@ -69,8 +75,8 @@ def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None,
 
 
 def attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Compute the attention of one image after the other: (heads, T, d)."""
+    """Compute attention within each image, one image after the other: (heads, T, d) -> (heads, T, d)."""
     counts = segments.lengths.tolist()
     images = zip(q.split(segments.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
-    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels need tensors of four dimensions
+    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels need tensors with four dimensions
     return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)

@@ -7,10 +7,11 @@ A training step sets the context before the forward pass:
     with random_keys(seed, step, samples):  # samples (B,) int64 on the CPU: index of each sample in the global batch
         loss = method(batch, step)
 
-Inside the context, the random numbers of drop path and token dropping are a hash of (seed, step, sample, call, crop,
-block, branch). `call` is the number of earlier draws in the context. An encoder call with n * B images has n crops per
-sample, crop-major: image j belongs to sample j % B. All processes must make the same encoder calls in the same order.
-Outside the context, encoders draw from torch's generator.
+Inside the context, each random number of drop path is a hash of (seed, step, sample, call, crop, block, branch), and
+each random number of token dropping is a hash of (seed, step, sample, call, crop, token). `call` is the number of
+earlier draws in the context. An encoder call with n * B images has n crops per sample, crop-major: image j belongs to
+sample j % B. All processes must make the same encoder calls in the same order. Outside the context, encoders draw from
+torch's generator.
 
 An encoder draws the random numbers of a forward pass before its first block, and passes them to the blocks as tensors.
 Therefore, activation checkpointing repeats a block with the same random numbers, and compiled blocks do not draw random
@@ -32,7 +33,8 @@ from encoders.segments import copy_to_device
 BITS = 32
 MASK = 2**BITS - 1
 TOKEN = 2**20
-"""Smallest hash word for token dropping. Drop path uses smaller words, one for each residual branch of each block."""
+"""Smallest integer that is hashed for token dropping. Drop path hashes smaller integers, one for each residual branch
+of each block, so that drop path and token dropping never share random numbers."""
 
 
 class _Keys:
@@ -48,7 +50,7 @@ _current: ContextVar[_Keys | None] = ContextVar("random_keys", default=None)
 
 @contextmanager
 def random_keys(seed: int, step: int, samples: Tensor) -> Iterator[None]:
-    """Context in which encoders draw random numbers as a function of `seed`, `step` and `samples`.
+    """Make encoders draw random numbers as a function of `seed`, `step` and `samples` within the context.
 
     Args:
         seed: seed of the run.
@@ -66,29 +68,36 @@ def random_keys(seed: int, step: int, samples: Tensor) -> Iterator[None]:
 
 
 def next_keys(images: int) -> Tensor | None:
-    """Return a key for each image of an encoder call: (n * B,) int64 on the CPU. Return None outside of `random_keys`.
+    """Return a random key for each image of an encoder call: (n * B,) int64 on the CPU.
+
+    Outside of a `random_keys` context, return None.
 
     Raises:
-        EncoderError: the number of images is not a multiple of the number of samples.
+        EncoderError: the number of images is not a multiple of the number of samples in the context.
     """
     keys = _current.get()
     if keys is None:
         return None
     crops, rest = divmod(images, len(keys.samples))
     if rest:
-        raise EncoderError(f"{images} images are not a multiple of the {len(keys.samples)} samples of random_keys.")
+        raise EncoderError(
+            f"{images} images are not a multiple of the {len(keys.samples)} samples that random_keys was given."
+        )
     drawn = hashed(hashed(keys.samples, torch.tensor(keys.calls)), torch.arange(crops)[:, None])  # (n, B)
     keys.calls += 1
     return drawn.flatten()
 
 
 def hashed(keys: Tensor, words: Tensor) -> Tensor:
-    """Return one hash per key, computed from the key and the integers `words`; all are 0 to 2**32 - 1."""
+    """Return the hash of each pair of a key and an integer word. `keys` and `words` broadcast against each other.
+
+    Keys and hashes are integers from 0 to 2**32 - 1.
+    """
     return _mixed(keys ^ _mixed((words + 0x9E3779B9) & MASK))
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Map 32-bit numbers to 32-bit numbers, one to one. Factors below 2**31 keep all products within int64."""
+    """Mix the bits of 32-bit integers with a one-to-one map. Factors are below 2**31, so that products fit int64."""
     x = x ^ (x >> 15)
     x = (x * 0x2C1B3C6D) & MASK
     x = x ^ (x >> 12)
@@ -97,10 +106,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def drop_path_scales(keys: Tensor, rates: Sequence[float], device: torch.device) -> Tensor:
-    """Return the drop path factor of each branch and image, 0 or 1 / (1 - rate): (blocks, 2, images) float32.
+    """Return drop path factors, 0 or 1 / (1 - rate), for each block, branch and image: (blocks, 2, images) float32.
 
     Args:
-        keys: key of each image, (images,) int64 on the CPU.
+        keys: random key of each image, as returned by `next_keys`: (images,) int64 on the CPU.
         rates: drop path rate of each block.
         device: device of the result.
     """
@@ -110,8 +119,13 @@ def drop_path_scales(keys: Tensor, rates: Sequence[float], device: torch.device)
 
 @lru_cache(maxsize=32)
 def _constants(rates: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hash words (blocks, 2, 1), thresholds (blocks, 1, 1) and factors (blocks, 1, 1) on the device."""
-    with torch.inference_mode(False):  # training could not use an inference tensor from the cache
+    """Return the constants of `drop_path_scales` on the device.
+
+    Returns:
+        Words to hash with the keys (blocks, 2, 1), thresholds below which a hash drops the branch (blocks, 1, 1), and
+        factors of branches that are not dropped (blocks, 1, 1).
+    """
+    with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
         words = _mixed((torch.arange(2 * len(rates)) + 0x9E3779B9) & MASK).view(-1, 2, 1)
         exact = torch.tensor(rates, dtype=torch.float64).view(-1, 1, 1)
         constants = (words, (exact * 2**BITS).long(), (1 / (1 - exact)).float())
@@ -123,7 +137,7 @@ def token_noise(keys: Tensor, image_ids: Tensor, ranks: Tensor) -> Tensor:
     """Return a uniform random number from 0 to 1 for each token: (T,) float64.
 
     Args:
-        keys: key of each image.
+        keys: random key of each image, as returned by `next_keys`.
         image_ids: index of the image that each token belongs to: (T,).
         ranks: index of each token within its image: (T,).
     """

@@ -1,8 +1,8 @@
-"""The image encoder of Segment Anything (2304.02643): a vision transformer with windows and decomposed positions.
+"""The image encoder of Segment Anything (2304.02643): a vision transformer with attention in windows.
 
-In most blocks, tokens attend within windows. In a few blocks, tokens attend to the full image (2203.16527). Relative
-positions add one term for rows and one for columns to the attention logits (2112.01526, 2111.11429). A neck of two
-convolutions follows the last block.
+In most blocks, tokens attend within windows. In a few blocks, tokens attend to the full image (2203.16527). Decomposed
+relative positions add one term for rows and one term for columns to the attention logits (2112.01526, 2111.11429). A
+neck of two convolutions follows the last block.
 
 Letters in shapes: B images; C channels and H x W pixels of an image; h x w grid of N = h * w tokens; D width of the
 blocks; d width of one head; M width of the neck, equal to `SAMViT.dim`. Parameters have the names of the published
@@ -63,7 +63,10 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 def resize_relative(table: Tensor, size: int) -> Tensor:
-    """Resize a relative position table linearly, for `size` rows or columns of tokens: (L, d) -> (2 * size - 1, d)."""
+    """Resize a relative position table for `size` tokens along its axis: (L, d) -> (2 * size - 1, d).
+
+    The table is interpolated linearly.
+    """
     length = 2 * size - 1
     if len(table) == length:
         return table
@@ -72,14 +75,18 @@ def resize_relative(table: Tensor, size: int) -> Tensor:
 
 
 def relative_positions(table: Tensor, size: int) -> Tensor:
-    """Resize the table, and return its entry q - k + size - 1 for each query q and key k: (L, d) -> (size, d, size)."""
+    """Return the entry of a relative position table for each pair of a query and a key: (L, d) -> (size, d, size).
+
+    The table is first resized for `size` tokens. Query q and key k use entry q - k + size - 1.
+    """
     return resize_relative(table, size).unfold(0, size, 1).flip(2)
 
 
 class Attention(nn.Module):
     """Self-attention over a grid with relative positions: (B, h, w, D) -> (B, h, w, D).
 
-    `size` is the grid of tokens for which the relative position tables are made. None means no tables.
+    `size` is the number of rows and columns of tokens for which the relative position tables are made. None means no
+    tables.
     """
 
     def __init__(self, dim: int, heads: int, *, qkv_bias: bool, size: tuple[int, int] | None):
@@ -98,12 +105,13 @@ class Attention(nn.Module):
         return self.proj(rearrange(x, "b heads (h w) d -> b h w (heads d)", h=grid[0]))
 
     def _bias(self, q: Tensor) -> Tensor | None:
-        """Return the relative position bias, given queries without scale: (B, heads, h, w, d) -> (B, heads, N, N)."""
+        """Return the relative position bias of unscaled queries: (B, heads, h, w, d) -> (B, heads, N, N)."""
         if self.rel_pos_h is None or self.rel_pos_w is None:
             return None
         rows = torch.einsum("bnhwd,hdk->bnhwk", q, relative_positions(self.rel_pos_h, q.shape[2]))
         columns = torch.einsum("bnhwd,wdk->bnhwk", q, relative_positions(self.rel_pos_w, q.shape[3]))
-        # The sum is the largest tensor of this function. The sum is contiguous only if both terms are contiguous.
+        # Both terms are made contiguous, so that the sum is contiguous. Otherwise `flatten` would copy the sum, the
+        # largest tensor of this function.
         bias = rows.contiguous()[..., :, None] + columns.contiguous()[..., None, :]  # (B, heads, h, w, h, w)
         return bias.flatten(4).flatten(2, 3)
 
@@ -111,8 +119,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block on a grid: (B, h, w, D) -> (B, h, w, D).
 
-    With `window` > 0, attention stays within windows of `window` x `window` tokens. After the norm, the grid is padded
-    with zeros below and to the right. Padding takes part in the attention, as in the published code.
+    With `window` > 0, tokens attend only within windows of `window` x `window` tokens. To fill the last windows, the
+    normed grid is padded with zeros, below and to the right. Tokens also attend to padding, as in the published code.
     """
 
     def __init__(
@@ -156,9 +164,9 @@ class SAMViT(Encoder):
     """The image encoder of Segment Anything, for images of any size.
 
     `Features.tokens` holds the tokens of the map after the neck, and `Features.pooled` is the mean of these tokens. If
-    a side of the image is not a multiple of the patch, the last pixels of that side are cropped. For a grid other than
-    that of `image_size`, the relative position tables are resized linearly, as published. The absolute position table
-    is resized by MAE's rule, because no rule is published for this table.
+    a side of the image is not a multiple of the patch, the last pixels of that side are cropped. If the grid of the
+    image differs from the grid for `image_size`, the position tables are resized: the relative tables linearly, as in
+    the published code, and the absolute table by MAE's rule, because the published code has no rule for this table.
 
     The encoder cannot drop hidden tokens, because windows need the full grid of tokens.
 
@@ -169,15 +177,15 @@ class SAMViT(Encoder):
         out_dim: width of the neck and of the features.
         mlp_ratio: hidden width of the MLP divided by `dim`.
         patch_size: side of a patch in pixels.
-        image_size: image size of the position tables in pixels, one side or (rows, columns).
+        image_size: image size in pixels for which the position tables are made, one side or (height, width).
         channels: number of channels of an image.
-        window_size: side of a window in tokens, 0 for attention to the full image in all blocks.
-        global_blocks: indices, from 0, of the blocks that attend to the full image.
+        window_size: side of a window in tokens. 0 means attention to the full image in all blocks.
+        global_blocks: indices, starting with 0, of the blocks in which tokens attend to the full image.
         qkv_bias: add a bias to queries, keys and values.
         relative_positions: add relative position tables for rows and columns to each block.
         absolute_positions: add a position table to the patches.
         mask_token: add a learned token that replaces hidden tokens.
-        norm_eps: epsilon of the layer norms in the blocks. The norms of the neck always have 1e-6.
+        norm_eps: epsilon of the layer norms in the blocks. The norms of the neck always have an epsilon of 1e-6.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         checkpoint_activations: recompute each block in the backward pass to save memory.
     """
@@ -209,7 +217,7 @@ class SAMViT(Encoder):
         check_counts(depth=depth, out_dim=out_dim, patch_size=patch_size, channels=channels)
         check_heads(dim, heads)
         if window_size < 0:
-            raise EncoderError(f"window_size must be at least 0 (0: no windows), not {window_size}.")
+            raise EncoderError(f"window_size must be at least 0 (0 means no windows), not {window_size}.")
         if window_size and not set(global_blocks) <= set(range(depth)):
             raise EncoderError(
                 f"global_blocks must be block indices from 0 to {depth - 1}, not {tuple(global_blocks)}."
@@ -250,7 +258,7 @@ class SAMViT(Encoder):
         return Features(tokens.mean(1), tokens.flatten(0, 1), self.grids(images))
 
     def feature_map(self, images: Tensor) -> Tensor:
-        """Return the map after the neck, the input of SAM's mask decoder: (B, C, H, W) -> (B, M, h, w).
+        """Return the feature map after the neck, as SAM's mask decoder takes it: (B, C, H, W) -> (B, M, h, w).
 
         Raises:
             EncoderError: the images do not fit the encoder.
@@ -259,9 +267,9 @@ class SAMViT(Encoder):
         return self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
 
     def block_maps(self, images: Tensor, blocks: int = 1) -> list[Tensor]:
-        """Return the outputs of the last `blocks` blocks in order, without norm or neck.
+        """Return the outputs of the last `blocks` blocks in order, before any norm or neck.
 
-        Images (B, C, H, W) give one map (B, D, h, w) per block.
+        The images are (B, C, H, W). The output of each block is a map (B, D, h, w).
 
         Raises:
             EncoderError: the images do not fit the encoder, or the encoder has fewer than `blocks` blocks.
@@ -278,8 +286,8 @@ class SAMViT(Encoder):
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         raise NotImplementedError(
-            f"SAMViT has no intermediate features, because only the neck after the last block has {self.dim} channels. "
-            "Use block_maps(images, blocks) for the outputs of the blocks."
+            f"SAMViT has no intermediate features, because the neck that computes the {self.dim} channels of features "
+            "follows only the last block. Use block_maps(images, blocks) for the outputs of the blocks."
         )
 
     def _embed(self, images: Tensor, mask: Mask | None = None) -> Tensor:

@@ -21,10 +21,10 @@ def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Image boundaries in a flat sequence of tokens (T, D). Each token attends only to tokens of the same image.
+    """Boundaries of images in a flat sequence of tokens (T, D). Each token attends only to tokens of the same image.
 
-    Each forward pass makes one `Segments`, which all blocks share. Derived tensors are computed at first use and then
-    cached. No property waits for the device.
+    Each forward pass makes one `Segments` object, which all blocks share. Derived tensors are computed at first use and
+    then cached. No property makes the CPU wait for the device.
     """
 
     lengths: Tensor
@@ -34,14 +34,16 @@ class Segments:
     queries: Tensor | None = None
     """Number of queries of each image: (B,) int64 on the CPU. None if every token is a query."""
     sequences: Tensor | None = None
-    """Number of consecutive images in each packed sequence: (S,) int64 on the CPU. None if there are no sequences."""
+    """Number of images in each packed sequence: (S,) int64 on the CPU. A packed sequence consists of consecutive
+    images. None if the images are not grouped into sequences."""
     uniform: bool = field(init=False)
     """True if all images have the same number of tokens and the same number of queries."""
 
     def __post_init__(self):
         if self.sequences is not None and int(self.sequences.sum()) != len(self.lengths):
             raise EncoderError(
-                f"The packed sequences hold {int(self.sequences.sum())} images, but the batch has {len(self.lengths)}."
+                f"The packed sequences hold {int(self.sequences.sum())} images, but the batch has {len(self.lengths)} "
+                "images."
             )
         counts = (self.lengths, self.query_lengths)
         object.__setattr__(self, "uniform", all(bool((n == n[0]).all()) for n in counts))
@@ -59,7 +61,10 @@ class Segments:
 
     @cached_property
     def cumulative_lengths(self) -> tuple[Tensor, Tensor]:
-        """Cumulative numbers of queries and of tokens, both from 0: two tensors (B + 1,) int32 on the device."""
+        """Cumulative number of queries and cumulative number of tokens: two tensors (B + 1,) int32 on the device.
+
+        Entry i is the number in all images before image i, so that the first entry is 0.
+        """
         ends = torch.stack([self.query_lengths, self.lengths]).cumsum(1)
         queries, tokens = copy_to_device(F.pad(ends, (1, 0)).int(), self.device)
         return queries, tokens
@@ -71,7 +76,7 @@ class Segments:
 
     @cached_property
     def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
-        """Layout of the queries, and layout of the tokens, in padded sequences.
+        """Pair of the layout of the queries in padded sequences and the layout of the tokens in padded sequences.
 
         Raises:
             EncoderError: `sequences` is None.
@@ -87,7 +92,7 @@ class Segments:
     def attention_mask(self) -> Tensor:
         """True where a query and a key of the padded sequences belong to the same image: (S, 1, L, L') bool.
 
-        A query that is padding attends to all keys, because the softmax over zero keys is NaN.
+        A query that is padding attends to all keys, because a softmax over zero keys would be NaN.
         """
         queries, keys = (padded.image_ids for padded in self.padded)
         return ((queries[:, :, None] == keys[:, None, :]) | (queries[:, :, None] < 0))[:, None]
@@ -97,13 +102,13 @@ class Segments:
 class PaddedSequences:
     """Layout of T tokens in S sequences of L slots each. Slots without a token are padding.
 
-    Both tensors are on the device.
+    Both tensors are on the device of the tokens.
     """
 
     positions: Tensor
-    """Index of the slot of each token, among all S * L slots: (T,) int64."""
+    """Index of the slot of each token, from 0 to S * L - 1: (T,) int64."""
     image_ids: Tensor
-    """Index of the image that each slot belongs to, -1 for padding: (S, L) int64."""
+    """Index of the image that the token in each slot belongs to, or -1 for padding: (S, L) int64."""
 
 
 def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) -> PaddedSequences:
@@ -120,12 +125,16 @@ def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) ->
 
 
 def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return row and column of each token, and rows and columns of the image of each token: two tensors (2, T) int64.
+    """Return the position of each token in its image, and the grid of this image: two tensors (2, T) int64.
+
+    The first tensor holds the row and the column of each token. The second tensor holds the number of rows and the
+    number of columns of the image that the token belongs to.
 
     Args:
-        grids: rows and columns of tokens of each image, (B, 2) int64 on the CPU.
-        segments: boundaries of the images in the sequence of present tokens.
-        visible: flat indices (T,) of the tokens that are present, ascending int64; None if all tokens are present.
+        grids: number of token rows and of token columns of each image, (B, 2) int64 on the CPU.
+        segments: boundaries of the images in the sequence of the T tokens.
+        visible: indices (T,) of the T tokens among all tokens of the images, ascending int64. None if the sequence
+            contains all tokens.
     """
     counts = grids.prod(1)
     numbers = torch.cat([(counts.cumsum(0) - counts)[:, None], grids], 1)  # (B, 3)

@@ -2,9 +2,9 @@
 
     python -m encoders.summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
 
-The cost is that of one image. The encoder is on torch's meta device, so that no memory is allocated. The number of
-multiply-accumulates is half the number of floating-point operations that torch counts in matrix products, convolutions
-and attention. Attention in windows and attention over the full image are counted separately.
+The table gives the cost of one image. The encoder is on torch's meta device, so that no memory is allocated. The number
+of multiply-accumulates is half the number of floating-point operations that torch counts in matrix products,
+convolutions and attention. Attention in windows and attention over the full image are also listed separately.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Summary:
     parameters: int
     """Number of parameters."""
     tokens: tuple[int, int]
-    """Rows and columns of the output grid."""
+    """Number of rows and number of columns in the grid of output tokens."""
     macs: int
     """Multiply-accumulates of the forward pass."""
     window_attention_macs: int
@@ -38,17 +38,17 @@ class Summary:
     global_attention_macs: int
     """Multiply-accumulates of attention over the full image. They are included in `macs`."""
     activation_bytes: int
-    """Bytes of the tensors that float32 training saves in the forward pass for the backward pass."""
+    """Size in bytes of all tensors that the forward pass of float32 training saves for the backward pass."""
 
 
 def summarize(encoder: Encoder, height: int, width: int) -> Summary:
-    """Return the cost of one image of `height` x `width` pixels. The encoder must be on the meta device.
+    """Return the cost of encoding one image of `height` x `width` pixels. The encoder must be on the meta device.
 
     Raises:
         EncoderError: the encoder does not accept images of this size.
     """
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # keeps saved tensors alive, because addresses of freed tensors are reused
+    alive: list[Tensor] = []  # keeps saved tensors alive, because a new tensor may reuse the address of a freed one
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
@@ -75,15 +75,16 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Mode that counts attention and saves its tensors for the backward pass, as a fused kernel would.
+    """Torch function mode that counts the operations of attention, and runs a placeholder of a fused kernel instead.
 
-    Without this mode, torch does not use a fused kernel for attention on the meta device.
+    The placeholder is needed, because torch does not use a fused kernel for attention on the meta device. The
+    placeholder saves the tensors that a fused kernel saves for the backward pass.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.operations = {True: 0, False: 0}
-        """Operations of attention by kind. Key True: attention in windows. Key False: attention over the image."""
+        """Number of operations by kind of attention. Key True: attention in windows. Key False: over the full image."""
         self.tokens = 0
         """Number of tokens of the current block. Attention over fewer tokens counts as attention in windows."""
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]
@@ -120,9 +121,9 @@ class _Kernel(torch.autograd.Function):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m encoders.summary", description="Print the cost of encoders.")
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="default: all variants")
-    parser.add_argument("--image_size", type=int, help="side in pixels (default: that of the variant)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the encoder")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="encoder variants (default: all)")
+    parser.add_argument("--image_size", type=int, help="side of the image in pixels (default: the variant's)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")
     options = parser.parse_args(argv)
     try:
         settings = dict(setting(text) for text in options.set)
@@ -130,14 +131,14 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")
-    print("Cost of one image. Memory is kept by float32 training from the forward pass for the backward pass.\n")
+    print("Cost of one image. Memory: tensors that float32 training keeps for the backward pass.\n")
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for cells in (headings, ["-" * width for width in widths], *rows):  # rows of a Markdown table
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |")
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. A value that is not valid JSON is a string.
+    """Parse NAME=VALUE and return the pair (name, value). A value that is not valid JSON is returned as a string.
 
     Raises:
         EncoderError: `text` contains no "=".

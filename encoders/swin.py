@@ -1,4 +1,4 @@
-"""Swin Transformer (2103.14030): attention in shifted windows, in stages with ever coarser grids.
+"""Swin Transformer (2103.14030): attention in shifted windows, in stages with successively coarser token grids.
 
 Letters in shapes: B images; C channels, H x W pixels; h x w token grid and width D of a stage; d width of one head; n
 windows of N = r x c tokens. Parameters have the names of the published weights.
@@ -48,11 +48,11 @@ class Windows(NamedTuple):
     shift: tuple[int, int]
     """Rows and columns by which the windows are shifted."""
     padding: tuple[int, int]
-    """Rows of padding below the grid and columns of padding to its right, so that windows cover the grid."""
+    """Number of padding rows below the grid, and of padding columns to its right, that fill the last windows."""
     offsets: Tensor
-    """Index of the row in the bias table for each pair of a query and a key of a window: (N * N,)."""
+    """Row index in the relative position bias table for each pair of a query and a key in a window: (N * N,)."""
     mask: Tensor | None
-    """Mask that is added to the attention logits: (n, N, N). None if all pairs of tokens may attend to each other."""
+    """Mask that is added to the attention logits: (n, N, N). None if all tokens of each window attend to each other."""
 
 
 def window_sizes(grid: tuple[int, int], window_size: int) -> tuple[int, int]:
@@ -64,15 +64,15 @@ def window_sizes(grid: tuple[int, int], window_size: int) -> tuple[int, int]:
 def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device: torch.device) -> Windows:
     """Divide a grid into windows. Windows are not shifted along a side of the grid that one window covers.
 
-    In the mask, pairs of tokens that are neighbours only because of the cyclic shift get -100, as published. Keys that
-    are padding get -inf, so that padding never influences a token.
+    The mask holds -100, as in the published code, for pairs of tokens that are neighbours only because of the cyclic
+    shift. The mask holds -inf for keys that are padding, so that padding never influences a token.
     """
     rows, columns = grid
     size = window_sizes(grid, window_size)
     by = window_size // 2 if shifted else 0
     shift = (by if rows > window_size else 0, by if columns > window_size else 0)
     padding = (-rows % size[0], -columns % size[1])
-    with torch.inference_mode(False):  # training could not use an inference tensor from the cache
+    with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
         row, column = (torch.arange(window, device=device) for window in size)
         down = row[:, None, None, None] - row[:, None] + window_size - 1  # (r, 1, r, 1): query minus key
         right = column[:, None, None] - column + window_size - 1  # (c, 1, c)
@@ -91,13 +91,13 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
 
 
 def _side(length: int, shift: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two bool masks of one side of the padded and shifted grid: True where shifted around, True for padding."""
+    """Return two bool masks along one side of the padded and shifted grid: wrapped-around positions, and padding."""
     index = torch.arange(length + padding, device=device).roll(-shift)
     return index < shift, index >= length
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of each patch, after zero padding of images to whole patches: (B, C, H, W) -> (B, h, w, D)."""
+    """Zero padding of images to whole patches, then linear projection of each patch: (B, C, H, W) -> (B, h, w, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, *, norm_eps: float | None):
         super().__init__()
@@ -124,7 +124,7 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, windows: Windows) -> Tensor:
-        """Compute attention in the windows of `x`. The caller has padded and shifted `x`."""
+        """Compute attention in the windows of `x`, a grid that is already padded and shifted."""
         r, c = windows.size
         bias = self.relative_position_bias_table.index_select(0, windows.offsets)  # (N * N, heads)
         bias = rearrange(bias, "(q k) heads -> 1 heads q k", q=r * c)
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Merge 2 x 2 tokens. Zeros pad odd sides: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
+    """Pad odd sides with zeros, and merge each 2 x 2 tokens: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
 
     def __init__(self, dim: int, *, norm_eps: float):
         super().__init__()
@@ -193,7 +193,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        x = rearrange(x, "b (h r) (w c) d -> b h w (c r d)", r=2, c=2)  # the row index changes fastest
+        x = rearrange(x, "b (h r) (w c) d -> b h w (c r d)", r=2, c=2)  # column by column
         return self.reduction(self.norm(x))
 
 
@@ -207,16 +207,16 @@ class Stage(nn.Module):
 
 
 class Swin(Encoder):
-    """Swin Transformer for images of any size, at least one patch.
+    """Swin Transformer for images of any size that is not smaller than one patch.
 
     Images are padded with zeros, below and to the right, to whole patches; grids are padded to whole windows and to
-    even sides. Padding never takes part in the attention. If a side of a grid is not longer than `window_size`, the
-    windows have the length of that side and are not shifted along it, as published for square grids. For grids that are
+    even sides. Tokens never attend to padding. If a side of a grid is not longer than `window_size`, the windows have
+    the length of that side and are not shifted along it, as in the published code for square grids. For grids that are
     not square, this holds for each side separately, as in timm. Smaller windows use the biases of the same relative
     positions.
 
-    `Features.pooled` is the mean of the normed tokens of the last stage. One of these tokens covers
-    `stride` = patch_size * 2 ** (stages - 1) pixels a side.
+    `Features.pooled` is the mean of the normed tokens of the last stage. Each of these tokens covers a square with a
+    side of `stride` = patch_size * 2 ** (stages - 1) pixels.
 
     Set `mask_token` only if training hides tokens. Without hidden tokens, the mask token gets no gradient.
 
@@ -226,13 +226,13 @@ class Swin(Encoder):
         heads: number of attention heads of each stage.
         window_size: side of a window in tokens.
         patch_size: side of a patch in pixels.
-        image_size: image size of the position table and of exports to timm in pixels, one side or (height, width).
+        image_size: image size in pixels for the position table and exports to timm, one side or (height, width).
         mlp_ratio: hidden width of the MLP divided by the width of the stage.
         channels: number of channels of an image.
         qkv_bias: add a bias to queries, keys and values.
-        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
-        absolute_positions: add a learned position table to the patches. The table is resized to other grids.
-        patch_norm: normalise after the patch embedding.
+        qk_scale: factor of the attention logits. None means 1 / sqrt(width of a head).
+        absolute_positions: add a learned position table to the patches. The table is resized to the grid of the image.
+        patch_norm: apply a layer norm after the patch embedding.
         norm_eps: epsilon of the layer norms.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden patches.
@@ -290,27 +290,27 @@ class Swin(Encoder):
 
     @property
     def stages(self) -> list[Stage]:
-        """Stages in order."""
+        """All stages, from the finest grid to the coarsest grid."""
         return modules_of(self.layers, Stage)
 
     @property
     def blocks(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Blocks of all stages in order."""
+        """Blocks of all stages, in the order in which they are applied."""
         return nn.ModuleList(block for stage in self.stages for block in stage.blocks)
 
     def stage_grid(self, stage: int, height: int, width: int) -> tuple[int, int]:
-        """Return the token rows and columns in a stage, counted from 0, for an image of `height` x `width` pixels."""
+        """Return the token rows and columns in stage `stage` (0 is the first) for `height` x `width` pixels."""
         pixels = self.patch_size * 2**stage
         return -(-height // pixels), -(-width // pixels)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the token rows and columns of an image of `height` x `width` pixels, both rounded up."""
+        """Return the number of token rows and columns for `height` x `width` pixels, both rounded up."""
         return self.stage_grid(len(self.depths) - 1, height, width)
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        If `mask` is given, the mask token replaces all patches of a hidden token. Positions are added afterwards.
+        If `mask` is given, the mask token replaces all patches of hidden tokens, before positions are added.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
@@ -319,7 +319,7 @@ class Swin(Encoder):
         return self._features(self._run(self.stages[-1].blocks, x, scales), images)
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks. All of them must belong to the last stage."""
+        """Return the features after each of the last `blocks` blocks. The last stage must have that many blocks."""
         last = self.stages[-1].blocks
         check_block_count(blocks, len(last))
         x, scales = self._last_stage_input(images)
@@ -331,7 +331,7 @@ class Swin(Encoder):
         return features
 
     def pyramid(self, images: Images) -> list[Tensor]:
-        """Return one map per stage, finest first: (B, C, H, W) -> (B, D, h, w) each.
+        """Return a list with one map (B, D, h, w) per stage, finest first, for images (B, C, H, W).
 
         A map is the output of the last block of a stage, before patch merging. Only the last map is normed.
         """
@@ -392,7 +392,7 @@ class Swin(Encoder):
 def _check_stages(dim: int, depths: tuple[int, ...], heads: tuple[int, ...]):
     if len(depths) != len(heads) or not depths:
         raise EncoderError(
-            f"depths and heads must have one entry for each stage. They have {len(depths)} and {len(heads)} entries."
+            f"depths has {len(depths)} entries and heads has {len(heads)}. Both must have one entry for each stage."
         )
     check_counts(dim=dim, depths=min(depths), heads=min(heads))
     for stage, count in enumerate(heads):

@@ -1,7 +1,7 @@
 """Twins-SVT (2104.13840): blocks that attend within windows alternate with blocks that attend to a subsampled grid.
 
 Letters in shapes: B images; C channels, H x W pixels; h x w grid and width D of a stage; d width of one head; windows
-of r x c tokens. A stage maps (B, h, w, D) to (B, h, w, D). Parameters have the names of Meituan-AutoML/Twins.
+of r x c tokens. A stage maps (B, h, w, D) to (B, h, w, D). Parameters have the names of the published weights.
 """
 
 import math
@@ -54,24 +54,24 @@ VARIANTS = {
 }
 
 EMBED_EPS = 1e-5
-"""Epsilon of the norms in patch embeddings and after subsampling. As in gvt.py, `norm_eps` does not change it."""
+"""Epsilon of the norms in patch embeddings and after subsampling. As in gvt.py, it does not depend on `norm_eps`."""
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad maps (B, h, w, D) with zeros, below and to the right, to multiples of `rows` and `columns`."""
+    """Pad maps (B, h, w, D) with zeros, below and to the right, until `rows` divides h and `columns` divides w."""
     below, right = -x.shape[1] % rows, -x.shape[2] % columns
     return F.pad(x, (0, 0, 0, right, 0, below)) if below or right else x
 
 
 def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Apply a convolution to maps padded to multiples of its stride: (B, h, w, D) -> (B, h', w', D')."""
+    """Pad maps to multiples of the stride of a convolution, and apply it: (B, h, w, D) -> (B, h', w', D')."""
     x = pad_to(x, layer.stride[0], layer.stride[1])
     return layer(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def real_keys(grid: tuple[int, int], window: tuple[int, int], heads: int, device: torch.device) -> Tensor:
-    """Return the key mask of the windows of a padded grid, False for padding: (1, windows * heads, 1, r * c) bool."""
-    with torch.inference_mode(False):  # training could not use an inference tensor from the cache
+    """Return a mask over the keys of each window, False for padding: (1, windows * heads, 1, r * c) bool."""
+    with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
         rows, columns = (
             torch.arange(math.ceil(side / step) * step, device=device) < side
             for side, step in zip(grid, window, strict=True)
@@ -96,7 +96,7 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(nn.Module):
-    """`PatchEmbed` with an additional norm before the projection, as in vit-pytorch. The shapes are the same."""
+    """`PatchEmbed` with an additional norm before the projection, as in vit-pytorch. Shapes are as in `PatchEmbed`."""
 
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
@@ -132,7 +132,7 @@ class LocalAttention(nn.Module):
             keys_of = real_keys if torch.compiler.is_compiling() else cached_keys  # torch cannot compile lru_cache
             keys = keys_of((height, width), (rows, columns), self.heads, x.device)
         down = x.shape[1] // rows
-        # Windows belong to the head axis, so that one mask fits all images: (B, windows * heads, r * c, d) each.
+        # Windows are part of the head axis, so that one mask fits all images: (B, windows * heads, r * c, d).
         split = "b (h r) (w c) (three heads d) -> three b (h w heads) (r c) d"
         q, k, v = rearrange(self.qkv(x), split, three=3, heads=self.heads, r=rows, c=columns)
         x = attention(q, k, v, scale=self.scale, bias=keys)
@@ -142,11 +142,11 @@ class LocalAttention(nn.Module):
 
 
 class GlobalAttention(nn.Module):
-    """Attention of each token to a grid subsampled by `reduction`: (B, h, w, D) -> (B, h, w, D).
+    """Attention of each token to a coarser grid, subsampled by `reduction`: (B, h, w, D) -> (B, h, w, D).
 
-    A strided convolution and a norm subsample the grid before keys and values are computed. With `strided`, as in
-    vit-pytorch, one strided convolution computes keys and values from the full grid. The grid is padded with zeros to
-    multiples of `reduction`.
+    By default, a strided convolution and a norm subsample the grid, and a linear layer then computes keys and values.
+    With `strided`, as in vit-pytorch, one strided convolution computes keys and values from the full grid. The grid is
+    padded with zeros to multiples of `reduction`.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Stage(nn.ModuleList):
 
 
 class PositionGenerator(nn.Module):
-    """Conditional positions (2102.10882): the input plus its depth-wise 3 x 3 convolution, (B, h, w, D)."""
+    """Conditional positions (2102.10882): input plus depth-wise 3 x 3 convolution, (B, h, w, D) -> (B, h, w, D)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -213,16 +213,16 @@ class PositionGenerator(nn.Module):
 class Twins(Encoder):
     """Twins-SVT for images of any size. Images and grids are padded with zeros, below and to the right.
 
-    Images are padded to whole patches, and grids to even sides, to whole windows and to whole subsampling steps. Tokens
-    do not attend to the padding of windows. Without padding, the result equals that of the published code. Where
-    padding is needed, the published code crops, or attends to padding. Each stage halves the grid. `Features.tokens`
-    are the tokens of the last stage.
+    Images are padded to whole patches. Grids are padded to even sides, whole windows and whole subsampling steps.
+    Tokens do not attend to the padding of windows. Without padding, the result equals that of the published code. Where
+    this class pads, the published code crops, or attends to padding. Each stage after the first halves the grid.
+    `Features.tokens` are the tokens of the last stage.
 
-    `layout="meituan"` is the published model: blocks with local and global attention alternate, positions follow the
-    first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of twins_svt.py in
-    vit-pytorch, which has other weights: `depths` counts pairs of a local and a global block, which follow one
-    additional pair and the positions; the last stage has only global blocks; strided convolutions compute the keys and
-    values of global blocks; patches are normed twice; and there is no final norm.
+    `layout="meituan"` is the published model. Blocks with local and global attention alternate, positions are added
+    after the first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of
+    twins_svt.py in vit-pytorch. Its stages have one pair of a local and a global block, then positions, then `depths`
+    more pairs. Its last stage has a global block in place of each pair. Strided convolutions compute keys and values of
+    global blocks, patches are normed before and after their projection, and there is no final norm.
 
     A setting of the stages, such as `reductions`, is one number for all stages or a list with one number per stage.
 
@@ -230,20 +230,20 @@ class Twins(Encoder):
         dims: width of each stage.
         depths: number of blocks of each stage.
         heads: number of attention heads of each stage.
-        head_dim: width of a head, width of the stage / heads if None.
+        head_dim: width of a head. None means the width of the stage divided by its number of heads.
         window_size: side of a window in tokens, for each stage.
-        reductions: subsampling factor of the keys and values of global attention, for each stage.
+        reductions: factor by which global attention subsamples each side of the grid, for each stage.
         patch_size: side of a patch of the first stage in pixels.
         mlp_ratios: hidden width of the MLP divided by the width of the stage.
         qkv_bias: add a bias to queries, keys and values.
-        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
+        qk_scale: factor of the attention logits. None means 1 / sqrt(width of a head).
         channels: number of channels of an image.
-        image_size: image size for evaluation and exports to timm in pixels, one side or (rows, columns).
-        norm_eps: epsilon of the norms in blocks and of the final norm. All other norms have 1e-5.
+        image_size: image size in pixels for evaluation and exports to timm, one side or (height, width).
+        norm_eps: epsilon of the norms in blocks and of the final norm. All other norms have an epsilon of 1e-5.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden patches.
         checkpoint_activations: recompute each block in the backward pass to save memory.
-        layout: arrangement of the modules, as in the published models (meituan) or as in vit-pytorch.
+        layout: arrangement of the modules, as in the published models ("meituan") or in vit-pytorch ("vit_pytorch").
     """
 
     no_weight_decay = ("pos_block.",)
@@ -294,7 +294,7 @@ class Twins(Encoder):
         self.pos_block = nn.ModuleList(PositionGenerator(dim) for dim in self.dims)
         self.norm = nn.LayerNorm(self.dim, eps=norm_eps) if layout == "meituan" else nn.Identity()
         self.mask_token = learned(1, self.dims[0]) if mask_token else None
-        if layout == "meituan":  # vit-pytorch keeps torch's initial values
+        if layout == "meituan":  # vit-pytorch uses torch's default initialisation
             self.apply(_init)
 
     def _stages(self, drop_path: float) -> Iterator[Stage]:
@@ -302,7 +302,7 @@ class Twins(Encoder):
         number, total = 0, sum(len(stage) for stage in kinds)
         for stage, (dim, heads) in enumerate(zip(self.dims, self.heads, strict=True)):
             if self.head_dim is None and dim % heads:
-                raise EncoderError(f"A width (dims) of {dim} does not split into {heads} heads. Set head_dim.")
+                raise EncoderError(f"The width (dims) {dim} does not split into {heads} heads. Set head_dim.")
             head_dim = dim // heads if self.head_dim is None else self.head_dim
             scale = head_dim**-0.5 if self.qk_scale is None else self.qk_scale
             heads_of = {"heads": heads, "head_dim": head_dim, "scale": scale, "qkv_bias": self.qkv_bias}
@@ -323,7 +323,7 @@ class Twins(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        If `mask` is given, the mask token replaces the patches of hidden tokens in the first stage.
+        If `mask` is given, the mask token replaces all patches of hidden tokens at the input of the first stage.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
@@ -332,13 +332,13 @@ class Twins(Encoder):
         return features
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks. All of them must belong to the last stage."""
+        """Return the features after each of the last `blocks` blocks. The last stage must have that many blocks."""
         check_block_count(blocks, len(modules_of(self.blocks, Stage)[-1]))
         return self._last(blocks, self.checked(images))
 
     def pyramid(self, images: Tensor) -> list[Tensor]:
-        """Return one map per stage, finest first: (B, C, H, W) -> (B, D, h, w) each. Only the last map is normed."""
-        maps = dict(self._outputs(self.checked(images)))  # keeps the last output of each stage
+        """Return one map (B, D, h, w) per stage, finest first, for images (B, C, H, W). Only the last map is normed."""
+        maps = dict(self._outputs(self.checked(images)))  # a dictionary keeps only the last output of each stage
         maps[len(self.dims) - 1] = self.norm(maps[len(self.dims) - 1])
         return [x.permute(0, 3, 1, 2) for x in maps.values()]
 
@@ -349,7 +349,7 @@ class Twins(Encoder):
         return [Features(x.mean(1), x.flatten(0, 1), self.grids(images)) for x in maps]
 
     def _outputs(self, images: Tensor, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield, for each block, the index of its stage and its output (B, h, w, D)."""
+        """Yield the index of the stage and the output (B, h, w, D) of each block."""
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
         scales = self.draw_drop_path(len(x), x.device)
         blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
@@ -358,7 +358,7 @@ class Twins(Encoder):
             x = embed(x)  # (B, h, w, D)
             if stage == 0 and mask is not None:
                 x = self._hide(x, mask, self.grid(*images.shape[-2:]))
-            before = 1 if self.layout == "meituan" else 1 + any(kinds)  # blocks before the position generator
+            before = 1 if self.layout == "meituan" else 1 + any(kinds)  # number of blocks before positions
             for number, block in enumerate(blocks, start=1):
                 recompute = self.checkpoint_activations and self.training
                 drawn = next(scales)
@@ -375,14 +375,14 @@ class Twins(Encoder):
 
 
 def _kinds(layout: Layout, depths: Sequence[int]) -> list[list[bool]]:
-    """Return a list for each stage, with an entry for each block: True for a local block, False for a global block."""
+    """Return a list for each stage. It has an entry for each block: True for local attention, False for global."""
     if layout == "meituan":
         return [[number % 2 == 0 for number in range(depth)] for depth in depths]
     return [[True, False] * (1 + depth) for depth in depths[:-1]] + [[False] * (1 + depths[-1])]
 
 
 def _init(layer: nn.Module):
-    """Initialise a layer as in Meituan-AutoML/Twins (gvt.py). Convolutions are normal with variance 2 / fan-out."""
+    """Initialise a layer as in Meituan-AutoML/Twins (gvt.py). The weights of convolutions have variance 2 / fan-out."""
     init_linear(layer, "trunc_normal")
     if isinstance(layer, nn.Conv2d):
         fan_out = math.prod(layer.kernel_size) * layer.out_channels // layer.groups
@@ -392,9 +392,9 @@ def _init(layer: nn.Module):
 
 
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
-    """Return a tuple with one value for each stage."""
+    """Return a tuple with one value for each stage. A single number is repeated for all stages."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    values = values * stages if len(values) == 1 else values  # a number on the command line is a list of one
+    values = values * stages if len(values) == 1 else values  # a flag with one number gives a list of one number
     if len(values) != stages:
         raise EncoderError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}.")
     return values

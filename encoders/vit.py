@@ -1,9 +1,9 @@
 """Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), registers (2309.16588).
 
 Letters in shapes: B images; C channels, H x W pixels; h x w grid; N = h * w patches of an image (only the visible
-patches, if hidden tokens are dropped); D width of a token; d width of one head; S prefix tokens before the patches:
-class, distillation, registers. The first K prefix tokens (class, distillation) have positions. Parameters have the
-names of the published weights.
+patches, if hidden tokens are dropped); D width of a token; d width of one head; S prefix tokens before the patches
+(class, distillation and register tokens), of which the first K (class and distillation) have positions. Parameters have
+the names of the published weights.
 """
 
 from collections import OrderedDict
@@ -56,12 +56,12 @@ VARIANTS = {
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of each patch, after cropping images to whole patches: (B, C, H, W) -> (B, N, D)."""
+    """Cropping of images to whole patches, then linear projection of each patch: (B, C, H, W) -> (B, N, D)."""
 
     def __init__(self, channels: int, dim: int, patch_size: int, init: Init):
         super().__init__()
         self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        if init == "xavier":  # otherwise torch's initialisation, as in DINO
+        if init == "xavier":  # otherwise the layer keeps torch's default initialisation, as in DINO
             nn.init.xavier_uniform_(self.proj.weight.detach().flatten(1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(heads * head_dim, dim)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values: (..., N, D) -> three of (..., heads, N, d)."""
+        """Return queries, keys and values: (..., N, D) -> three tensors (..., heads, N, d)."""
         q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
         return self.q_norm(q), self.k_norm(k), v
 
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
     def weights(self, x: Tensor) -> Tensor:
-        """Return the attention weights of queries for keys. Each row sums to 1: (B, N, D) -> (B, heads, N, N)."""
+        """Return the attention weight of each query for each key: (B, N, D) -> (B, heads, N, N). Rows sum to 1."""
         q, k, _ = self._split(x)
         return (self.scale * q @ k.mT).softmax(-1)
 
@@ -160,10 +160,10 @@ class ViT(Encoder):
     """Vision transformer for images of any size. The position table is resized to the grid of the images.
 
     If a side of the image is not a multiple of the patch, the last pixels of that side are cropped. With `pool="mean"`,
-    as in MAE's fine-tuning, the layer norm `fc_norm` replaces the final layer norm `norm`. It is applied to the mean of
-    the patch tokens for `Features.pooled`, and to each patch token for `Features.tokens`. With `pool="all"`, as in
+    as in MAE's fine-tuning, the layer norm `fc_norm` replaces the final layer norm `norm`. `Features.pooled` is then
+    `fc_norm` of the mean patch token, and `Features.tokens` is `fc_norm` of each patch token. With `pool="all"`, as in
     vit-pytorch, `Features.pooled` is the mean of all tokens after `norm`, prefix tokens included. `pos_embed` has rows
-    for the class token, the distillation token and the patches, and no rows for registers.
+    for the class token, the distillation token and the patches, and no rows for register tokens.
 
     Set `mask_token` only if training replaces hidden tokens, and `classes` only if training uses `logits`. Otherwise
     the mask token or the class head gets no gradient.
@@ -172,29 +172,29 @@ class ViT(Encoder):
         dim: width of a token.
         depth: number of blocks.
         heads: number of attention heads of a block.
-        head_dim: width of a head, `dim` / `heads` if None.
+        head_dim: width of a head. None means `dim` / `heads`.
         mlp_ratio: hidden width of the MLP divided by `dim`.
         patch_size: side of a patch in pixels.
-        image_size: image size of the position table in pixels, one side or (rows, columns).
+        image_size: image size in pixels for which the position table is made, one side or (height, width).
         patch_norm: normalise patches before and after their projection, as in vit-pytorch.
         channels: number of channels of an image.
         class_token: add a class token.
         registers: number of register tokens.
         distillation_token: add a distillation token after the class token (DeiT).
         mask_token: add a learned token that replaces hidden tokens.
-        pool: feature in `Features.pooled`, the class token, the mean of the patch tokens or the mean of all tokens.
+        pool: rule for `Features.pooled`: class token ("class"), mean of patch tokens ("mean") or of all tokens ("all").
         qkv_bias: add a bias to queries, keys and values.
         norm_eps: epsilon of all layer norms.
         qk_norm: normalise queries and keys in each head.
-        qk_scale: factor on the attention logits, 1 / sqrt(width of a head) if None.
-        layer_scale: initial value of the layer scale, None for no layer scale.
+        qk_scale: factor of the attention logits. None means 1 / sqrt(width of a head).
+        layer_scale: initial value of the layer scale. None means no layer scale.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
-        positions: learned position table, or the fixed sine-cosine table of MAE.
-        interpolation: rule that resizes the position table to another grid, DINO's or MAE's.
-        init: initial weights, truncated normal with standard deviation 0.02 (DINO) or Xavier uniform (MAE).
-        position_init: initial values of a learned table, normal with standard deviation 0.02 or the sine-cosine table.
-        representation_size: width of a tanh layer before the class head, None for no such layer.
-        classes: number of outputs of the class head and of the distillation head, 0 for no head.
+        positions: learned position table ("learned"), or the fixed sine-cosine table of MAE ("sincos").
+        interpolation: rule that resizes the position table to another grid, DINO's ("dino") or MAE's ("mae").
+        init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
+        position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
+        representation_size: width of a linear layer with tanh before the class head. None means no such layer.
+        classes: number of outputs of the class head and of the distillation head. 0 means no heads.
         checkpoint_activations: recompute each block in the backward pass to save memory.
     """
 
@@ -237,7 +237,7 @@ class ViT(Encoder):
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
-            raise EncoderError('Without class_token, pool must be "mean" or "all" and distillation_token False.')
+            raise EncoderError('class_token=False needs pool="mean" or pool="all", and distillation_token=False.')
         self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
         self.interpolation: Interpolation = interpolation
         self.checkpoint_activations = checkpoint_activations
@@ -262,7 +262,7 @@ class ViT(Encoder):
 
     def _add_heads(self, representation_size: int | None, classes: int):
         if representation_size is not None and (not classes or self.dist_token is not None):
-            raise EncoderError("representation_size needs classes, and excludes a distillation token.")
+            raise EncoderError("representation_size needs classes > 0, and allows no distillation token.")
         width = representation_size or self.dim
         self.pre_logits = nn.Sequential()
         if representation_size is not None:
@@ -307,8 +307,8 @@ class ViT(Encoder):
     def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return class scores: (B, C, H, W) -> (B, classes).
 
-        For an encoder with a distillation token, return a pair with the scores of both heads in training, and the mean
-        of both scores in evaluation.
+        If the encoder has a distillation token, return the scores of both heads as a pair in training mode, and the
+        mean of both scores in evaluation mode.
 
         Raises:
             EncoderError: the encoder has no class head.
@@ -344,7 +344,7 @@ class ViT(Encoder):
         return torch.cat([prefix.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """Return the position embeddings of the prefix tokens and patches of an image: (1, K + N, D)."""
+        """Return the position embeddings of the class and distillation tokens and the patches: (1, K + N, D)."""
         grid = self.grid(height, width)
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
@@ -375,13 +375,13 @@ def _visible(x: Tensor, mask: Mask) -> Tensor:
     """Return the visible tokens of each image: (B, N, D) -> (B, V / B, D).
 
     Raises:
-        EncoderError: the images have different numbers of visible tokens, or no visible tokens.
+        EncoderError: the numbers of visible tokens differ between images, or are 0.
     """
     fewest, most = int(mask.lengths.min()), int(mask.lengths.max())
     if not 0 < fewest == most:
         raise EncoderError(
             "With drop=True all images must keep the same number of tokens, at least one. "
-            f"These keep {fewest} to {most}."
+            f"These images keep {fewest} to {most} tokens."
         )
     return x.flatten(0, 1).index_select(0, mask.visible).unflatten(0, (len(x), most))
 
@@ -389,7 +389,7 @@ def _visible(x: Tensor, mask: Mask) -> Tensor:
 def _position_table(
     prefix: int, grid: tuple[int, int], dim: int, positions: Positions, position_init: PositionInit
 ) -> nn.Parameter:
-    """Return a position table (1, K + N, D), K = `prefix`. In a sine-cosine table (MAE), the first K rows are 0."""
+    """Return a new position table (1, K + N, D) with K = `prefix`. In a sine-cosine table, the first K rows are 0."""
     if positions == "sincos" or position_init == "sincos":
         table = torch.cat([torch.zeros(prefix, dim), sincos_table(*grid, dim)])[None]
     else:

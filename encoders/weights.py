@@ -2,8 +2,8 @@
 
     python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm] [--set image_size=96]
 
-The checkpoint determines the settings of the encoder. `--encoder` and `--set` add settings that the checkpoint does not
-determine, or replace settings. Position tables and bias tables are resized to the new settings.
+The checkpoint determines the settings of the encoder. `--encoder` and `--set` override these settings, or add settings
+that the checkpoint does not determine. Position tables and bias tables are resized to the new settings.
 """
 
 import argparse
@@ -27,11 +27,11 @@ def main(argv: list[str] | None = None) -> None:
         description="Convert a published checkpoint, or an encoder of this project, to an encoder of this project or "
         "of timm.",
     )
-    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="weight file or run folder")
+    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="weight file, or folder of a run")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors file to write")
     parser.add_argument("--to", choices=("ours", "timm"), default="ours", help="format of OUTPUT (default: ours)")
-    parser.add_argument("--encoder", metavar="VARIANT", help="encoder to build (default: found from the checkpoint)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the encoder")
+    parser.add_argument("--encoder", metavar="VARIANT", help="variant to build (default: that of the checkpoint)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")
     options = parser.parse_args(argv)
     try:
         if options.output.suffix != ".safetensors":
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Encoder:
-    """Build an encoder for the weights of `source`, load them, and print the report.
+    """Build an encoder that fits the weights in `source`, load the weights, and print a report.
 
     Raises:
         EncoderError: a setting is unknown or has an invalid value.
@@ -77,7 +77,7 @@ def to_timm(encoder: Encoder, output: Path) -> None:
 
     Raises:
         WeightsError: timm has no equivalent model.
-        EncoderError: the preprocessing has another number of channels than the encoder.
+        EncoderError: the number of channels differs between the preprocessing and the encoder.
     """
     name, options, state = format_of(encoder).to_timm(encoder)
     options["pretrained_cfg_overlay"] = pretrained_cfg(encoder)
@@ -91,7 +91,7 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
     """Return the values that `timm.data.resolve_data_config` reads from a model's `pretrained_cfg`.
 
     Raises:
-        EncoderError: the preprocessing has another number of channels than the encoder.
+        EncoderError: the number of channels differs between the preprocessing and the encoder.
     """
     preprocessing, size = encoder.preprocessing, encoder.settings["image_size"]
     if preprocessing.channels != encoder.channels:

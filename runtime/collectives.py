@@ -1,7 +1,8 @@
-"""Collectives of the default process group. All of them also work with one process and no process group.
+"""Collective operations of the default process group. They also work in one process without a process group.
 
-Every function is collective: all ranks call it, in the same order. A tensor on a device that the backend does not
-support, such as the CPU under NCCL, is copied to a supported device and back.
+All ranks must call the same collective operations in the same order. If the backend does not support the device of a
+tensor, the tensor is copied to a supported device, and the result is copied back. For example, NCCL does not support
+tensors on the CPU.
 """
 
 import os
@@ -19,12 +20,13 @@ from torch.autograd.function import FunctionCtx
 from runtime.errors import UserError
 
 VISIBILITY_TIMEOUT = 35.0
-"""Seconds to wait until one node sees a file of another node on a shared disk. NFS caches folders for up to 30 s."""
+"""Seconds to wait for a file that another node wrote to a shared disk. NFS can show a new file up to 30 s late, because
+it caches the contents of folders."""
 T = TypeVar("T")
 
 
 class RankError(UserError, RuntimeError):
-    """An operation failed on at least one rank. The message is equal on all ranks."""
+    """An operation failed on at least one rank. All ranks raise this error with the same message."""
 
 
 def world_size() -> int:
@@ -38,7 +40,10 @@ def rank() -> int:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """A sum over ranks whose gradient is summed over ranks too, because the loss of every rank depends on the sum."""
+    """Differentiable sum over ranks.
+
+    The backward pass sums the gradients over ranks, because the loss of every rank depends on the sum.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -50,19 +55,19 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks, differentiable; `x` itself with one process or on the meta device."""
+    """Return the differentiable sum of `x` over ranks. With one process or on the meta device, return `x` itself."""
     return x if world_size() == 1 or x.is_meta else _AllReduceSum.apply(x)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
 def all_reduce_max(x: Tensor) -> Tensor:
-    """Return the elementwise maximum of `x` over ranks; `x` itself with one process."""
+    """Return the elementwise maximum of `x` over ranks. With one process or on the meta device, return `x` itself."""
     return x if world_size() == 1 or x.is_meta else _all_reduce(x, dist.ReduceOp.MAX)
 
 
 @torch.no_grad()
 def all_gather(x: Tensor) -> list[Tensor]:
-    """Return `x` (n, ...) of each rank, in the order of ranks. The number of rows n may differ between ranks."""
+    """Return a list of the tensors `x` (n, ...) of all ranks, in rank order. The number n may differ between ranks."""
     if world_size() == 1:
         return [x]
     own = x.to(_reachable(x.device))
@@ -77,7 +82,7 @@ def all_gather(x: Tensor) -> list[Tensor]:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the picklable `value` of each rank, in the order of ranks, on every rank."""
+    """Return a list of the picklable values of all ranks, in rank order, on every rank."""
     if not dist.is_initialized():
         return [value]
     gathered: list[T] = [value] * dist.get_world_size(group)
@@ -95,13 +100,13 @@ def broadcast_object(value: T) -> T:
 
 
 def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `function` on every rank, wait until all ranks have succeeded, and return the local result.
+    """Call `function` on every rank, wait until all ranks have succeeded, and return the result of this rank.
 
-    If one rank raises an exception, all ranks raise an exception, so that no rank waits for another in the next
-    collective.
+    If `function` raises an exception on one rank, all ranks raise an exception. Otherwise the other ranks would wait
+    for the failed rank in the next collective.
 
     Raises:
-        RankError: `function` failed on a rank. An exception that is a subclass of `RankError` keeps its class.
+        RankError: `function` failed on a rank. If it raised a subclass of `RankError`, all ranks raise this subclass.
     """
     results: list[T] = []
     failure: tuple[type[RankError], str] | None = None
@@ -121,10 +126,11 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
 
 
 def wait_for_path(path: Path) -> None:
-    """Wait until a file or folder that another rank made is visible on this node. Not collective.
+    """Wait until a file or folder that another rank made is visible on this node. This function is not collective.
 
     Raises:
-        RankError: the path is not visible within `VISIBILITY_TIMEOUT`, or, with one process, at the time of the call.
+        RankError: the path is not visible after `VISIBILITY_TIMEOUT` seconds. Without a process group, the function
+            does not wait.
     """
     end = time.monotonic() + (VISIBILITY_TIMEOUT if dist.is_initialized() else 0)
     # on NFS, `listdir` shows new files before `exists` does
@@ -137,16 +143,18 @@ def wait_for_path(path: Path) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a parameter or gradient: rows under FSDP2, a flat range under ZeRO-3, else the full
-    tensor."""
-    # a DTensor; the attribute identifies it, because importing the class takes most of a second
+    """Return the shard of a parameter or gradient that this rank holds.
+
+    The shard is a block of rows under FSDP2 and a flat range under ZeRO-3. Without sharding, it is the full tensor.
+    """
+    # a DTensor is recognised by its attribute `to_local`, because importing the class takes most of a second
     if hasattr(tensor, "to_local"):
         return tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return getattr(tensor, "ds_tensor", tensor)
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return `device` if the backend of the default group supports it, else a device that the backend supports."""
+    """Return `device` if the backend of the default process group supports it, else a supported device."""
     reached = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     if device.type in reached:
         return device
@@ -160,15 +168,16 @@ def _all_reduce(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def _collected_failures(error: BaseException) -> dict[int, BaseException]:
-    """Return the exceptions by rank that torch.distributed.checkpoint collects in its `CheckpointException`.
+    """Return the exceptions in a `CheckpointException` of torch.distributed.checkpoint, as a dictionary by rank.
 
-    `CheckpointException` is recognised by its attribute `failures`, because importing it takes most of a second.
+    For any other exception, return an empty dictionary. `CheckpointException` is recognised by its attribute
+    `failures`, because importing the class takes most of a second.
     """
     return {failed: cause for failed, (cause, _) in getattr(error, "failures", {}).items()}
 
 
 def _describe(error: BaseException) -> str:
-    """Return a one-line message about an exception of this rank, or about the first exception that torch collected."""
+    """Return a one-line message about an exception. For a `CheckpointException`, describe only its first failure."""
     failed = rank()
     if collected := _collected_failures(error):
         failed, error = next(iter(collected.items()))

@@ -1,4 +1,4 @@
-"""Writing of files that other processes may read at the same time."""
+"""Write files atomically and flush them to the disk."""
 
 import os
 import uuid
@@ -11,12 +11,12 @@ from pathlib import Path
 def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename it to `path` when the block ends without an exception.
 
-    A reader sees the old file or the new one, never a partial file. The temporary file is removed if the block raises.
-    The result has the permissions of a file made by `open`, whatever permissions the temporary file has.
+    Other processes see the old file or the new file, never a partial file. If the block raises an exception, the
+    temporary file is removed. The new file always has the permissions that `open` gives to a new file.
 
     Args:
         path: file to create or replace; its folder must exist.
-        sync: flush the file to the disk before the rename, so that it survives a power cut.
+        sync: flush the file to the disk before the rename, so that a power cut cannot leave an incomplete file.
 
     Raises:
         OSError: the file cannot be written or renamed.
@@ -36,7 +36,7 @@ def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
 
 
 def fsync(path: str | Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file to the disk. For a folder, flush the list of its entries, not the files in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Preemption: on SIGTERM or SIGUSR1 a run finishes its step, saves, and exits with `EXIT_CODE`."""
+"""Preemption: on SIGTERM or SIGUSR1, a run finishes the current step, saves a checkpoint and exits with `EXIT_CODE`."""
 
 import signal
 import threading
@@ -6,32 +6,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 75
-"""Exit code of a run that stopped and saved: EX_TEMPFAIL of sysexits.h (try again later)."""
+"""Exit code of a run that was preempted and has saved a checkpoint: EX_TEMPFAIL of sysexits.h (try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _received: list[signal.Signals] = []
 
 
-class Preempted(Exception):  # noqa: N818, because a requested stop is no error
-    """The run was asked to stop and has saved. The message is meant for the user."""
+class Preempted(Exception):  # noqa: N818, because a requested stop is not an error
+    """The run was asked to stop and has saved a checkpoint. The message is meant for the user."""
 
 
 def listen() -> None:
-    """Record SIGTERM and SIGUSR1 from now on. The signals no longer end the process."""
+    """From now on, record SIGTERM and SIGUSR1 instead of ending the process."""
     for number in SIGNALS:
         signal.signal(number, _record)
 
 
 def ignore() -> None:
-    """Ignore SIGTERM and SIGUSR1 from now on, so that they cannot change the exit code while the interpreter ends."""
+    """From now on, ignore SIGTERM and SIGUSR1, so that they cannot change the exit code while the interpreter exits."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Call `listen`; at the end of the context, restore the old handlers and clear the recorded signals.
+    """Record SIGTERM and SIGUSR1 within the context. Then restore the old handlers and clear the recorded signals.
 
-    Outside of the main thread the context does nothing, because Python sets signal handlers only in the main thread.
+    Outside of the main thread, the context does nothing, because Python allows only the main thread to set signal
+    handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,14 +48,14 @@ def listening() -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    """Return True if this process has received a signal to stop."""
+    """Return True if this process has recorded SIGTERM or SIGUSR1."""
     return bool(_received)
 
 
 def message(step: int) -> str:
-    """Return the message for the user of a run that stopped after `step` steps."""
+    """Return the message that tells the user why the run stopped after `step` steps, and how to continue it."""
     why = f"stopped by {_received[0].name}" if _received else "stopped because another process received a signal"
-    return f"{why}: step {step} is done and saved; --resume with this run's --output continues from it"
+    return f"{why}. Step {step} is done and saved. To continue, start again with --resume and the same --output."
 
 
 def _record(number: int, _: object) -> None:

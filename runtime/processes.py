@@ -1,4 +1,4 @@
-"""Set-up of the processes of a command: the `Accelerator`, with or without a GPU, and the exit on user errors."""
+"""Set up a process of a command: make the `Accelerator`, with or without a GPU, and exit cleanly on user errors."""
 
 import os
 import sys
@@ -19,15 +19,15 @@ class LaunchError(UserError, ValueError):
 
 
 def make_accelerator(**settings: Any) -> Accelerator:
-    """Return `Accelerator(**settings)`. Works without CUDA, with several processes, and under DeepSpeed.
+    """Return `Accelerator(**settings)`. The function works without CUDA, with several processes and under DeepSpeed.
 
     Raises:
-        LaunchError: the launcher's environment does not describe one process group.
+        LaunchError: the environment variables of the launcher do not describe one process group.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without the variable DeepSpeed warns that it found no device
         try:
-            # a plain `Accelerator()` without CUDA ignores the other processes of the launch
+            # without CUDA, a plain `Accelerator()` would ignore the other processes of the launch
             PartialState(cpu=True)
         except ValueError as error:
             raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
@@ -43,8 +43,11 @@ def make_accelerator(**settings: Any) -> Accelerator:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Destroy the process group at the end of the block. If the block raises a `UserError`, print its message without a
-    traceback and exit with code 2 instead of destroying the process group."""
+    """Destroy the process group at the end of the block.
+
+    If the block raises a `UserError`, print its message without a traceback and exit with code 2. The process group is
+    not destroyed in this case.
+    """
     try:
         yield
     except UserError as error:

@@ -1,9 +1,10 @@
-"""Settings of a command: defaults, then a YAML file, then flags, validated and typed by pydantic.
+"""Settings of a command, which pydantic validates. Flags override a YAML file, and the file overrides the defaults.
 
 A command declares one pydantic model. Every field is a flag (`--section.key value`), a YAML key and a line of `--help`.
 
-Flags are read here, not by a command-line library: a section may be made at run time (the constructor of an encoder),
-`--flag`, `--no-flag` and `--flag true` all work, and shards such as `{a,b}-{0..3}.tar` are never split at commas.
+This module parses the flags itself, not with a command-line library, for three reasons. Sections may be made at run
+time, for example from the constructor of an encoder. The forms `--flag`, `--no-flag` and `--flag true` must all work.
+Shard patterns such as `{a,b}-{0..3}.tar` must not be split at commas.
 """
 
 import difflib
@@ -22,18 +23,19 @@ from runtime.errors import UserError
 
 
 class SettingsError(UserError, ValueError):
-    """Unknown setting, or a value out of range."""
+    """A setting is unknown, missing or invalid, or a settings file cannot be read."""
 
 
-# The decorator lets pyright accept subclasses with `frozen=True`, whose fields a subclass may narrow.
+# This decorator lets pyright accept `class Child(Parent, frozen=True)`. Fields of frozen classes are read-only, so that
+# a child class may narrow their types.
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Section(BaseModel):
-    """Group of settings. The docstring below a field is its help text. Unknown names are refused."""
+    """Group of settings. The docstring below a field is the help text of the field. Unknown names raise an error."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
 
     short_form: ClassVar[str | None] = None
-    """Field that `--section VALUE` and `section: VALUE` set; None if the section has no short form."""
+    """Name of the field that the short forms `--section VALUE` and `section: VALUE` set. None disables short forms."""
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +44,7 @@ class Section(BaseModel):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """Return the fields of the section; a value in short form becomes `{short_form: value}`."""
+        """Return `value` unchanged, except that a value in short form becomes `{short_form: value}`."""
         if cls.short_form is None or isinstance(value, BaseModel):
             return value
         if isinstance(value, Mapping):
@@ -54,28 +56,29 @@ class Section(BaseModel):
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Settings(Section):
-    """Settings of one command."""
+    """Base class for all settings of one command."""
 
 
 class _PositionalMarker:
-    """Annotation of a field that is given by position."""
+    """Marks a field that is a positional argument of the command line, not a flag."""
 
 
 T = TypeVar("T")
 Positional = Annotated[T, _PositionalMarker()]
-"""Type of a field that is given by position and not as a flag. A list takes all remaining words."""
+"""Type of a field that is a positional argument of the command line, not a flag. A field with a list type takes all
+remaining positional arguments."""
 
 SettingsT = TypeVar("SettingsT", bound=Section)
 
 
 def section_type(field: FieldInfo | None) -> type[Section] | None:
-    """Return the model of a field that is a section, else None."""
+    """Return the class of a section if the type of `field` is a section, else None."""
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Return all settings of a model and of its sections, by dotted name."""
+    """Return all settings of a model and of its sections, as a dictionary from dotted names to fields."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section = section_type(field)
@@ -87,16 +90,16 @@ def suggestion(unknown: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest known name, or an empty string."""
     known = list(known)
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
-    if not close:  # the section may be missing in the name: `lr` for `optim.lr`
+    if not close:  # the user may have left out the section, for example `lr` for `optim.lr`
         last = unknown.lstrip("-").rpartition(".")[2]
         close = [name for name in known if name.lstrip("-").rpartition(".")[2] == last][:1]
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested dictionaries of settings; later layers win.
+    """Merge nested dictionaries of settings. Later dictionaries override earlier ones.
 
-    Only sections are merged key by key. A setting that is itself a mapping is replaced.
+    Only sections are merged key by key. A setting whose value is a mapping is replaced as a unit.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -122,7 +125,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the settings in a YAML file.
 
     Raises:
-        SettingsError: the file is missing or is not a mapping.
+        SettingsError: the file cannot be read, or does not contain a mapping.
     """
     try:
         values = yaml.safe_load(Path(path).read_text())
@@ -134,7 +137,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def peek(argv: Sequence[str], name: str) -> str | None:
-    """Return the last value of `--name` on a command line, for use before the other flags can be parsed."""
+    """Return the value of the last `--name` on a command line, or None. No other flag is parsed or checked."""
     found = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         flag, equals, value = word.partition("=")
@@ -144,11 +147,11 @@ def peek(argv: Sequence[str], name: str) -> str | None:
 
 
 def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, Any]:
-    """Return the settings of a command line as nested dictionaries. Print the help and exit for `--help`.
+    """Return the settings of a command line as nested dictionaries. For `--help`, print the help and exit.
 
     Raises:
-        SettingsError: a flag is unknown or has no value. For an unknown flag, the message suggests the nearest known
-            flag.
+        SettingsError: a flag is unknown or has no value, or a positional argument is not expected. For an unknown flag,
+            the message suggests the nearest known flag.
     """
     known = settings_of(model)
     positional = [name for name, field in known.items() if _is_positional(field)]
@@ -177,7 +180,11 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
 
 
 def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
-    """Return the dotted name and the value of one flag, given without its dashes. Remove the value from `rest`."""
+    """Return the dotted name of the setting and the value that one flag gives.
+
+    `flag` has no leading dashes, and `rest` holds the words after the flag. If the value is the first word of `rest`,
+    remove this word from `rest`.
+    """
     flag, equals, value = flag.partition("=")
     section = section_type(model.model_fields.get(flag))
     name = f"{flag}.{section.short_form}" if section and section.short_form else flag
@@ -197,7 +204,10 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that an annotation allows: members of a union, values of a literal, `list` for `list[str]`."""
+    """Return the types that an annotation allows: the members of a union, the values of a `Literal`, or one type.
+
+    A generic type is returned without its parameters, for example `list` for `list[str]`.
+    """
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -216,14 +226,17 @@ def _is_positional(field: FieldInfo) -> bool:
 
 
 def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
-    """Return the value of a flag that was given once or more, ready for validation; pydantic converts single words."""
+    """Convert all words that were given for one flag to a value that pydantic can validate.
+
+    A single word stays a string, because pydantic converts strings to numbers.
+    """
     kinds = _kinds(field.annotation)
     if types.NoneType in kinds and words[-1] in ("None", "none", "null"):
         return None
     structured = kinds & {list, tuple, dict}
     if structured and _is_positional(field):
         return words
-    # a word of SHARDS is parsed only if it is a JSON list or mapping, because patterns contain braces and commas
+    # parse a word only if it starts like a JSON list or mapping, because shard patterns contain braces and commas
     if structured and str in kinds:
         values = [_yaml(name, word) if word.startswith(('["', '{"')) else word for word in words]
         return values[0] if len(values) == 1 else values
@@ -233,7 +246,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     if text.startswith(("[", "{")):
         return _yaml(name, text)
     if text in kinds or (kinds & {int, float} and "," not in text):
-        return text  # the setting takes several values, and one value is given
+        return text  # the setting also takes a single value, and a single value is given
     return [part.strip() for part in text.split(",")]
 
 
@@ -241,11 +254,11 @@ def _yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SettingsError(f"--{name} is neither JSON nor YAML: {error}") from error
+        raise SettingsError(f"the value of --{name} is neither JSON nor YAML: {error}") from error
 
 
 def help_text(model: type[Section], program: str) -> str:
-    """Return the help of a command: one line per setting, with its type, meaning and default."""
+    """Return the help text of a command. It has one line per setting, with the type, the meaning and the default."""
     known = settings_of(model)
     positional = [name for name, field in known.items() if _is_positional(field)]
     usage = " ".join([program, *(name.upper() for name in positional), "[--SETTING VALUE ...]"])
@@ -266,14 +279,14 @@ def help_text(model: type[Section], program: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a default as it is written on a command line."""
+    """Return a default value in the form that a user would type on a command line."""
     if isinstance(value, (tuple, list)):
         return ",".join(_shown(v) for v in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _type_name(annotation: Any) -> str:
-    """Return a short name of a type for the help: `int`, `float,float`, `auto|bf16`."""
+    """Return a short name of a type for the help text, for example `int`, `float,float` or `auto|bf16`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type_name(arguments[0])
@@ -292,8 +305,8 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
     """Return typed settings from nested dictionaries.
 
     Raises:
-        SettingsError: a setting is unknown or out of range. The message has one line per such setting, with the nearest
-            known name for an unknown setting.
+        SettingsError: a setting is unknown, missing or invalid. The message has one line for each such setting. For an
+            unknown setting, the line suggests the nearest known name.
     """
     try:
         return model.model_validate(dict(values))
@@ -315,7 +328,7 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
 
 
 def parse(model: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
-    """Return the settings of a command from its flags. If a setting is wrong, print the error and exit with 2."""
+    """Return the settings of a command from its flags. If a setting is wrong, print the error and exit with code 2."""
     program = Path(sys.argv[0]).name
     try:
         return validate(model, flags(model, sys.argv[1:] if argv is None else argv, program))

@@ -1,9 +1,10 @@
-"""Mutual supervision of processes: when one is lost, the others exit with a message instead of waiting for it.
+"""Watchdog of a run with several processes: if one process is lost, the other processes exit with a message.
 
-A collective waits for minutes or forever for a process that was killed or whose machine failed. Every process therefore
-sends heartbeats to a store, from a thread of its own: a process that is busy with saving, reading or a long collective
-still sends heartbeats. Process 0 listens to all others, the others listen to process 0. The store also carries the
-message about a lost or failed process to all processes.
+A process is lost if it was killed, is frozen, or its machine failed. Without the watchdog, the other processes would
+wait for it in a collective for minutes or forever. Every process sends heartbeats to a store from a separate thread, so
+that heartbeats continue while the main thread is saving, reading or waiting in a collective. Process 0 watches the
+heartbeats of all other processes, and each other process watches the heartbeats of process 0. Messages about a lost or
+failed process reach all processes through the same store.
 """
 
 import datetime
@@ -23,10 +24,12 @@ from runtime.errors import UserError
 from runtime.preemption import Preempted
 
 EXIT_CODE = 69
-"""Exit code after the loss of another process: EX_UNAVAILABLE of sysexits.h."""
-CONTINUE = "--resume with this run's --output continues from its newest checkpoint"
+"""Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
+CONTINUE = "To continue from the newest checkpoint, start again with --resume and the same --output"
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
-_contexts = itertools.count()  # numbers of the contexts, which all processes enter in the same order
+# Each `watched` context takes the next number. All processes enter the contexts in the same order, so that a context
+# has the same number on all processes.
+_contexts = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class Timing:
     """Intervals of the watchdog, in seconds."""
 
     interval: float = 2.0
-    """Time between two heartbeats."""
+    """Seconds between two heartbeats of a process."""
     timeout: float = 40.0
-    """Time without a heartbeat after which a process counts as lost. Only code that holds the interpreter's lock, such
-    as the import of a large library, delays heartbeats. All processes know of a loss within a minute."""
+    """Seconds without a heartbeat after which a process counts as lost. In a healthy process, only code that holds
+    Python's global interpreter lock delays heartbeats, for example the import of a large library. With the defaults,
+    all processes learn of a lost process within a minute."""
     exit_delay: float = 20.0
-    """Time that the other processes have to exit by themselves after one process failed."""
+    """Seconds that the other processes have to exit by themselves after one process failed. Then the watchdog ends
+    them."""
 
 
 TIMING = Timing()
@@ -47,14 +52,14 @@ TIMING = Timing()
 
 
 class LostError(UserError, RuntimeError):
-    """Another process was lost during a collective."""
+    """A collective failed because another process is lost."""
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Watch the other processes, if there are any, until the context ends.
+    """Run the watchdog until the context ends. With one process, the context does nothing.
 
-    If a process is lost, this process exits with `EXIT_CODE` and a message, whatever its main thread is doing.
+    If another process is lost, this process exits with `EXIT_CODE` and a message, even if its main thread is blocked.
 
     Raises:
         LostError: a collective failed because another process is lost. `LostError` replaces the error of the
@@ -63,8 +68,8 @@ def watched() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # The process group's store exists under every launcher and needs no further port. A launcher keeps the store in its
-    # own process, where the store outlives process 0.
+    # The watchdog uses the store of the process group, because it exists under every launcher and needs no additional
+    # port. A launcher runs the store in its own process, so that the store is still there after the end of process 0.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"watchdog/{_restart_count()}/{next(_contexts)}"
     watch = Watch(dist.get_rank(), dist.get_world_size(), address, prefix, _exit, TIMING)
@@ -82,11 +87,11 @@ def watched() -> Iterator[None]:
 
 
 class Watch:
-    """Sends this process's heartbeats and listens to those of other processes, in two threads, until `close` is called.
+    """Sends heartbeats of this process and watches the heartbeats of other processes, until `close` is called.
 
-    One thread talks to the store, and blocks forever if the machine of the store is lost. The other thread measures how
-    long no heartbeat was seen. The other thread counts only time in which it runs itself, so that a machine without a
-    free core, or one that was suspended, does not report others as lost.
+    One thread talks to the store. This thread blocks forever if the machine of the store is lost. A second thread
+    therefore measures the time since the last heartbeat of each watched process. The second thread counts only time in
+    which it was running, so that it reports no loss if this machine was suspended or had no free core.
     """
 
     def __init__(
@@ -103,36 +108,36 @@ class Watch:
         Args:
             address: host and port of the store.
             prefix: prefix of all keys in the store.
-            on_loss: called with a message, once, when a process is lost.
+            on_loss: function that is called once, with a message, if a process is lost or has failed.
         """
         self._rank, self._address, self._prefix, self._on_loss = rank, address, prefix, on_loss
         self._timing = timing
         self._closed = threading.Event()
-        self._awake = 0.0  # seconds in which this process was able to notice heartbeats
+        self._awake = 0.0  # number of seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
-        # time of the store's last answer, on the clock `_awake` and in seconds since the Unix epoch
+        # time of the last answer of the store, first on the clock `_awake`, then in seconds since the Unix epoch
         self._answered, self._answered_at = 0.0, time.time()
         self._peers = {peer: _Peer(time.time()) for peer in (others if rank == 0 else [0])}
         self._failure: str | None = None
         self._found = ""  # message about a loss that this process found
-        self._lost = self._failed = ""  # messages in the store about a lost and about a failed process
+        self._lost = self._failed = ""  # messages from the store about a lost process and about a failed process
         self._talker = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
         self._talker.start()
         self._judge.start()
 
     def close(self, failure: str | None = None) -> str:
-        """Sign off, so that no process waits for further heartbeats of this one.
+        """Stop both threads, and tell the other processes to expect no further heartbeats of this process.
 
         Args:
-            failure: the error with which this process exits. It is sent to the other processes.
+            failure: message about the error that ends this process, or None. The other processes receive the message.
 
         Returns:
-            The message about a failed or lost process in the store, or an empty string.
+            The message from the store about a lost or failed process. An empty string if there is no message.
         """
         self._failure = failure
         self._closed.set()
-        self._talker.join(5.0)  # join with a timeout, because a lost store blocks the thread
+        self._talker.join(5.0)  # join with a timeout, because the thread blocks forever if the store is lost
         return self._lost or self._failed
 
     def _talk(self) -> None:
@@ -146,13 +151,12 @@ class Watch:
                     self._exchange(store)
                     over = self._closed.wait(self._timing.interval)
                 self._leave(store)
-            except (RuntimeError, OSError):  # no heartbeat was read; `_look` measures for how long
+            except (RuntimeError, OSError):  # the store did not answer; `_look` measures for how long
                 store = None
                 over = over or self._closed.wait(self._timing.interval)
 
     def _connect(self) -> Store:
-        """Return a separate connection to the store, because the main thread may block the process group's
-        connection."""
+        """Return a new connection to the store, because the main thread may block that of the process group."""
         # test the address first, because torch prints a page of errors for each failed attempt to reach the store
         socket.create_connection(self._address, 10).close()
         limit = datetime.timedelta(seconds=10)
@@ -202,12 +206,12 @@ class Watch:
                 self._on_loss(f"process {self._rank}: {told}. {CONTINUE}")
 
     def _describe(self, silent: dict[int, "_Peer"]) -> str:
-        now = f"now it is {_clock(time.time())}"
+        now = f"(now: {_clock(time.time())})"
         if self._awake - self._answered > self._timing.timeout / 2:
             host, port = self._address
             return (
                 f"the store at {host}:{port}, which carries the heartbeats, last answered at "
-                f"{_clock(self._answered_at)}, {now}: the launcher there was killed, or its machine failed"
+                f"{_clock(self._answered_at)} {now}. Its launcher was killed, or the machine failed"
             )
         named = []
         for number, peer in list(silent.items())[:4]:
@@ -215,23 +219,25 @@ class Watch:
             named.append(f"process {number}{host} was last heard at {_clock(peer.heard_at)}")
         if len(silent) > len(named):
             named.append(f"and {len(silent) - len(named)} more")
-        return f"{', '.join(named)}, {now}: killed, frozen, or its machine failed"
+        return f"{', '.join(named)} {now}. Possible causes: a process was killed, is frozen, or its machine failed"
 
 
 class _Peer:
-    """Last heartbeat of another process."""
+    """Host and last heartbeat of another process."""
 
     def __init__(self, heard_at: float) -> None:
         self.host, self.beats = "", 0
         self.heard = 0.0
-        """Time of the last new heartbeat, on the listener's `_awake` clock."""
+        """Time of the last new heartbeat, on the clock `Watch._awake` of this process."""
         self.heard_at = heard_at
         """Time of the last new heartbeat, in seconds since the Unix epoch."""
 
 
 def _restart_count() -> str:
-    """Return the launcher's count of restarts. Processes before and after a restart share one store, so the keys in the
-    store contain the count."""
+    """Return how often the launcher has restarted the run.
+
+    The keys in the store contain this count, because processes before and after a restart share one store.
+    """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -244,13 +250,14 @@ def _clock(seconds: float) -> str:
 
 
 def _exit(message: str) -> None:
-    # A clean exit could block: the main thread may hold the locks of the output streams or of the process group.
+    # Exit without clean-up. A clean exit could block, because the main thread may hold the locks of the output streams
+    # or of the process group.
     os.write(2, f"\nrun.py: {message}\n".encode())
     os._exit(EXIT_CODE)
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Return True if gloo or NCCL raised the error because another process is lost."""
+    """Return True if gloo or NCCL raised `error`, or one of its causes, because another process is lost."""
     while error is not None:
         of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if of_torch and any(word in str(error).lower() for word in _BROKEN):

@@ -332,7 +332,7 @@ def test_what_does_not_fit_is_refused(variant):
     if variant in WHOLE:
         cases.append((masking, (images, mask), {"drop": True}, "cannot drop hidden tokens"))
     if variant in ONE_SIZE:
-        cases.append((masking, (pack([images], encoder.stride),), {}, "not packed ones"))
+        cases.append((masking, (pack([images], encoder.stride),), {}, "not packed images"))
     else:
         cases.append((masking, (pack([images], 8),), {}, "8"))
     for asked, inputs, options, message in cases:

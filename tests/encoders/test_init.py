@@ -62,7 +62,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         load(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"must end in .safetensors"):
         load(tmp_path)
-    with pytest.raises(ValueError, match=r"Make it with encoders.build"):
+    with pytest.raises(ValueError, match=r"Make the encoder with encoders.build"):
         save(family("vit_micro")(), tmp_path / "c.safetensors")
 
 

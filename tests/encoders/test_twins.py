@@ -388,7 +388,7 @@ def test_inputs_that_do_not_fit_are_refused():
     encoder, images = small(mask_token=True), images_of(2, 3, 24, 24)
     for inputs, drop, message in [
         ((images[..., :0],), False, "smaller than one patch"),
-        ((images[:, :2],), False, "build it with channels=N"),
+        ((images[:, :2],), False, "build the encoder with channels=N"),
         ((images, mask_of(encoder, images, 4)), True, "cannot drop hidden tokens"),
         ((images[..., :10], mask_of(encoder, images, 4)), False, "18 tokens in 2 images does not fit"),
     ]:
@@ -396,5 +396,5 @@ def test_inputs_that_do_not_fit_are_refused():
             encoder(*inputs, drop=drop)
     with pytest.raises(ValueError, match="mask_token=True"):
         small()(images, mask_of(encoder, images, 4))
-    with pytest.raises(ValueError, match="build it with channels=N"):
+    with pytest.raises(ValueError, match="build the encoder with channels=N"):
         encoder.pyramid(images[:, :2])

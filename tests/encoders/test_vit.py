@@ -367,7 +367,7 @@ def test_initial_values_are_those_of_dino_and_of_mae():
         ({"pool": "max"}, "pool must be one of class, mean, all, not 'max'"),
         ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
         ({"head_dim": 0}, "head_dim must be at least 1"),
-        ({"class_token": False}, "Without class_token"),
+        ({"class_token": False}, "class_token=False needs pool"),
         ({"representation_size": 8}, "needs classes"),
         ({"image_size": (32, 7)}, "32 x 7 pixels is smaller than a patch of 8"),
         ({"drop_path": 1.5}, "drop_path"),
@@ -389,8 +389,8 @@ def test_inputs_that_do_not_fit_are_refused():
         ((images, mask_of(images[:1], 8, 4)), True, "16 tokens in 1 images does not fit 2 images of 4 x 4"),
         ((images, mask_of(images, 8, 4)), False, "mask_token=True"),
         ((images,), True, "needs a mask"),
-        ((images, uneven), True, "same number of tokens, at least one. These keep 14 to 16"),
-        ((images, mask_of(images, 8, 16)), True, "at least one. These keep 0 to 0"),
+        ((images, uneven), True, "same number of tokens, at least one. These images keep 14 to 16"),
+        ((images, mask_of(images, 8, 16)), True, "at least one. These images keep 0 to 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             encoder(*inputs, drop=drop)

@@ -35,7 +35,7 @@ def test_signals_are_noted_and_what_was_before_comes_back() -> None:
             for number in (signal.SIGUSR1, signal.SIGTERM, *[signal.SIGUSR1] * 9):
                 os.kill(os.getpid(), number)
             assert preemption.stop_requested()
-            assert "stopped by SIGUSR1: step 7 is done and saved; --resume" in preemption.message(7)
+            assert "stopped by SIGUSR1. Step 7 is done and saved. To continue" in preemption.message(7)
         assert not preemption.stop_requested()
         assert not called
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -173,7 +173,7 @@ def _check_turns(turns: list[dict], stops: int, last_step: int) -> None:
         assert turn["code"] == 75, turn
         assert turn["latest"] == turn["reported"], turn
         assert turn["recorded"] in (turn["reported"], turn["reported"] - 1), turn  # the latter: not yet evaluated
-        assert f"step {turn['reported']} is done and saved; --resume" in turn["message"][0]
+        assert f"Step {turn['reported']} is done and saved. To continue" in turn["message"][0]
     assert turns[-1]["code"] == 0
     assert turns[-1]["latest"] == turns[-1]["recorded"] == last_step
 

@@ -103,7 +103,7 @@ def test_shards_arrive_as_they_were_written(name: str, values: list[str], expect
 
 def test_shards_with_weights() -> None:
     assert load("--data", '{"a.tar": 1, "b.tar": 0.5}').data == {"a.tar": 1.0, "b.tar": 0.5}
-    with pytest.raises(SettingsError, match=r"--data is neither JSON nor YAML"):
+    with pytest.raises(SettingsError, match=r"the value of --data is neither JSON nor YAML"):
         load("--data", '{"a.tar": 1')
 
 

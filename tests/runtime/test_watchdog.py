@@ -68,8 +68,8 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     host = os.uname().nodename
     for rank, message in room.said.items():
         assert message.startswith(f"process {rank}: process {lost} on {host} was last heard at ")
-        assert re.search(r"at \d\d:\d\d:\d\d, now it is \d\d:\d\d:\d\d", message)
-        assert message.endswith("--resume with this run's --output continues from its newest checkpoint")
+        assert re.search(r"at \d\d:\d\d:\d\d \(now: \d\d:\d\d:\d\d\)", message)
+        assert message.endswith("start again with --resume and the same --output")
     assert lost not in room.said
 
 
@@ -247,7 +247,7 @@ def test_killed(launch, tmp_path: Path) -> None:
     assert _wait(lambda: _ended(trainers[0]), 60) < 60
     log = run.wait(60)
     assert run.process.returncode == 137
-    assert re.search(r"run.py: process 0: .* \(.*by peer.*\)\. --resume with this run's --output", log), log
+    assert re.search(r"run.py: process 0: .* \(.*by peer.*\)\. To continue .* with --resume", log), log
     assert "Traceback" not in log
     _resumes(launch, output)
 
@@ -259,7 +259,7 @@ def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
     run, trainers = _start(launch, None, output)
     os.kill(trainers[0], signal.SIGSTOP)  # process 0, to which all others listen
     assert 30 < _wait(lambda: _ended(trainers[1]), 60) < 60
-    assert re.search(r"run.py: process 1: process 0 on .* was last heard at .*--resume with", run.log.read_text())
+    assert re.search(r"run.py: process 1: process 0 on .* was last heard at .* with --resume", run.log.read_text())
     time.sleep(1)
     os.kill(trainers[0], signal.SIGKILL)  # or the launcher waits half a minute for it
     run.wait(60)
