@@ -1,4 +1,4 @@
-"""Tar shards: from the patterns that a user names to the bytes of a sample."""
+"""Tar shards: expand the patterns that a user gives, open the shards, and read the bytes of their samples."""
 
 from data.shards.cache import cache_folder as cache_folder
 from data.shards.errors import MOST_LISTED as MOST_LISTED

@@ -1,13 +1,15 @@
 """A cache folder of bounded size, shared by all processes of a node.
 
-The cache keeps downloaded and decompressed files. An entry is written as `NAME.part` and then renamed. The writer
-holds a lock on the part file. Other processes wait for that lock. If a writer dies, the lock is released, and the
-next process starts the entry again.
+The cache keeps downloaded and decompressed shard data, one file per entry. A process writes an entry to `NAME.part`,
+and renames the file to `NAME` when the entry is complete. The writer holds a lock on the part file, and all other
+processes that need the entry wait for this lock. If the writer dies, the operating system releases the lock, and the
+next process writes the entry from the beginning.
 
-The file `bytes` holds the total size of the folder, including space reserved by writers. After a kill this number may
-be too high, but never too low, because space is counted before it is used. A process that would exceed the limit scans
-the folder, removes the least recently used entries until nine tenths of the limit are in use, and writes the correct
-total. A process that holds a removed entry open can still read it; the next open downloads it again.
+The file `bytes` holds the total size of all entries, including the space that writers have reserved. If a process was
+killed, this number may be too high. The number is never too low, because a writer increases the number before using the
+space. If a write would exceed the size limit, the writer scans the folder, removes the least recently used entries
+until at most 90 % of the limit is in use, and writes the correct total to `bytes`. A process that has a removed entry
+open can still read the entry. A process that needs the entry later downloads or decompresses the data again.
 """
 
 import errno
@@ -21,28 +23,28 @@ from pathlib import Path
 from data.shards.errors import ShardError
 
 SPARE_BYTES = 2**28
-"""Number of bytes on the disk that the cache leaves free."""
-AHEAD = 2**26  # maximum number of bytes to reserve in advance for an entry of unknown size
-KEPT = 0.9  # fraction of the cache limit down to which eviction shrinks the cache
+"""Disk space in bytes that the cache leaves free."""
+AHEAD = 2**26  # maximum number of bytes that are reserved in advance for an entry of unknown size
+KEPT = 0.9  # eviction shrinks the cache to this fraction of its size limit
 PART = ".part"
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: $TESSERA_CACHE, or `tessera` in the user's cache folder."""
+    """Return $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder."""
     if folder := os.environ.get("TESSERA_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
 
 
 class CacheError(ShardError):
-    """Raised if an entry cannot be written to the cache folder."""
+    """Raised if an entry cannot be written to the cache."""
 
 
 class Cache:
-    """Cache in `folder`, whose entries take at most `limit` bytes in total. Threads and forks may share it.
+    """Cache of files in a folder, with a limit on their total size. Threads and forked processes may share a `Cache`.
 
     Args:
-        folder: a folder on a local disk; created when it is needed.
+        folder: folder on a local disk. The folder is created when the first entry is written.
         limit: maximum total size of the entries in bytes.
     """
 
@@ -50,12 +52,15 @@ class Cache:
         self.folder, self.limit = folder, limit
 
     def find(self, name: str, size: int | None = None) -> int | None:
-        """Return a descriptor of an entry, or None if no entry has `size` bytes. The caller closes the descriptor."""
+        """Return a file descriptor of an entry, which the caller closes. Return None if the entry does not exist.
+
+        If `size` is given and the entry does not have this size in bytes, the entry is removed and None is returned.
+        """
         try:
             descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
-        if size is not None and os.fstat(descriptor).st_size != size:  # another program has changed the file
+        if size is not None and os.fstat(descriptor).st_size != size:  # the file was changed by another program
             os.close(descriptor)
             self.remove(name)
             return None
@@ -64,17 +69,19 @@ class Cache:
         return descriptor
 
     def open(self, name: str, fill: Callable[["Sink"], None], size: int | None = None) -> int:
-        """Return a descriptor of an entry, which the caller closes.
+        """Return a file descriptor of an entry, which the caller closes.
 
-        If the entry does not exist, one process fills the entry while other processes wait.
+        If the entry does not exist, one process writes the entry while all other processes wait.
 
         Args:
-            name: name of the entry, made of evenly distributed letters and digits, such as a hash.
-            fill: writes the content. Its exceptions are raised here, and the entry is discarded.
+            name: name of the entry, such as a hash. The first two characters of the name are the name of its
+                subfolder.
+            fill: function that writes the content of the entry to a `Sink`. If the function raises an exception, the
+                entry is discarded and the exception is raised again.
             size: size of the entry in bytes; None if unknown.
 
         Raises:
-            CacheError: the entry does not fit, or the folder cannot be written.
+            CacheError: the entry does not fit into the cache, or the folder cannot be written.
         """
         path = self._path(name)
         part = path.with_name(name + PART)
@@ -85,7 +92,7 @@ class Cache:
                 made = False
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
-                    if _names(part, descriptor):  # False if another process has renamed or removed the part file
+                    if _names(part, descriptor):  # another process may have renamed or removed the part file
                         made = self._make(descriptor, part, path, fill, size)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:
@@ -106,8 +113,8 @@ class Cache:
         return self.folder / name[:2] / name
 
     def _make(self, descriptor: int, part: Path, path: Path, fill: Callable[["Sink"], None], size: int | None) -> bool:
-        """Fill the locked part file and rename it to `path`. Return False if the entry already exists."""
-        if path.exists():  # another process made the entry before this process got the lock
+        """Fill the locked part file and rename it to `path`. Return False if the entry already exists, else True."""
+        if path.exists():  # another process wrote the entry before this process got the lock
             part.unlink()
             return False
         sink = Sink(self, descriptor)
@@ -115,33 +122,36 @@ class Cache:
             sink.reserve(size or 0)
             fill(sink)
             if size is not None and sink.written != size:
-                raise CacheError(f"{part}: {sink.written} bytes were written, not {size}. Start again.")
+                raise CacheError(f"{part}: {sink.written} bytes were written, not {size}. Start the command again.")
             sink.close()
             part.rename(path)
             return True
-        except BaseException:  # other processes may hold the part file open; empty it to free disk space
+        except BaseException:
+            # Truncate the part file, because its disk space stays occupied while other processes hold the file open.
             part.unlink(missing_ok=True)
             sink.restart()
             sink.close()
             raise
 
     def resize(self, descriptor: int, old: int, new: int) -> None:
-        """Resize a part file from `old` to `new` bytes and update the total size. Remove entries if necessary.
+        """Resize a part file from `old` to `new` bytes, and update the total size of the cache.
+
+        If the cache would exceed its limit or the disk is full, old entries are removed.
 
         Raises:
-            CacheError: the part file exceeds the limit of the cache.
-            OSError: the disk is full.
+            CacheError: `new` is larger than the size limit of the cache.
+            OSError: the disk is still full after old entries were removed, or the folder cannot be written.
         """
         if new > self.limit:
             raise CacheError(
-                f"{self.folder} may hold {self.limit / 1e9:.3g} GB, but one shard or block needs more than "
-                f"{new / 1e9:.3g} GB. Raise source.cache_gb."
+                f"the cache {self.folder} is limited to {self.limit / 1e9:.3g} GB, but one shard or block needs at "
+                f"least {new / 1e9:.3g} GB. Raise source.cache_gb."
             )
         with self._counter() as counter:
             total = _read_total(counter)
             if total is None or total + new - old > self.limit:
                 total = self._evict(int(KEPT * self.limit) - (new - old))
-            if new > old and not self._fits(new - old):  # the disk is full, but the cache is not
+            if new > old and not self._fits(new - old):  # the disk is full, although the cache is below its limit
                 total = self._evict(total - (new - old) - self.limit // 10)
                 if not self._fits(new - old):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -156,7 +166,7 @@ class Cache:
 
     @contextmanager
     def _counter(self) -> Iterator[int]:
-        """Lock the file `bytes` and yield its descriptor."""
+        """Lock the file `bytes`, which holds the total size of the cache, and yield its descriptor."""
         descriptor = os.open(self.folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -165,9 +175,9 @@ class Cache:
             os.close(descriptor)
 
     def _evict(self, target: int) -> int:
-        """Remove the least recently used entries until at most `target` bytes are left.
+        """Remove the least recently used entries until the cache takes at most `target` bytes.
 
-        Return the remaining size in bytes, including the part files of running writers.
+        Return the remaining size of the cache in bytes, including the part files of running writers.
         """
         total, entries = 0, []
         for folder in os.scandir(self.folder):
@@ -193,12 +203,12 @@ class Cache:
 
 
 class Sink:
-    """Writer of the content of one entry."""
+    """Writer of the content of one cache entry."""
 
     def __init__(self, cache: Cache, descriptor: int):
         self._cache, self._descriptor, self._reserved = cache, descriptor, 0
         self.written = 0
-        os.ftruncate(descriptor, 0)  # a killed process may have left a partial write in the file
+        os.ftruncate(descriptor, 0)  # remove content that a killed process may have left in the file
 
     def reserve(self, size: int) -> None:
         """Ensure that at least `size` bytes are reserved for the entry."""
@@ -206,10 +216,10 @@ class Sink:
             self._resize(size)
 
     def write(self, data: bytes) -> None:
-        """Append `data`.
+        """Append `data` to the entry.
 
         Raises:
-            CacheError: the cache or its disk has no room.
+            CacheError: the data does not fit into the cache or on its disk.
         """
         if self.written + len(data) > self._reserved:
             ahead = min(2 * self._reserved, self._reserved + AHEAD, self._cache.limit)
@@ -228,7 +238,7 @@ class Sink:
         self.written = 0
 
     def close(self) -> None:
-        """Release the reserved bytes that were not written."""
+        """Release the space that was reserved but not written."""
         self._resize(self.written)
 
     def _resize(self, size: int) -> None:
@@ -242,7 +252,7 @@ class Sink:
 
 
 def _names(path: Path, descriptor: int) -> bool:
-    """Return True if `path` still names the open file `descriptor`."""
+    """Return True if `path` still refers to the open file `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -250,7 +260,7 @@ def _names(path: Path, descriptor: int) -> bool:
 
 
 def _remove_if_abandoned(part: str) -> bool:
-    """Remove a part file if no writer has locked it. Return True if none has."""
+    """Remove a part file that no writer has locked, and return True. Return False if a writer has locked the file."""
     descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,7 +274,7 @@ def _remove_if_abandoned(part: str) -> bool:
 
 
 def _read_total(counter: int) -> int | None:
-    """Return the total size in the file `bytes`; None if the file is new or damaged."""
+    """Return the total size of the cache from the file `bytes`; None if the file is new or damaged."""
     try:
         return int(os.pread(counter, 32, 0))
     except ValueError:
@@ -272,7 +282,7 @@ def _read_total(counter: int) -> int | None:
 
 
 def _allocate(descriptor: int, old: int, new: int) -> None:
-    """Extend a file from `old` to `new` bytes, and reserve disk space if the file system supports that."""
+    """Extend a file from `old` to `new` bytes. Reserve the disk space if the file system supports reservation."""
     try:
         os.posix_fallocate(descriptor, old, new - old)
     except OSError as error:
@@ -283,6 +293,6 @@ def _allocate(descriptor: int, old: int, new: int) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> CacheError:
     return CacheError(
-        f"cannot write {folder}: {error.strerror}. Set TESSERA_CACHE to a local folder with space, "
-        "or source.cache_gb to less than its disk has."
+        f"cannot write to the cache {folder}: {error.strerror}. Set TESSERA_CACHE to a local folder with more free "
+        "space, or set source.cache_gb to less than the free space of the disk."
     )

@@ -1,9 +1,9 @@
-"""The two kinds of index files beside shards. With them, a run starts without reading the header of any shard.
+"""Two kinds of index files, which are stored beside the shards: `index.json` and `SHARD.tar.index`.
 
-`index.json` lists the shards of its folder. The format is that of webdataset's `wids` indices, with additional optional
-keys. `SHARD.tar.index` is a NumPy archive with the names and byte positions of the samples of one shard. Both files may
-come from an untrusted source. Nothing is unpickled, file names cannot point outside the folder, and sizes are checked
-before memory is allocated.
+With both kinds, a run starts without reading the tar headers of any shard. `index.json` lists the shards of its folder
+in the format of webdataset's `wids` index, with additional optional keys. `SHARD.tar.index`, the table of a shard, is a
+NumPy archive with the names and byte positions of the samples. Both kinds may come from an untrusted source. Therefore
+nothing is unpickled, file names cannot point outside the folder, and sizes are checked before memory is allocated.
 """
 
 import io
@@ -21,19 +21,19 @@ from runtime.files import atomic_write
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"
-"""Suffix that turns the file name of a shard into the name of its table."""
-LARGEST_TABLE = 2**30  # maximum size in bytes of a table; a million samples take about 60 MB
-LARGEST_FOLDER_INDEX = 2**28  # maximum size of index.json in bytes; 100,000 shards take about 20 MB
+"""File name suffix of tables: the table of `a.tar` is `a.tar.index`."""
+LARGEST_TABLE = 2**30  # Maximum size of a table in bytes. The table of a million samples has about 60 MB.
+LARGEST_FOLDER_INDEX = 2**28  # Maximum size of an index.json in bytes. 100,000 shards take about 20 MB.
 
 
 def _file_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise ValueError(f"{name!r} does not name a file in the folder of the index")
+        raise ValueError(f"{name!r} is not a plain file name. A shard must be in the same folder as its index")
     return name
 
 
 class ShardEntry(BaseModel):
-    """Entry of `index.json` for one shard."""
+    """Entry of one shard in `index.json`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -44,13 +44,13 @@ class ShardEntry(BaseModel):
     filesize: int = Field(ge=1)
     """Size of the shard in bytes."""
     labelled: int | None = Field(default=None, ge=0)
-    """Number of samples with a label; None in an index that another tool wrote."""
+    """Number of samples with a label; None if unknown, as in an index that another tool wrote."""
     sha256: str | None = None
-    """SHA-256 of the shard in hexadecimal."""
+    """SHA-256 of the shard in hexadecimal; None if unknown."""
 
 
 class FolderIndex(BaseModel):
-    """Content of `index.json`: the shards of a folder, in order."""
+    """Content of an `index.json`: the shards of a folder in their order, and statistics of their images."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
@@ -59,11 +59,11 @@ class FolderIndex(BaseModel):
     name: str = ""
     shardlist: list[ShardEntry] = Field(min_length=1)
     image_sizes: dict[str, int] = {}
-    """Histogram of image sizes: upper bound of the longer side in pixels, a power of two -> number of images."""
+    """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     mean: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
-    """Mean of each channel over all pixels, in [0, 1]; None if it was not computed."""
+    """Mean of each channel over all pixels, in [0, 1]; None if the mean was not computed."""
     std: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
-    """Standard deviation of each channel over all pixels, in [0, 1]; None if it was not computed."""
+    """Standard deviation of each channel over all pixels, for values in [0, 1]; None if it was not computed."""
 
     @model_validator(mode="after")
     def _same_channels(self) -> Self:
@@ -91,35 +91,35 @@ def parse_folder(content: bytes, path: str) -> FolderIndex:
 
 
 def write_folder(folder: str | Path, index: FolderIndex) -> None:
-    """Write `index.json` atomically."""
+    """Write the `index.json` of a folder atomically."""
     with atomic_write(Path(folder) / FOLDER_INDEX, sync=True) as path:
         path.write_text(index.model_dump_json(by_alias=True, exclude_none=True, indent=1))
 
 
 def write_table(shard: str | Path, table: Index) -> None:
-    """Write the table of a shard atomically, to a file beside the shard."""
+    """Write the table of a shard to the file `SHARD.tar.index` beside the shard. The write is atomic."""
     with atomic_write(f"{shard}{TABLE}", sync=True) as path, path.open("wb") as file:
         np.savez(file, **table._asdict())
 
 
 def parse_table(content: bytes, path: str) -> Index:
-    """Parse the content of a `SHARD.tar.index`.
+    """Parse the content of a table, which is a `SHARD.tar.index`.
 
     Args:
         content: bytes of the file.
         path: name of the file in error messages.
 
     Raises:
-        ShardError: the content is not a valid table, or an entry is outside the shard.
+        ShardError: the content is not a valid table, or a byte position in the table lies outside the shard.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(member.file_size for member in archive.infolist()) > LARGEST_TABLE:
-                raise ValueError("the arrays are too large")
+                raise ValueError(f"the arrays are too large, more than {LARGEST_TABLE} bytes")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             table = Index(**{name: arrays[name] for name in Index._fields})
         _check(table)
-    except Exception as error:  # NumPy raises many kinds of errors for damaged archives and arrays
+    except Exception as error:  # all exceptions, because NumPy raises many kinds for damaged files
         raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
     return table
 
@@ -137,12 +137,15 @@ def _check(table: Index) -> None:
     }
     for name, array in table._asdict().items():
         if array.dtype != kinds[name] or array.shape != shapes[name]:
-            raise ValueError(f"the array {name} is {array.dtype} of shape {array.shape}")
+            raise ValueError(
+                f"the array `{name}` has type {array.dtype} and shape {array.shape}, but must have type "
+                f"{np.dtype(kinds[name])} and shape {shapes[name]}"
+            )
     count, labelled, size = map(int, table.summary)
     offsets, sizes = np.concatenate([table.images, table.labels[table.labels[:, 0] >= 0]]).T
     inside = (offsets >= BLOCKSIZE) & (sizes >= 0) & (offsets <= size) & (sizes <= size - offsets)
     inside &= sizes <= LARGEST_MEMBER
     if not inside.all() or not samples or count != samples or labelled != (table.labels[:, 0] >= 0).sum():
-        raise ValueError("an entry is outside the shard, or the counts are wrong")
+        raise ValueError("a byte position lies outside the shard, or the number of samples or labels is wrong")
     if (np.diff(table.ends, prepend=0) < 0).any() or table.ends[-1] != len(table.keys):
-        raise ValueError("the names overlap")
+        raise ValueError("the array `ends` does not split the array `keys` into one name per sample")

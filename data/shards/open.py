@@ -26,18 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class Sources(NamedTuple):
-    """Opened sources of a mixture, with their weights."""
+    """Opened sources of a data mixture, with their weights."""
 
     lists: list[ShardList]
     weights: list[float]
 
 
 WeightedShards = Shards | Mapping[str, float] | Sources
-"""Shards, or a mixture that maps each shard pattern to its share of the samples."""
+"""Shards without weights, or a mixture. A mixture is a dict that maps each shard pattern to its share of the samples,
+or a `Sources` with opened shards."""
 
 
 class SourcePlan(TypedDict):
-    """Size of one source of a mixture, and the mean number of shards and images per loader worker."""
+    """Weight and size of one source of a mixture, and its mean number of shards and images per loader worker."""
 
     weight: float
     shards: int
@@ -60,21 +61,27 @@ class _Opened(NamedTuple):
 
 
 def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> ShardList:
-    """Open shards and count their samples. The counts come from `index.json`, the cache, or the headers of the tars.
+    """Open shards and count their samples.
+
+    The counts come from `index.json`, from the cache, from the tables beside the shards, or from the tar headers.
 
     Args:
-        shards: see `Shards`. A list of opened shards is returned unchanged.
-        progress: True to show the progress on stderr.
+        shards: shard patterns (see `Shards`), or a list of opened shards, which is returned unchanged.
+        progress: True shows the progress on stderr.
         source: settings for access to shards.
 
     Raises:
-        ShardError: shards cannot be used. The message lists the first 20 of them with the reasons. If unreadable
-            shards are skipped, the error is raised only if no shard can be used.
+        ShardError: a pattern is wrong, or a shard cannot be used. The message lists the first 20 unusable shards with
+            the reasons. If the settings skip unreadable shards, unusable shards raise the error only if no shard can be
+            used or the cache cannot be written.
     """
     if isinstance(shards, ShardList):
         return shards
     if isinstance(shards, Mapping):
-        raise ShardError("weights are not possible here. Give a path, a pattern, or a list of paths and patterns.")
+        raise ShardError(
+            "a mixture with weights was given, but only shards without weights are possible. "
+            "Give a path, a pattern, or a list of paths and patterns."
+        )
     indices = FolderIndices(source)
     paths = expand_with(indices, shards)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -86,7 +93,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
         _probe_ranges(shard)
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    moments = statistics.pop() if len(statistics) == 1 else None  # None if the folders have different statistics
+    moments = statistics.pop() if len(statistics) == 1 else None  # None unless all statistics are equal
     return ShardList(
         [one.shard for one in found],
         counts,
@@ -102,13 +109,14 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
 def _open_all(
     paths: list[str], indices: FolderIndices, progress: bool
 ) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
-    """Open all shards. Return the opened shards and the errors of unusable shards, both by position in `paths`."""
+    """Open all shards. Return the opened shards, and the errors of unusable shards. Keys are positions in `paths`."""
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path):
             opened[place] = _from_index(path, indices.entries[path], indices.source)
-    # Begin at a random shard. Processes that start at the same time then find most results of each other in the cache.
+    # Begin at a random shard. Processes that start at the same time then begin at different shards, so that each
+    # process finds most shard indices in the cache, where another process has stored them.
     first = random.SystemRandom().randrange(len(paths))
     unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
     bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
@@ -127,7 +135,7 @@ def _open_all(
 
 
 def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> None:
-    """Raise one error that lists all shards that cannot be used, or log the list as a warning."""
+    """Raise a `ShardError` that lists the unusable shards. If the settings skip them, log the list as a warning."""
     if not errors:
         return
     listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
@@ -135,11 +143,11 @@ def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> 
     message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
     if source.unreadable == "stop" or len(errors) == total or any(isinstance(e, CacheError) for e in errors.values()):
         raise ShardError(message)
-    log.warning("left out: %s", message)
+    log.warning("unusable shards are left out: %s", message)
 
 
 def _probe_ranges(shard: Shard) -> None:
-    """Check whether the web servers support byte ranges, so that the loader workers need not check this."""
+    """Check whether the web server of a shard supports byte ranges, so that loader workers need not check again."""
     try:
         _ = shard.supports_ranges
     except ShardError:
@@ -161,11 +169,11 @@ def _open(path: str, indices: FolderIndices) -> _Opened:
         return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)
     if listed is not None and listed.size != shard.size:
         raise ShardError(
-            f"{path}: has {shard.size} bytes, but {listed.size} in {FOLDER_INDEX}. The shard may have been truncated. "
-            f"Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
+            f"{path}: has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.size}. The shard may have been "
+            f"truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
         )
     if listed is not None:
-        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than the file")
+        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than this index")
     samples, labelled, size = map(int, shard.summary())
     return _Opened(shard, samples, labelled, shard.size or size)
 
@@ -174,14 +182,14 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
     """Open the sources of a mixture. Shards without weights form one source of weight 1.
 
     Raises:
-        ShardError: see `open_shards`.
+        ShardError: the mixture is empty, or the shards of a source cannot be opened by `open_shards`.
     """
     if isinstance(shards, Sources):
         return shards
     if not isinstance(shards, Mapping):
         return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
     if not shards:
-        raise ShardError("no shards were named. Give at least one pattern with a weight.")
+        raise ShardError("the mixture names no shards. Give at least one pattern with a weight.")
     lists = [open_shards(one, progress=progress, source=source) for one in shards]
     return Sources(lists, [float(weight) for weight in shards.values()])
 
@@ -189,10 +197,10 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
 def plan(
     shards: WeightedShards, *, world_size: int = 1, workers: int = 0, source: SourceConfig = DEFAULT
 ) -> list[SourcePlan]:
-    """Return the size of each source, and the mean number of its shards and images per loader worker.
+    """Return the weight and size of each source, and its mean number of shards and images per loader worker.
 
     Raises:
-        ShardError: see `open_shards`.
+        ShardError: the shards cannot be opened by `open_sources`.
     """
     readers = world_size * max(workers, 1)
     return [

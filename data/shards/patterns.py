@@ -1,4 +1,4 @@
-"""Shard patterns, and their expansion to paths and URLs."""
+"""Expansion of shard patterns to paths and URLs."""
 
 import glob
 import logging
@@ -23,19 +23,19 @@ Shards = Pattern | Sequence[Pattern] | ShardList
 """One pattern, several patterns, or a list of opened shards.
 
 A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, the `index.json` of a folder, or
-`pipe:COMMAND`. All but the last may be URLs (`https://`, `s3://`, `gs://` or any other that fsspec opens).
-Names of shards end in `.tar` or `.tar.gz`."""
+`pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that fsspec can open, such as `https://`,
+`s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
 
 
 class PixelMoments(NamedTuple):
-    """Mean and standard deviation of each channel over all pixels, in [0, 1]."""
+    """Mean and standard deviation of each channel over all pixels, for pixel values in [0, 1]."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
 class Listed(NamedTuple):
-    """A shard as listed in the `index.json` of its folder."""
+    """Entry of a shard in the `index.json` of its folder."""
 
     samples: int
     labelled: int
@@ -44,13 +44,16 @@ class Listed(NamedTuple):
     """Size of the shard in bytes."""
     sha256: str | None
     written: int
-    """Modification time of the `index.json` in nanoseconds; 0 if it is remote."""
+    """Modification time of the `index.json` in nanoseconds since 1970; 0 for a remote `index.json`."""
     moments: PixelMoments | None
-    """Pixel statistics of the folder that holds the shard."""
+    """Pixel statistics of the folder that holds the shard; None if unknown."""
 
 
 def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
-    """Return paths and URLs of shards, in the order of the patterns and of `index.json`. Matches of a glob are sorted.
+    """Expand shard patterns to paths and URLs.
+
+    The result follows the order of the patterns. Matches of a glob are sorted, and shards of an `index.json` keep the
+    order of the file.
 
     Raises:
         ShardError: a pattern matches nothing or cannot be listed, a shard is named twice, or no shard is named.
@@ -59,7 +62,7 @@ def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
 
 
 def expand_with(indices: "FolderIndices", shards: Shards) -> list[str]:
-    """Expand patterns as `expand` does, and keep the contents of each `index.json` in `indices`."""
+    """Expand shard patterns in the same way as `expand`, and store the contents of each `index.json` in `indices`."""
     if isinstance(shards, ShardList):
         return [shard.path for shard in shards.shards]
     patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
@@ -68,22 +71,23 @@ def expand_with(indices: "FolderIndices", shards: Shards) -> list[str]:
         raise ShardError("no shards were named. Give a path, a glob, a brace range or a URL.")
     if repeated := [path for path, count in Counter(paths).items() if count > 1]:
         raise ShardError(
-            f"named more than once: {', '.join(repeated[:MOST_LISTED])}. Use weights to see shards more often."
+            f"shards are named more than once: {', '.join(repeated[:MOST_LISTED])}. Name each shard once. "
+            "To read some shards more often, use weights."
         )
     return paths
 
 
 def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
-    """Return the shards of one pattern."""
+    """Return the paths and URLs of the shards that one pattern matches."""
     pattern = pattern.removeprefix("file://")
     if os.path.exists(pattern):
         return indices.read(pattern) if pattern.endswith(FOLDER_INDEX) else [pattern]
     try:
         if pattern.startswith(remote.PIPE):
-            return list(braceexpand(pattern, escape=False))  # do not remove backslashes from the command
+            return list(braceexpand(pattern, escape=False))  # `escape=False` keeps backslashes
         braced = expand_urls(pattern)
     except ValueError as error:
-        raise ShardError(f"{pattern}: {error}. Correct the braces.") from error
+        raise ShardError(f"{pattern}: the brace range is not valid ({error}). Correct the braces.") from error
     paths = []
     for path in braced:
         if remote.is_remote(path):
@@ -98,12 +102,12 @@ def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
 
 
 def _local(name: str) -> str:
-    """Return the path of an existing file, with a prefix if it looks like a command or a URL."""
+    """Return the path of a local file. Put `./` before a file name that looks like a command or a URL."""
     return f"./{name}" if remote.is_remote(name) else name
 
 
 def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
-    """Read an `index.json`; None if there is no such file.
+    """Read an `index.json`. Return None if the file does not exist.
 
     Raises:
         ShardError: the file is not a valid `index.json`, or its server does not answer.
@@ -113,7 +117,10 @@ def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
 
 
 def _read_index_file(path: str, source: SourceConfig) -> tuple[bytes, int] | None:
-    """Return the content of a file and its modification time in nanoseconds (0 if it is remote)."""
+    """Return the content of an `index.json` and its modification time in nanoseconds (0 for a remote file).
+
+    Return None if the file does not exist or cannot be read.
+    """
     if remote.is_remote(path):
         content = remote.read_small(path, source, index.LARGEST_FOLDER_INDEX)
         return None if content is None else (content, 0)
@@ -125,12 +132,12 @@ def _read_index_file(path: str, source: SourceConfig) -> tuple[bytes, int] | Non
 
 
 class FolderIndices:
-    """Contents of the `index.json` files of folders. Each file is read once."""
+    """Contents of the `index.json` files of all folders. Each file is read once."""
 
     def __init__(self, source: SourceConfig):
         self.source = source
         self.entries: dict[str, Listed] = {}
-        """Listed shards by path or URL."""
+        """Maps the path or URL of each listed shard to its entry."""
         self._visited: set[str] = set()
 
     def read(self, path: str) -> list[str]:
@@ -146,12 +153,12 @@ class FolderIndices:
         return self._add(path, parse_folder(found[0], path), found[1])
 
     def read_beside(self, shard: str) -> None:
-        """Read the `index.json` in the folder of a shard, if there is one.
+        """Read the `index.json` in the folder of a shard, if the file exists.
 
-        An `index.json` in the format of another tool only causes a warning.
+        If the file has the format of another tool, it is ignored and a warning is logged.
 
         Raises:
-            ShardError: the server does not answer and the settings do not allow skipping unreadable shards.
+            ShardError: the server does not answer, and the settings do not skip unreadable shards.
         """
         folder = remote.without_query(shard).rpartition("/")[0]
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX

@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar on a terminal, and a line every half minute elsewhere."""
+"""Progress display of long commands: a bar if stderr is a terminal, otherwise one line every 30 seconds."""
 
 import sys
 import time
@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-DELAY = 1.0  # seconds before a progress bar appears; shorter work shows no bar
-LINE = 30.0  # seconds between two progress lines if stderr is not a terminal
+DELAY = 1.0  # Seconds until a progress bar appears. Work that takes less time shows no bar.
+LINE = 30.0  # Seconds between two progress lines if stderr is not a terminal.
 
 
 @contextmanager
 def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of finished units and shows it on stderr, out of `total`.
+    """Yield a function that takes the number of finished units and displays the progress on stderr.
 
     Args:
         title: name of the work, for example "writing".
-        total: number of units at the end.
-        unit: plural noun; "bytes" are shown as kB, MB or GB.
+        total: number of units when the work is complete.
+        unit: name of the units in the plural, for example "images". Numbers of "bytes" are shown in kB, MB or GB.
     """
     console = Console(stderr=True)
     start = shown = time.monotonic()

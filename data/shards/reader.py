@@ -1,8 +1,8 @@
-"""Samples of a list of shards, read by number.
+"""Reader of samples. A sample is identified by the number of its shard and by its number within the shard.
 
-The sampler visits blocks of neighbouring samples. A block of a remote shard is downloaded in one request and cached
-for the other workers and processes of the node. If the cache can hold the complete data set, small blocks are
-downloaded together with neighbouring blocks.
+The sampler visits blocks of neighbouring samples. A block of a remote shard is downloaded in one request and stored in
+the cache, from which all loader workers and processes of the node read. If the cache can hold the complete data set and
+blocks are small, one request downloads several neighbouring blocks.
 """
 
 import functools
@@ -20,20 +20,20 @@ from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD
 from data.shards.shard import ShardList
 from data.shards.tar import Index, is_member
 
-KEPT_SAMPLES = 2_000_000  # maximum number of samples whose byte positions stay in memory, about 60 bytes per sample
+KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 bytes each.
 KEPT_FILES = 128
-LARGEST_REQUEST = 64 * 2**20  # bytes
+LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several samples
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
-FETCHERS = 4  # number of simultaneous requests per reader
-MOST_LOST = 10  # number of consecutive unreadable shards after which reading fails
-HEADER = 512  # size in bytes of the tar header before each member
+FETCHERS = 4  # number of simultaneous requests of one reader
+MOST_LOST = 10  # reading fails after this number of unreadable shards in a row
+HEADER = 512  # size in bytes of the tar header before the content of each member
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class UnreadableError(ShardError):
-    """Raised if the shard of a sample has become unreadable and is skipped."""
+    """Raised if the shard of a sample cannot be read and the settings skip unreadable shards."""
 
 
 class _File:
@@ -51,16 +51,16 @@ class _File:
 
 
 class Reader:
-    """Reader of the samples of a list of shards. It opens files when needed, so each process needs its own reader.
+    """Reader of the samples of a list of shards. Files are opened on first use. Each process needs its own reader.
 
-    A shard may vanish, change, or fail to download. If the settings skip unreadable shards, methods raise
-    `UnreadableError` for such a shard, and `ShardError` after ten of them in a row or when no shard is left. If the
-    settings do not skip unreadable shards, methods raise `ShardError`.
+    A shard becomes unreadable if it vanishes, changes, or cannot be downloaded. If the settings do not skip unreadable
+    shards, methods raise `ShardError` for an unreadable shard. If the settings skip them, methods raise
+    `UnreadableError`, and raise `ShardError` only after ten unreadable shards in a row or when no shard is left.
 
     Args:
-        shards: opened shards.
-        readers: number of readers in this process. All readers share the limits on memory and open files.
-        block: number of neighbouring samples per block of the sampler; None if samples are read in order.
+        shards: list of opened shards.
+        readers: number of readers in this process. The limits on memory and open files are divided among them.
+        block: number of neighbouring samples in a block of the sampler; None if samples are read in order.
     """
 
     def __init__(self, shards: ShardList, readers: int = 1, block: int | None = None):
@@ -82,7 +82,7 @@ class Reader:
         self._lost_in_a_row = 0
 
     def name(self, shard: int, sample: int) -> str:
-        """Return `SHARD.tar/KEY`."""
+        """Return the name of a sample as `SHARD.tar/KEY`."""
         return f"{self._shards.shards[shard].name}/{self._guard(shard, lambda: self._index(shard)).key(sample)}"
 
     def image(self, shard: int, sample: int) -> bytes:
@@ -103,7 +103,7 @@ class Reader:
         offset, size = map(int, self._guard(shard, lambda: self._index(shard)).labels[sample])
         if offset < 0:
             raise ShardError(
-                f"{self.name(shard, sample)} has no label, but labels are needed. Add KEY.cls members to the shard."
+                f"{self.name(shard, sample)} has no label, but labels are needed. Add a member KEY.cls to the shard."
             )
         text = self._guard(shard, lambda: self._member(shard, sample, offset, size, min(size, 64)))
         try:
@@ -114,9 +114,13 @@ class Reader:
             ) from None
 
     def prepare(self, shards: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray) -> None:
-        """Download the byte ranges of these samples that are not in the cache, with several requests at a time.
+        """Download the byte ranges of samples to the cache, with several simultaneous requests.
 
-        Errors are raised later, when the sample is read.
+        Byte ranges that are already in the cache are not downloaded again. If an unreadable shard is skipped, its error
+        is raised later, when one of its samples is read.
+
+        Raises:
+            ShardError: a shard cannot be read, and the settings do not skip unreadable shards.
         """
         wanted = [
             (int(shard), int(sample))
@@ -131,9 +135,9 @@ class Reader:
             self._map(pool, lambda *span: os.close(self._open(*span)[0]), ranges)
 
     def _map(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
-        """Run `do(*call)` for each of `calls` in the thread pool, and return the calls with their results.
+        """Call `do(*call)` in the thread pool for each tuple in `calls`. Return each tuple with the result of its call.
 
-        The first argument of each call is a shard. The result lacks calls for unreadable shards.
+        The first argument in each tuple is the number of a shard. Calls for skipped unreadable shards have no result.
         """
 
         def one(call: tuple[int, ...]) -> list[tuple[Any, T]]:
@@ -145,7 +149,7 @@ class Reader:
         return [result for results in pool.map(one, calls) for result in results]
 
     def _guard(self, shard: int, do: Callable[[], T]) -> T:
-        """Return the result of `do`, which reads `shard`. If a shard has failed before, `do` is not called again."""
+        """Call `do`, which reads `shard`, and return its result. If `shard` failed before, raise the earlier error."""
         try:
             if shard in self._lost:
                 raise ShardError(self._lost[shard])
@@ -166,16 +170,16 @@ class Reader:
             raise UnreadableError(str(error)) from error
 
     def _member(self, shard: int, sample: int, offset: int, size: int, wanted: int) -> bytes:
-        """Check the tar header of a member, and return the first `wanted` bytes of the member."""
+        """Check the tar header of a member, and return the first `wanted` bytes of its content."""
         index, local = self._index(shard), self._is_local(shard)
         for _ in range(1 if local else 2):
             header, data, name = (self._read_local if local else self._read_cached)(shard, sample, offset, wanted)
             if len(data) == wanted and is_member(header, index.key(sample), size):
                 return data
             if not local:
-                self._shards.shards[shard].cache.remove(name)  # the cached copy may be damaged: download it again
+                self._shards.shards[shard].cache.remove(name)  # the cached copy may be damaged, so download again
         raise ShardError(
-            f"{self._shards.shards[shard].path}: {index.key(sample)} is not at byte {offset}, where the index says. "
+            f"{self._shards.shards[shard].path}: {index.key(sample)} is not at byte {offset}, where it should be. "
             f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
         )
 
@@ -183,7 +187,7 @@ class Reader:
         """Return a member's header, the beginning of its content, and the name of the cache entry that holds them."""
         start, end = offset - HEADER, offset + wanted
         span = self._request(shard, sample)
-        if not span[0] <= start <= end <= span[1]:  # a label outside the requested byte range
+        if not span[0] <= start <= end <= span[1]:  # a label can lie outside the byte range of its image
             span = (start, end)
         descriptor, first, name = self._open(shard, *span)
         try:
@@ -199,7 +203,7 @@ class Reader:
             file, expected = self._file(shard), int(self._index(shard).summary[2])
             if file.size != expected:
                 raise ShardError(
-                    f"{path}: was {expected} bytes when it was opened and is now {file.size}. {MAKE_SHARD_AGAIN}"
+                    f"{path}: had {expected} bytes when it was opened, but now has {file.size}. {MAKE_SHARD_AGAIN}"
                 )
             if file.modified != opened.modified:
                 raise ShardError(f"{path}: has changed since it was opened. Restart the run.")
@@ -209,12 +213,13 @@ class Reader:
         if len(data) != wanted:
             size = os.fstat(file.descriptor).st_size
             raise ShardError(
-                f"{path}: truncated at byte {size} while in use, expected {offset + wanted}. {MAKE_SHARD_AGAIN}"
+                f"{path}: was truncated to {size} bytes while in use, but a sample ends at byte {offset + wanted}. "
+                f"{MAKE_SHARD_AGAIN}"
             )
         return header, data, path
 
     def _request(self, shard: int, sample: int) -> tuple[int, int]:
-        """Return the byte range to download for a sample: its block, several blocks, or a part of a block."""
+        """Return the byte range to download for a sample: the sample's block, several blocks, or a part of a block."""
         index = self._index(shard)
         first = sample // self._samples_per_request * self._samples_per_request
         last = min(first + self._samples_per_request, len(index.images))
@@ -229,13 +234,14 @@ class Reader:
     def _open(self, shard: int, start: int, end: int) -> tuple[int, int, str]:
         """Open a cached file that holds a byte range of a shard.
 
-        Return its descriptor, the position in the shard at which the file begins, and its name in the cache.
+        Return the descriptor of the file, the byte of the shard at which the file begins, and the name of the cache
+        entry.
         """
         opened = self._shards.shards[shard]
         whole = opened.cache_name("whole")
         if not opened.supports_ranges:
             return opened.open(), 0, whole
-        descriptor = opened.cache.find(whole)  # not None if the complete shard was downloaded to read its headers
+        descriptor = opened.cache.find(whole)  # exists if the complete shard was downloaded for its headers
         if descriptor is not None:
             return descriptor, 0, whole
         return opened.open_range(start, end), start, opened.cache_name(f"{start}-{end}")
@@ -253,24 +259,25 @@ def warn_of_small_cache(sources: Sequence[ShardList], spans: Sequence[int]) -> N
     for opened, span in zip(sources, spans, strict=True):
         shard = next((shard for shard in opened.shards if not shard.is_local_tar), None)
         if shard is not None:
-            with suppress(ShardError):  # ignore the error here: reading the shard raises it again
+            with suppress(ShardError):  # the error is raised again when the shard is read
                 needed += float(opened.sizes.sum()) * (min(span / opened.images, 1) if shard.supports_ranges else 1)
     if needed > limit:
         log.warning(
-            "about %.3g GB of downloaded or decompressed shards are in use at a time, and the cache may hold %.3g GB: "
-            "raise source.cache_gb or lower stream.window_gb, or the same parts are downloaded again and again",
+            "about %.3g GB of downloaded or decompressed shards are in use at a time, but the cache is limited to "
+            "%.3g GB. The same data will be downloaded again and again. "
+            "Raise source.cache_gb or lower stream.window_gb.",
             needed / 1e9,
             limit / 1e9,
         )
 
 
 def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, bytes]:
-    """Return the header and the first `wanted` bytes of the member whose content begins at `offset`."""
+    """Return the tar header and the first `wanted` bytes of the member whose content begins at `offset`."""
     return os.pread(descriptor, HEADER, offset - HEADER), os.pread(descriptor, wanted, offset)
 
 
 def _span(index: Index, first: int, last: int) -> tuple[int, int]:
-    """Return the byte range of the members of samples `first` to `last` - 1, including headers."""
+    """Return the byte range of the members of samples `first` to `last` - 1, including their tar headers."""
     labels = index.labels[first:last]
     places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0]])  # (M, 2)
     return int(places[:, 0].min()) - HEADER, int(places.sum(1).max())
@@ -280,8 +287,8 @@ def _load_index(shards: ShardList, shard: int) -> Index:
     opened, index = shards.shards[shard], shards.shards[shard].index()
     if index.summary[0] != shards.counts[shard]:
         raise ShardError(
-            f"{opened.path}: has {index.summary[0]} samples, but had {shards.counts[shard]} when it was opened or in "
-            "index.json. The shard or the index has changed. Restart the run. "
+            f"{opened.path}: has {index.summary[0]} samples, but had {shards.counts[shard]} when it was opened, or "
+            f"index.json lists {shards.counts[shard]}. The shard or the index has changed. Restart the run. "
             f"If the index is wrong: {MAKE_INDEX_AGAIN}"
         )
     return index

@@ -1,4 +1,4 @@
-"""Reading of remote files by fsspec, and of the output of commands, with time limits and retries."""
+"""Functions that read remote files and the output of commands, with time limits and retries. fsspec opens all URLs."""
 
 import functools
 import gzip
@@ -22,10 +22,10 @@ from data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, wi
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
-SLOWEST = 2**20  # minimum bytes per second of a request of known size; a slower request fails
+SLOWEST = 2**20  # minimum transfer rate in bytes per second, from which the time limit of a byte range follows
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
-"""Keys of the file information of fsspec whose values change with the file. The most reliable key comes first."""
+"""Keys of fsspec's file information whose values change when the file changes. The most reliable key comes first."""
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,17 @@ def is_remote(path: str) -> bool:
 
 
 def without_query(path: str) -> str:
-    """Return a URL without its query string, which may hold signatures. Return other paths unchanged."""
+    """Return an HTTP URL without its query string, which may hold signatures. Return all other paths unchanged."""
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def host(url: str) -> str:
-    """Return host and port of a web server's URL; an empty string for other paths."""
+    """Return the host and port of an HTTP URL. Return an empty string for all other paths."""
     return urlsplit(url).netloc if url.startswith(("http://", "https://")) else ""
 
 
 def read_small(url: str, source: SourceConfig, limit: int) -> bytes | None:
-    """Return the content of a file; None if it does not exist or access is denied.
+    """Return the content of a remote file. Return None if the file does not exist or access is denied.
 
     Raises:
         ShardError: the file is larger than `limit` bytes, or all attempts failed.
@@ -74,14 +74,17 @@ def read_small(url: str, source: SourceConfig, limit: int) -> bytes | None:
                 return None
             raise
         if len(content) > limit:
-            raise ShardError(f"{url}: more than {limit} bytes. Remove the file.")
+            raise ShardError(f"{url}: has more than {limit} bytes, which is too large for an index. Remove the file.")
         return content
 
     return retry(url, source, once)
 
 
 def describe(url: str, source: SourceConfig) -> tuple[int, str]:
-    """Return the size of a file in bytes (0 if unknown), and its version: a text that changes with the file, or empty.
+    """Return the size and the version of a remote file.
+
+    The size is in bytes, or 0 if unknown. The version is a string that changes when the file changes, or an empty
+    string if unknown.
 
     Raises:
         ShardError: the file does not exist, or all attempts failed.
@@ -101,16 +104,17 @@ def matches(pattern: str, source: SourceConfig) -> list[str]:
     """Return the sorted URLs that match a glob.
 
     Raises:
-        ShardError: the server has no listings, or all attempts failed.
+        ShardError: the URL belongs to a web server, which cannot list files, or all attempts failed.
     """
     if pattern.startswith(("http://", "https://")):
         raise ShardError(
-            f"{pattern}: a web server has no listing. Name a brace range such as a-{{000..099}}.tar, or an index.json."
+            f"{pattern}: a glob cannot be used, because a web server has no listing. "
+            "Name a brace range such as a-{000..099}.tar, or an index.json."
         )
 
     def once() -> list[str]:
         system, path = _system(pattern, source)
-        # Ten times the usual time limit, because a listing takes many requests.
+        # A listing has ten times the usual time limit, because it takes many requests.
         found = with_timeout(source.timeout * 10, lambda: system.glob(path))
         return sorted(str(system.unstrip_protocol(name)) for name in found)
 
@@ -118,14 +122,14 @@ def matches(pattern: str, source: SourceConfig) -> list[str]:
 
 
 def read_range(url: str, start: int, end: int, expected: int, source: SourceConfig) -> bytes:
-    """Return bytes `start` to `end` of a file.
+    """Return the bytes of a remote file from `start` up to, but not including, `end`.
 
     Args:
-        expected: size of the file in bytes; 0 if unknown.
+        expected: expected size of the complete file in bytes; 0 if unknown.
 
     Raises:
         NoRangesError: the server does not support byte ranges and sends complete files only.
-        ShardError: the file has another size, or all attempts failed.
+        ShardError: the file does not have the expected size, or all attempts failed.
     """
 
     def once() -> bytes:
@@ -138,7 +142,7 @@ def read_range(url: str, start: int, end: int, expected: int, source: SourceConf
         if len(data) != end - start:
             size = describe(url, source)[0] if len(data) < end - start else 0
             if 0 < size < end:
-                raise ShardError(f"{url}: has {size} bytes where {end} or more were expected. {MAKE_SHARD_AGAIN}")
+                raise ShardError(f"{url}: has {size} bytes, but at least {end} were expected. {MAKE_SHARD_AGAIN}")
             raise OSError(f"only {len(data)} of {end - start} bytes were sent")
         return data
 
@@ -146,7 +150,7 @@ def read_range(url: str, start: int, end: int, expected: int, source: SourceConf
 
 
 def supports_ranges(url: str, source: SourceConfig) -> bool:
-    """Return True if byte ranges of a file can be read. Each process checks a web server only once.
+    """Return True if byte ranges of a remote file can be read. Each process checks a web server only once.
 
     Raises:
         ShardError: the file does not exist, or all attempts failed.
@@ -161,7 +165,7 @@ def supports_ranges(url: str, source: SourceConfig) -> bool:
         except NoRangesError:
             _servers_with_ranges[server] = False
             log.warning(
-                "%s does not support byte ranges: complete shards are downloaded and kept below $TESSERA_CACHE", server
+                "%s does not support byte ranges. Complete shards are downloaded and kept below $TESSERA_CACHE.", server
             )
     return _servers_with_ranges[server]
 
@@ -174,7 +178,7 @@ def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: 
         sha256: SHA-256 of the stored file in hexadecimal; None if unknown.
 
     Raises:
-        ShardError: the shard cannot be read or decompressed, or has another size or checksum.
+        ShardError: the shard cannot be read or decompressed, or does not have the expected size or checksum.
     """
 
     def once() -> None:
@@ -194,13 +198,13 @@ def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: 
         if size and stored.count != size:
             raise OSError(f"only {stored.count} of {size} bytes were sent")
         if sha256 and stored.digest.hexdigest() != sha256.lower():
-            raise OSError("its SHA-256 differs from index.json: the shard or the index has changed")
+            raise OSError("the SHA-256 of the shard differs from index.json, so the shard or the index has changed")
 
     retry(url, source, once)
 
 
 class _CountingReader:
-    """Stream that counts and hashes the bytes read from it, and raises an error if they exceed a limit."""
+    """Stream that counts and hashes all bytes that are read. `ShardError` is raised if their number exceeds a limit."""
 
     def __init__(self, file: Readable, limit: int, url: str):
         self._file, self._limit, self._url = file, limit, url
@@ -210,15 +214,13 @@ class _CountingReader:
         data = self._file.read(min(size, READ_SIZE) if size >= 0 else READ_SIZE)
         self.count += len(data)
         if self._limit and self.count > self._limit:
-            raise ShardError(
-                f"{self._url}: has more than the {self._limit} bytes that were expected. {MAKE_SHARD_AGAIN}"
-            )
+            raise ShardError(f"{self._url}: has more bytes than the expected {self._limit}. {MAKE_SHARD_AGAIN}")
         self.digest.update(data)
         return data
 
 
 class _TimedReader:
-    """File whose `read` raises `TimeoutError` after a time limit."""
+    """File whose `read` raises `TimeoutError` if a time limit is exceeded."""
 
     def __init__(self, file: Any, timeout: float):
         self._file, self._timeout = file, timeout
@@ -237,7 +239,7 @@ def _read_up_to(file: Readable, limit: int) -> bytes:
 
 
 def _http_range(url: str, start: int, end: int, expected: int, source: SourceConfig) -> bytes:
-    """Read a byte range and check the HTTP status and the total size. fsspec's `cat_file` checks neither."""
+    """Read a byte range by HTTP. Check the HTTP status and the file size, which fsspec's `cat_file` does not check."""
     system, path = _system(url, source)
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     file = with_timeout(source.timeout, lambda: system.open(path, "rb", block_size=0, size=end, headers=headers))
@@ -246,7 +248,7 @@ def _http_range(url: str, start: int, end: int, expected: int, source: SourceCon
             raise NoRangesError(url)
         total = file.r.headers.get("Content-Range", "").rpartition("/")[2]
         if expected and total.isdigit() and int(total) != expected:
-            raise ShardError(f"{url}: has {total} bytes where {expected} were expected. {MAKE_SHARD_AGAIN}")
+            raise ShardError(f"{url}: has {total} bytes, but {expected} were expected. {MAKE_SHARD_AGAIN}")
         return _read_up_to(_TimedReader(file, source.timeout), end - start - 1)
 
 
@@ -289,11 +291,11 @@ def _output(command: str, source: SourceConfig) -> Iterator[Readable]:
 
 
 _servers_with_ranges: dict[str, bool] = {}
-"""Maps each web server that was checked to True if it supports byte ranges, else to False."""
+"""Maps the host of each checked web server to True if the server supports byte ranges, otherwise to False."""
 
 
 def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it."""
+    """Return the fsspec file system of a URL, and the path of the file in this file system."""
     scheme, server = urlsplit(url)[:2]
     try:
         system = _open_system(os.getpid(), scheme, server, source.timeout)
@@ -302,19 +304,20 @@ def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
         install = f"pip install 'tessera-ssl[{extra}]'" if extra else str(error)
         raise ShardError(f"{url}: a package for {scheme}:// is missing. Install it: {install}") from error
     except ValueError as error:
-        raise ShardError(f"{url}: {error}. Use a URL that fsspec opens.") from error
+        raise ShardError(f"{url}: {error}. Use a URL that fsspec can open.") from error
     return system, system._strip_protocol(url)
 
 
 @functools.cache
 def _open_system(_process: int, scheme: str, server: str, timeout: float) -> Any:
-    """Open a file system of fsspec. `_process`, the process id, makes each process open its own.
+    """Open an fsspec file system.
 
-    A forked process cannot use the file system of its parent, because threads do not survive a fork.
+    `_process` is the process id. It is a part of the key of `functools.cache`, so that each process opens its own file
+    system. A forked process cannot use the file system of its parent, because threads do not survive a fork.
     """
     system = url_to_fs(f"{scheme}://{server}/", **_options(scheme, timeout))[0]
     if scheme in ("s3", "s3a"):
-        system.retries = 1  # no retries by the file system itself, because `retry` repeats failed requests
+        system.retries = 1  # one attempt per request, because `retry` repeats failed requests
     return system
 
 

@@ -1,4 +1,4 @@
-"""Retries and time limits for requests to other machines. The pauses between retries grow."""
+"""Retries and time limits for requests to servers. The pause between two attempts grows with each attempt."""
 
 import itertools
 import logging
@@ -13,9 +13,9 @@ from pydantic import Field
 from data.shards.errors import RESTORE_SHARD, ShardError
 from runtime.settings import Section
 
-BACKOFF = 0.5  # seconds before the second attempt; each later pause is twice as long as the pause before
-LONGEST_PAUSE = 30.0  # seconds
-TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated; other 4xx are permanent
+BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
+LONGEST_PAUSE = 30.0  # Limit of a pause in seconds, before the pause is multiplied by a random factor of 0.5 to 1.5.
+TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated. All other statuses 4xx are permanent.
 PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -25,23 +25,23 @@ PERMANENT = (
     TypeError,
     ValueError,
 )
-"""Permanent errors, after which a request is not repeated."""
+"""Exceptions that count as permanent errors. A request is not repeated after a permanent error."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class SourceConfig(Section):
-    """Access to shards. No setting here changes the order of samples."""
+    """Settings for access to shards. No setting of this group changes the order of samples."""
 
     unreadable: Literal["stop", "skip"] = "stop"
-    """stop: a shard that cannot be read stops the run; skip: the shard is left out, named and counted"""
+    """behaviour if a shard cannot be read; stop: the run stops; skip: the run leaves the shard out and logs its name"""
     retries: int = Field(default=5, ge=0)
-    """number of times that a failed request is repeated; each pause is about twice as long as the one before"""
+    """maximum number of repetitions of a failed request; each pause is about twice as long as the previous pause"""
     timeout: float = Field(default=60, gt=0)
-    """seconds without an answer after which a request fails"""
+    """time in seconds after which a request without an answer fails"""
     cache_gb: float = Field(default=64, gt=0)
-    """largest size in GB of the cache of remote blocks and decompressed shards below $TESSERA_CACHE on each node"""
+    """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
 
 
 DEFAULT = SourceConfig()
@@ -54,7 +54,8 @@ class NoRangesError(Exception):
 def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     """Call `do` in a thread and return its result.
 
-    A call that takes too long is abandoned. Its thread cannot be stopped, and continues in the background.
+    A call that exceeds the time limit is abandoned. The thread of this call cannot be stopped, and continues in the
+    background.
 
     Raises:
         TimeoutError: `do` returned no result within `seconds`.
@@ -65,7 +66,7 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     def work() -> None:
         try:
             results.append(do())
-        except BaseException as error:  # the calling thread raises the error again
+        except BaseException as error:  # store the error, so that the calling thread can raise it
             errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -82,22 +83,22 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
     """Call `do` and return its result. Repeat the call after transient errors.
 
     Raises:
-        ShardError: the error is permanent, or all attempts failed.
-        NoRangesError: raised by `do`.
+        ShardError: `do` raised a permanent error, or all attempts failed.
+        NoRangesError: `do` raised this exception.
     """
     for attempt in itertools.count(1):
         try:
             return do()
         except (ShardError, NoRangesError):
             raise
-        except Exception as error:  # each file system of fsspec raises its own exception classes
+        except Exception as error:  # all exceptions, because each fsspec file system raises its own
             message = f"{url}: {_describe(error)}"
             if _is_permanent(error):
                 raise ShardError(f"{message}. {RESTORE_SHARD}") from error
             if attempt > source.retries:
-                raise ShardError(f"{message}, {attempt} times. {RESTORE_SHARD}") from error
+                raise ShardError(f"{message}. Number of failed attempts: {attempt}. {RESTORE_SHARD}") from error
         pause = min(BACKOFF * 2 ** (attempt - 1), LONGEST_PAUSE) * random.SystemRandom().uniform(0.5, 1.5)
-        log.warning("%s; trying again in %.1f s (%d of %d)", message, pause, attempt, source.retries)
+        log.warning("%s; trying again in %.1f s (retry %d of %d)", message, pause, attempt, source.retries)
         time.sleep(pause)
     raise AssertionError("unreachable: the loop is endless")
 
@@ -111,11 +112,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error of aiohttp, botocore or gcsfs; None if the error has no status."""
+    """Return the HTTP status of an error that aiohttp, botocore or gcsfs raised; None if the error has no status."""
     for one in _causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-        # Errors of gcsfs hold the status in `code`. aiohttp sets `code` to 400 if a body is too short.
+        # Read `code` only for gcsfs, because aiohttp sets `code` to 400 if the body of a response is too short.
         gcsfs = type(one).__module__.startswith("gcsfs")
         status = answer or getattr(one, "status", None) or (getattr(one, "code", None) if gcsfs else None)
         if str(status).isdigit() and int(str(status)) >= 400:
@@ -135,8 +136,9 @@ def _is_permanent(error: BaseException) -> bool:
         return status < 500 and status not in TRANSIENT
     if any("Credentials" in type(one).__name__ for one in _causes(error)):
         return True
+    # fsspec raises FileNotFoundError for every connection problem, so judge the cause of the error.
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        return _is_permanent(error.__cause__)  # fsspec turns every connection problem into FileNotFoundError
+        return _is_permanent(error.__cause__)
     return isinstance(error, PERMANENT)
 
 

@@ -1,8 +1,8 @@
-"""Shards: tars on a disk, at a URL, or in the output of a command.
+"""A shard is a tar on a disk, at a URL, or in the output of a command.
 
-A local tar is read in place. For a remote tar, the node's cache holds downloaded byte ranges of neighbouring samples.
-Three kinds of shards do not allow byte ranges and are stored completely in the cache: a `.tar.gz`, which is
-decompressed, the output of a command, and a file of a web server without byte ranges.
+A local tar is read without a copy. From a remote tar, byte ranges with neighbouring samples are downloaded to the cache
+of the node. Byte ranges are not possible for three kinds of shards, which are stored completely in the cache: a
+`.tar.gz` (which is decompressed), the output of a command, and a file of a web server that lacks byte ranges.
 """
 
 import functools
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class _NoTableError(Exception):
-    """Raised if there is no table beside the shard."""
+    """Raised if no table exists beside a remote shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Shard:
     size: int
     """Size of the stored file in bytes; 0 if unknown."""
     version: str
-    """Text that changes with the file: times, an ETag or a checksum, as given by the file system or server."""
+    """String that changes when the file changes: file times, an ETag or a checksum; empty if unknown."""
     modified: int = 0
-    """Modification time of a local shard in nanoseconds since 1970."""
+    """Modification time of a local shard in nanoseconds since 1970; 0 for a remote shard."""
     sha256: str | None = None
-    """SHA-256 from an `index.json`; None if unknown. It is checked only if the complete shard is downloaded."""
+    """SHA-256 from an `index.json`; None if unknown. The SHA-256 is checked if the complete shard is downloaded."""
     source: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
 
     @classmethod
@@ -53,17 +53,20 @@ class Shard:
         """Return the shard at `path`.
 
         Raises:
-            ShardError: the path does not exist, or its name or type is not that of a shard.
+            ShardError: the file does not exist, is empty, is a folder, or is not named `.tar` or `.tar.gz`; or the
+                server does not answer.
         """
         if path.startswith(remote.PIPE):
             return cls(path, 0, "", source=source)
         if os.path.isdir(path):
             raise ShardError(
-                f"{path}: is a folder. Name the shards in it by '{path}/*.tar', or make shards of the images in it by "
-                f"`python -m data.make_shards {path} SHARDS`."
+                f"{path}: is a folder. If it holds shards, name them as '{path}/*.tar'. If it holds images, make "
+                f"shards with `python -m data.make_shards {path} SHARDS`."
             )
         if not remote.without_query(path).endswith((".tar", ".tar.gz")):
-            raise ShardError(f"{path}: not named .tar or .tar.gz. Rename the file or remove it from the list.")
+            raise ShardError(
+                f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
+            )
         if remote.is_remote(path):
             return cls(path, *remote.describe(path, source), source=source)
         try:
@@ -72,18 +75,19 @@ class Shard:
             raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
         if not status.st_size:
             raise ShardError(f"{path}: has 0 bytes. {MAKE_SHARD_AGAIN}")
-        # A copy may keep the modification time of another file, but only the system sets the change time.
+        # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so
+        # the change time shows the replacement.
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
         return cls(path, status.st_size, version, status.st_mtime_ns, source=source)
 
     @property
     def name(self) -> str:
-        """File name; samples are named `FILE/KEY`."""
+        """File name of the shard. In messages, the name of a sample is `FILE/KEY`."""
         return remote.without_query(self.path).rpartition("/")[2]
 
     @property
     def is_local_tar(self) -> bool:
-        """True for an uncompressed local tar, which is read in place."""
+        """True for an uncompressed local tar, which is read without a copy in the cache."""
         return not remote.is_remote(self.path) and not self._is_gzip
 
     @property
@@ -107,17 +111,19 @@ class Shard:
         return Cache(cache_folder() / "pieces-v1", int(self.source.cache_gb * 1e9))
 
     def cache_name(self, part: str) -> str:
-        """Return the cache name of a part of this shard, for example of a byte range."""
+        """Return the name of the cache entry for a part of this shard, for example for a byte range."""
         path = self.path if remote.is_remote(self.path) else os.path.realpath(self.path)
         identity = f"{path}\n{self.size}\n{self.version}\n{part}"
         return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
 
     def open(self) -> int:
-        """Download or decompress the shard if needed, and return a descriptor of the tar, which the caller closes.
+        """Return a file descriptor of the uncompressed tar, which the caller closes.
+
+        If needed, the shard is first downloaded or decompressed into the cache.
 
         Raises:
             OSError: a local shard cannot be read.
-            ShardError: the shard is damaged, too large or cannot be downloaded, or the cache folder has no room.
+            ShardError: the shard is damaged, is too large or cannot be downloaded, or the cache cannot be written.
         """
         if self.is_local_tar:
             return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -130,10 +136,12 @@ class Shard:
         return self.cache.open(self.cache_name("whole"), fill)
 
     def open_range(self, start: int, end: int) -> int:
-        """Return a descriptor of a cached file with bytes `start` to `end` of the shard. The caller closes it.
+        """Return a descriptor of a cached file that holds the bytes of the shard from `start` up to, excluding, `end`.
+
+        The caller closes the descriptor.
 
         Raises:
-            ShardError: the shard has changed or cannot be downloaded, or the cache folder has no room.
+            ShardError: the shard has changed or cannot be downloaded, or the cache cannot be written.
         """
 
         def fill(sink: Sink) -> None:
@@ -147,7 +155,7 @@ class Shard:
             ) from None
 
     def index(self) -> Index:
-        """Return the index from the cache, from the table beside the shard, or from the headers of the tar.
+        """Return the index of the shard: from the cache, from the table beside the shard, or from the tar headers.
 
         Raises:
             ShardError: the shard cannot be used.
@@ -172,7 +180,9 @@ class Shard:
         return index
 
     def summary(self) -> np.ndarray:
-        """Return `Index.summary`: (3,) int64. If the index is in the cache, only the summary is read.
+        """Return the counts and the size in `Index.summary`: (3,) int64.
+
+        If the index is in the cache, only its summary is read.
 
         Raises:
             ShardError: the shard cannot be used.
@@ -213,14 +223,14 @@ class Shard:
         try:
             return self._parse(content, path)
         except ShardError:
-            self.cache.remove(self.cache_name("table"))  # the cached copy may be damaged: download it next time
+            self.cache.remove(self.cache_name("table"))  # the cached copy may be damaged, so discard the copy
             raise
 
     def _parse(self, content: bytes, path: str) -> Index:
         index = parse_table(content, path)
         if self.size and not self._is_gzip and index.summary[2] != self.size:
             raise ShardError(
-                f"{path}: belongs to a shard of {index.summary[2]} bytes, but {self.path} has {self.size}. "
+                f"{path}: belongs to a shard of {index.summary[2]} bytes, but {self.path} has {self.size} bytes. "
                 f"{MAKE_INDEX_AGAIN}"
             )
         return index
@@ -233,7 +243,7 @@ class Shard:
         try:
             with np.load(self._cached_index) as arrays:
                 return {name: arrays[name] for name in names}
-        except Exception:  # NumPy raises many kinds of errors for missing or damaged files
+        except Exception:  # all exceptions, because NumPy raises many kinds for missing or damaged files
             return None
 
     def _store(self, index: Index) -> None:
@@ -245,7 +255,7 @@ class Shard:
         except OSError as error:
             warn_once(
                 f"the indices of shards cannot be stored in {target.parent}: {error.strerror}. "
-                "Every start reads the headers again."
+                "Every start of a run reads the tar headers again."
             )
 
 
@@ -259,18 +269,18 @@ class ShardList:
     labelled: np.ndarray
     """Number of samples with a label in each shard, or -1 if not yet known: (S,) int64."""
     sizes: np.ndarray
-    """Stored size in bytes of each shard; for a command, the size of its output: (S,) int64."""
+    """Size of each shard file in bytes; for the output of a command, size of the output: (S,) int64."""
     unreadable: list[str] = field(default_factory=list)
     """Paths and URLs of shards that cannot be opened and are therefore left out."""
     source: SourceConfig = DEFAULT
     mean: tuple[float, ...] | None = None
     """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
     std: tuple[float, ...] | None = None
-    """Standard deviation of each channel over all pixels, from `index.json`; None if unknown."""
+    """Standard deviation of each channel over all pixels, for values in [0, 1], from `index.json`; None if unknown."""
 
     @property
     def images(self) -> int:
-        """Number of samples of all shards."""
+        """Total number of samples in all shards."""
         return int(self.counts.sum())
 
     def all_labelled(self) -> bool:
@@ -286,7 +296,7 @@ class ShardList:
 
     @property
     def mean_bytes(self) -> float:
-        """Mean stored size of a sample in bytes."""
+        """Mean size of a sample in bytes: total size of the shards divided by the number of samples."""
         return float(self.sizes.sum()) / self.images
 
 

@@ -1,8 +1,8 @@
 """Index of a tar: the name of each sample, and the byte positions of its image and label.
 
-The layout is that of webdataset: neighbouring members whose names are the same up to the first dot form one sample.
-Only images and labels are read, by their byte offsets. Nothing is unpickled, and the name of a member is never used as
-a path.
+The layout is that of webdataset: neighbouring members form one sample if their paths are equal up to the first dot of
+the file name. Images and labels are read by their byte offsets, and all other members are ignored. Nothing is
+unpickled, and the name of a member is never used as a path.
 """
 
 import io
@@ -19,26 +19,26 @@ from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """File name extensions of images in a shard."""
 TIFFS = ("tif", "tiff")
-"""Additional image extensions that are read from shards, but are not written by `data.make_shards`."""
+"""File name extensions of TIFFs, which are read from shards but are not written by `data.make_shards`."""
 OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
-"""Extensions of images that are not supported and cause a warning."""
+"""File name extensions of images that are not supported. Such images in a shard cause a warning."""
 LABEL = "cls"
 LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image or label
-LARGEST_HEADER = 2**20  # maximum size in bytes of an extended header; real headers are much smaller
+LARGEST_HEADER = 2**20  # maximum size in bytes of an extended tar header; headers in practice are much smaller
 
 log = logging.getLogger(__name__)
 
 Members = list[tuple[str, dict[str, tuple[int, int]]]]
-"""Samples of a tar. A sample is a key and a dict: extension -> offset and size of the member in bytes."""
+"""Samples of a tar. A sample is its key and a dict that maps extensions to the member's offset and size in bytes."""
 
 
 class Index(NamedTuple):
     """Names and byte positions of the S samples of one tar."""
 
     keys: np.ndarray
-    """Concatenated names in UTF-8: uint8."""
+    """Concatenated names of all samples in UTF-8: uint8."""
     ends: np.ndarray
-    """Index in `keys` at which each name ends: (S,) int64."""
+    """Index in `keys` at which the name of each sample ends: (S,) int64."""
     images: np.ndarray
     """Offset and size of each image in bytes: (S, 2) int64."""
     labels: np.ndarray
@@ -53,7 +53,7 @@ class Index(NamedTuple):
 
 
 class _BoundedFile(io.BufferedReader):
-    """File whose `read` rejects headers above `LARGEST_HEADER`, because `tarfile` has no limit."""
+    """File whose `read` refuses more than `LARGEST_HEADER` bytes, because `tarfile` does not limit tar headers."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= LARGEST_HEADER:
@@ -64,15 +64,15 @@ class _BoundedFile(io.BufferedReader):
 def scan_tar(path: str | int, shard: str) -> Index:
     """Read the headers of an uncompressed tar and return its index.
 
-    A tar that ends after a complete member without an end-of-archive mark causes a warning.
+    If the tar ends after a complete member but without an end-of-archive mark, a warning is logged.
 
     Args:
-        path: a path, or a descriptor, which the function closes.
+        path: path of the tar, or a file descriptor, which this function closes.
         shard: name of the shard in error messages.
 
     Raises:
-        ShardError: the file is not a tar, is truncated, has a broken header, has a member that is too large or occurs
-            twice, or holds no images.
+        ShardError: the file is not a tar, is truncated, has a broken header, holds a member that is too large or that
+            occurs twice, or holds no images.
     """
     samples: Members = []
     unread: list[str] = []
@@ -84,7 +84,8 @@ def scan_tar(path: str | int, shard: str) -> Index:
                 end = member.offset_data + member.size
                 if member.size < 0 or end > size:
                     raise ShardError(
-                        f"{shard}: truncated at byte {size}, expected {end} ({member.name}). {MAKE_SHARD_AGAIN}"
+                        f"{shard}: truncated or damaged. The tar has {size} bytes, but its member {member.name} ends "
+                        f"at byte {end}. {MAKE_SHARD_AGAIN}"
                     )
                 if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *TIFFS, *OTHER_IMAGES):
                     unread.append(member.name)
@@ -100,13 +101,13 @@ def scan_tar(path: str | int, shard: str) -> Index:
     if any(rest):
         raise ShardError(f"{shard}: broken header at byte {archive.offset}. {MAKE_SHARD_AGAIN}")
     if not rest:
-        log.warning("%s: ends at byte %d without an end mark; the file may be truncated", shard, size)
+        log.warning("%s: ends at byte %d without an end mark. The file may be truncated", shard, size)
     elif size - archive.offset > LARGEST_HEADER:
-        log.warning("%s: the %d bytes after its end mark are not read", shard, size - archive.offset)
+        log.warning("%s: the %d bytes after the end mark of the tar are not read", shard, size - archive.offset)
     if unread and samples:
         log.warning(
-            "%s: %d images are not read, the first %s. Names must be KEY.EXTENSION without a dot in KEY and with one "
-            "of the extensions %s", shard, len(unread), unread[0], ", ".join((*IMAGES, *TIFFS)),
+            "%s: %d images are not read, the first is %s. A name must be KEY.EXTENSION, without a dot in KEY and with "
+            "one of the extensions %s", shard, len(unread), unread[0], ", ".join((*IMAGES, *TIFFS)),
         )  # fmt: skip
     return _index(samples, size, shard)
 
@@ -116,8 +117,8 @@ def _extension(name: str) -> str:
 
 
 def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
-    """Add a member to the last sample or to a new one. Return True if it is an image or a label."""
-    found = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)  # webdataset's rule
+    """Add a member to the last sample or to a new sample. Return True if the member is an image or a label."""
+    found = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)  # webdataset's rule for keys
     if not found or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         return False
     key, extension = found[1], found[2].lower()
@@ -129,7 +130,7 @@ def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
         raise ShardError(f"{shard}: holds {member.name} twice. Make the shard again with unique names.")
     if member.size > LARGEST_MEMBER:
         raise ShardError(
-            f"{shard}: {member.name} has {member.size} bytes, more than {LARGEST_MEMBER}. "
+            f"{shard}: {member.name} has {member.size} bytes, but at most {LARGEST_MEMBER} are allowed. "
             "Make the shard again without this file."
         )
     samples[-1][1][extension] = (member.offset_data, member.size)
@@ -145,7 +146,7 @@ def _index(samples: Members, size: int, shard: str) -> Index:
             labels.append(members.get(LABEL, (-1, -1)))
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in (*IMAGES, *TIFFS))
-        raise ShardError(f"{shard}: holds no images. Name them {names}, without a dot in KEY.")
+        raise ShardError(f"{shard}: holds no images. Name image files {names}, without a dot in KEY.")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),
         ends=np.cumsum([len(key) for key in keys]),
@@ -156,7 +157,7 @@ def _index(samples: Members, size: int, shard: str) -> Index:
 
 
 def is_member(header: bytes, key: str, size: int) -> bool:
-    """Return True if a block of 512 bytes is the tar header of a file of `size` bytes of the sample `key`."""
+    """Return True if `header` (512 bytes) is the tar header of a member of sample `key` that has `size` bytes."""
     quick = header.startswith(key.encode() + b".") and header[124:136].rstrip(b" \0") == b"%011o" % size
     if quick and header[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE):
         return True
@@ -164,7 +165,7 @@ def is_member(header: bytes, key: str, size: int) -> bool:
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
-    # A longer name is not in this header, but in an additional header before this header.
+    # A long or non-ASCII name cannot be checked, because it is stored in an additional header before this header.
     short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8
     named = found.name.startswith(key + ".") or not short
     return found.size == size and found.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and named

@@ -1,4 +1,4 @@
-"""Check every member of shards as a run would. Report the contents, and everything that a run would refuse.
+"""Check every member of shards in the same way as a run. Report the contents and everything that a run would refuse.
 
     python -m data.check_shards SHARDS [options]
 
@@ -38,27 +38,27 @@ class CheckShards(Settings):
     """Check shards, and report their contents and everything that a run would refuse."""
 
     shards: Positional[list[str]]
-    """SHARDS: paths, globs, brace ranges, URLs"""
+    """shards to check: paths, globs, brace ranges, URLs"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
-    """number of processes"""
+    """number of worker processes"""
     decode: bool = True
-    """decode the images; false reads only the headers of the tars and the labels"""
+    """true: decode the images; false: read only the tar headers and the labels"""
     sample: int | None = Field(default=None, ge=1)
-    """approximate number of images to decode, evenly spread"""
+    """approximate number of images to decode, evenly spread over all shards; default: all images"""
     max_pixels: int = Field(default=178_956_970, ge=1)
-    """images with more pixels count as corrupt"""
+    """maximum number of pixels of an image; larger images count as corrupt"""
     channels: int = Field(default=3, ge=1)
     """number of channels of decoded images; images that cannot be converted count as corrupt"""
     write_index: bool = False
-    """write index.json and a table beside each shard, for shards that another tool made"""
+    """write an index.json in each folder and a table beside each shard; for shards that another tool made"""
     output: Path | None = None
-    """file for the complete report, in JSON"""
+    """JSON file to which the complete report is written"""
     source: SourceConfig = DEFAULT
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
         if self.sample is not None and not self.decode:
-            raise ValueError("sample sets the number of images to decode, but decode is false. Remove one of the two")
+            raise ValueError("sample sets the number of images to decode, but decode is false. Remove one setting")
         return self
 
 
@@ -66,13 +66,14 @@ def check(settings: CheckShards) -> dict[str, Any]:
     """Check shards and return the report.
 
     Raises:
-        ShardError: the patterns match no shards.
-        WorkerError: a process was killed.
+        ShardError: a pattern matches no shards, or `write_index` is set and a shard is remote.
+        WorkerError: a worker process was killed.
     """
     paths = expand(settings.shards, settings.source)
     if settings.write_index and (urls := [path for path in paths if remote.is_remote(path)]):
         raise ShardError(
-            f"{urls[0]}: an index can only be written beside local shards. Copy it to the server afterwards."
+            f"{urls[0]}: an index cannot be written beside a remote shard. "
+            "Write the index beside a local copy of the shards, and upload the index."
         )
     full = settings.decode and settings.sample is None
     checks = Checks(
@@ -117,14 +118,14 @@ def _entry(facts: Facts) -> ShardEntry:
 
 
 def _write_index(folder: Path, shards: list[Facts]) -> None:
-    """Write the `index.json` of a folder. Keep entries of the old one for shards that exist but were not checked."""
+    """Write the `index.json` of a folder. Keep the old entries of shards that exist but were not checked."""
     entries = {}
     with suppress(ShardError):  # an old index that cannot be read is replaced
         old = load_folder_index(f"{folder}/{FOLDER_INDEX}", DEFAULT)
         entries = {entry.url: entry for entry in old.shardlist if (folder / entry.url).exists()} if old else {}
     checked = {entry.url: entry for entry in map(_entry, shards)}
     total = Facts()
-    # Statistics need the pixels of all shards, so write them only if all shards of the index were checked.
+    # Pixel statistics need the images of all shards, so write statistics only if all shards of the index were checked.
     if not entries.keys() - checked.keys():
         for facts in shards:
             total.add(facts)
@@ -140,9 +141,9 @@ def _write_index(folder: Path, shards: list[Facts]) -> None:
 
 
 def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refused: list[str]) -> bool | None:
-    """Return True if the `index.json` of a folder agrees with its shards; None if there is no `index.json`.
+    """Return True if the `index.json` of a folder agrees with its shards, and None if there is no `index.json`.
 
-    Differences are appended to `refused`.
+    Otherwise, return False and append the differences to `refused`.
     """
     path = f"{folder}/{FOLDER_INDEX}"
     try:
@@ -156,7 +157,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
     before = len(refused)
     for entry in (_entry(facts) for facts in shards if facts.images):
         if entry.url not in listed:
-            refused.append(f"{path}: does not name {entry.url}. {REPLACE_INDEX}")
+            refused.append(f"{path}: does not list the shard {entry.url}. {REPLACE_INDEX}")
             continue
         for name, value in entry.model_dump().items():
             expected = getattr(listed[entry.url], name)
@@ -167,7 +168,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
                 )
     local = not remote.is_remote(folder)
     for missing in sorted(url for url in listed if local and not os.path.exists(f"{folder}/{url}")):
-        refused.append(f"{path}: names {missing}, which does not exist. {REPLACE_INDEX}")
+        refused.append(f"{path}: lists the shard {missing}, which does not exist. {REPLACE_INDEX}")
     return len(refused) == before
 
 
@@ -234,7 +235,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _describe_labels(report: dict[str, Any]) -> str:
-    """Return one line with the number of classes and the most and least frequent class."""
+    """Return one line with the number of classes, the most frequent class and the least frequent class."""
     counts, names = report["classes"], report["class_names"]
     if not counts:
         return "none"

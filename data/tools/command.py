@@ -1,4 +1,4 @@
-"""Errors, output and exit status shared by the commands that make and check shards."""
+"""Exceptions, output and exit status of the commands that make and check shards."""
 
 import sys
 from collections.abc import Callable
@@ -22,12 +22,12 @@ def say(name: str, text: str) -> None:
 
 
 def run_command(program: str, command: Callable[[], int], *, resume: str = "") -> int:
-    """Call a command and return its exit status. Print errors without a traceback.
+    """Call a command and return its exit status. Errors are printed to stderr without a traceback.
 
     Args:
-        program: name of the command in messages.
+        program: name of the command in error messages.
         command: function that does the work and returns the exit status.
-        resume: advice to print if the user interrupts the command.
+        resume: advice that is printed if the user interrupts the command or a worker process is killed.
     """
     try:
         return command()

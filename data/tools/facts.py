@@ -1,6 +1,7 @@
 """Check of one shard: read every member, and count everything that a run would refuse or skip.
 
-A corrupt image does not stop the check. Sums are integers, so the order of shards does not change the sums.
+A corrupt image does not stop the check. All sums are sums of integers, so the result does not depend on the order in
+which shards are checked.
 """
 
 import hashlib
@@ -26,9 +27,9 @@ from data.tiff import is_tiff
 from data.tools.parallel import Advance
 
 NAMED_IMAGES = 100
-"""Maximum number of bad images to name. All bad images are counted."""
+"""Maximum number of bad images or labels that are listed by name. Further bad images and labels are only counted."""
 KEY_BYTES = 8
-LONGEST_LABEL = 64  # maximum number of bytes of a label that is read, here and in a run
+LONGEST_LABEL = 64  # maximum number of bytes that are read of a label; a run has the same limit
 
 CHANNELS = {
     "1": "gray",
@@ -40,7 +41,7 @@ CHANNELS = {
     "RGBA": "RGB with alpha",
     "CMYK": "CMYK",
 }
-"""Maps a mode of Pillow to its name in the report."""
+"""Maps an image mode of Pillow to a description of its channels for the report."""
 
 
 @dataclass
@@ -50,16 +51,16 @@ class Facts:
     path: str = ""
     images: int = 0
     size: int = 0
-    """Stored size of the shards in bytes."""
+    """Total size of the shard files in bytes."""
     labelled: int = 0
     decoded: int = 0
-    """Number of decoded images, including corrupt ones."""
+    """Number of images that were decoded or found to be corrupt."""
     corrupt: int = 0
     corrupt_names: list[tuple[str, str]] = field(default_factory=list)
-    """First corrupt images: `SHARD.tar/KEY` and the reason."""
+    """First corrupt images, each with its name `SHARD.tar/KEY` and the reason."""
     bad_labels: int = 0
     bad_label_names: list[tuple[str, str]] = field(default_factory=list)
-    """First bad labels: `SHARD.tar/KEY` and the reason."""
+    """First bad labels, each with the name of its sample, `SHARD.tar/KEY`, and the reason."""
     refused: list[str] = field(default_factory=list)
     """Reasons why a run does not accept a shard."""
     notes: list[str] = field(default_factory=list)
@@ -76,13 +77,13 @@ class Facts:
     heights: int = 0
     """Sum of the heights of all decoded images in pixels."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
-    """Histogram of the values of each channel; a single row of zeros before the first image."""
+    """Histogram of the pixel values of each channel: (C, 256) int64. It is one row of zeros before the first image."""
     keys: list[bytes] = field(default_factory=list)
-    """Digests of sample keys, 8 bytes each, concatenated per shard."""
+    """One entry per shard: the concatenated digests of its sample keys, 8 bytes each."""
     sha256: str | None = None
 
     def add(self, other: "Facts") -> None:
-        """Add the counts of another shard."""
+        """Add the results of another shard."""
         for name in ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels", "widths", "heights"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("formats", "channels", "sides", "labels"):
@@ -95,14 +96,14 @@ class Facts:
         self.add_sizes(*other.extremes)
 
     def add_sizes(self, *sizes: tuple[int, int]) -> None:
-        """Update the smallest and the largest image size."""
+        """Update the smallest and the largest image size with more sizes, given as (width, height)."""
         if known := sorted([*self.extremes, *sizes], key=lambda size: (size[0] * size[1], size[0])):
             self.extremes = [known[0], known[-1]]
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Settings of a check: number of decoded images, limits, and optional parts."""
+    """Settings for the check of a shard: images to decode, limits, and optional steps."""
 
     decode: bool = True
     most: int | None = None
@@ -116,7 +117,7 @@ class Checks:
 
 
 def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
-    """Check the shard at a path or URL. The returned `Facts` name all problems."""
+    """Check the shard at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`."""
     facts = Facts(path)
     with _Warnings(facts.notes):
         try:
@@ -142,13 +143,13 @@ def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks:
             with open(facts.path, "rb") as file:
                 facts.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         _check_table(facts, table, checks)
-    elif checks.checksum and shard.size == table.summary[2]:  # `tar` is the stored file itself
+    elif checks.checksum and shard.size == table.summary[2]:  # equal sizes: the shard is stored uncompressed
         tar.seek(0)
         facts.sha256 = hashlib.file_digest(tar, "sha256").hexdigest()
 
 
 class _Warnings(logging.Handler):
-    """Context that collects the warnings of `data.shards` instead of printing them."""
+    """Context manager that collects the warnings of the package `data`. The warnings are not printed."""
 
     def __init__(self, found: list[str]):
         super().__init__(logging.WARNING)
@@ -171,7 +172,7 @@ def _digest(key: str) -> bytes:
 
 
 def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
-    """Check the label of each sample, and decode the images that `checks` asks for."""
+    """Check the label of each sample, and decode as many images as `checks` requires."""
     most = facts.images if checks.most is None else min(checks.most, facts.images)
     chosen = set(np.linspace(0, facts.images - 1, most).astype(int).tolist()) if checks.decode else set()
     done = 0
@@ -198,7 +199,7 @@ def _check_label(facts: Facts, text: bytes, name: str) -> None:
     except (ValueError, OverflowError):
         facts.bad_labels += 1
         if facts.bad_labels <= NAMED_IMAGES:
-            facts.bad_label_names.append((name, f"{text!r} is no class number"))
+            facts.bad_label_names.append((name, f"{text!r} is not a class number"))
 
 
 def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> None:
@@ -221,7 +222,7 @@ def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> None:
 
 
 def _describe(encoded: bytes) -> tuple[str, str]:
-    """Return the format and channels of a decodable image, from its header."""
+    """Read the format and the channels of a good image from its header."""
     with Image.open(BytesIO(encoded), formats=FORMATS) as image:
         channels = "16-bit gray" if image.mode.startswith("I") else CHANNELS.get(image.mode, image.mode)
         if "transparency" in image.info and "alpha" not in channels:
@@ -230,14 +231,14 @@ def _describe(encoded: bytes) -> tuple[str, str]:
 
 
 def _check_table(facts: Facts, table: Index, checks: Checks) -> None:
-    """Compare the table beside a local shard with the shard, or write the table if `checks` asks for it."""
+    """Compare the table beside a local shard with the shard, or write the table if `checks.write_table` is set."""
     beside = Path(f"{facts.path}{TABLE}")
     if checks.write_table:
         write_table(facts.path, table)
     elif beside.exists():
         try:
             if beside.stat().st_size > LARGEST_TABLE:
-                raise ShardError(f"{beside}: larger than {LARGEST_TABLE} bytes. Remove the file.")
+                raise ShardError(f"{beside}: a table may have {LARGEST_TABLE} bytes at most. Remove the file.")
             stored = parse_table(beside.read_bytes(), str(beside))
         except ShardError as error:
             facts.refused.append(str(error))
@@ -247,7 +248,7 @@ def _check_table(facts: Facts, table: Index, checks: Checks) -> None:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Read the class names that `data.make_shards` wrote to a folder; an empty list if there are none."""
+    """Read the class names that `data.make_shards` wrote to a folder. Return an empty list if the folder has none."""
     try:
         names = json.loads((folder / "classes.json").read_text())
     except (OSError, ValueError):

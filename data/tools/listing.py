@@ -1,6 +1,6 @@
 """List of the image files in a folder, stored as compact arrays. No image is opened.
 
-Paths are relative to a root folder, and are bytes as in the file system. A million paths take about 100 MB.
+Paths are relative to a root folder, and are stored as bytes, as in the file system. A million paths take about 100 MB.
 """
 
 import hashlib
@@ -30,22 +30,22 @@ REASONS = {
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
 }
-"""Maps a code, stored in place of a file size, to the reason why the file is left out."""
+"""Maps a code to the reason why a file is left out. The code is stored instead of the size of the file."""
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
 @dataclass
 class Listing:
-    """List of N files with the extension of an image."""
+    """List of N files that have an image extension."""
 
     root: bytes
-    """Real path of the root folder."""
+    """Path of the root folder, without symbolic links."""
     names: np.ndarray
-    """Concatenated paths: uint8."""
+    """Concatenated paths of all files: uint8."""
     ends: np.ndarray
-    """Index in `names` at which each path ends: (N,) int64."""
+    """Index in `names` at which the path of each file ends: (N,) int64."""
     sizes: np.ndarray
-    """Size of each file in bytes, or a key of `REASONS`: (N,) int64."""
+    """Size of each file in bytes, or a key of `REASONS` if the file is left out: (N,) int64."""
     modified: np.ndarray
     """Modification time of each file in nanoseconds since 1970: (N,) int64."""
     labels: np.ndarray
@@ -55,7 +55,7 @@ class Listing:
     note: str = ""
     """Text that tells the user where the labels come from."""
     other_files: Counter[str] = field(default_factory=Counter)
-    """Number of files for each extension that is not an image format."""
+    """Number of files that are not images, for each file name extension."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -66,16 +66,16 @@ class Listing:
 
     @property
     def usable(self) -> np.ndarray:
-        """Indices of the entries with a readable, non-empty file: (M,) int64."""
+        """Indices of the files that are not left out: (M,) int64."""
         return np.flatnonzero(self.sizes > 0)
 
     def unusable(self) -> list[tuple[int, str]]:
-        """Return each reason why entries cannot be used, with the number of entries."""
+        """Return each reason why files are left out, with the number of these files."""
         codes, counts = np.unique(self.sizes[self.sizes <= 0], return_counts=True)
         return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
 
     def fingerprint(self) -> str:
-        """Return a hash of relative paths, sizes, times and labels. The hash does not depend on the root folder."""
+        """Return a hash of all relative paths, sizes, modification times and labels, without the root folder."""
         digest = hashlib.sha256()
         for values in (self.names, self.ends, self.sizes, self.modified, self.labels):
             digest.update(values.data)
@@ -94,7 +94,7 @@ class ListingBuilder:
         self.other_files: Counter[str] = Counter()
 
     def add(self, path: bytes, status: tuple[int, int], label: str | None) -> None:
-        """Add a file with the size and time that `stat` returned."""
+        """Add a file. `status` is its size and modification time, as returned by the method `stat`."""
         self.names += path
         self.ends.append(len(self.names))
         self.sizes.append(status[0])
@@ -110,7 +110,7 @@ class ListingBuilder:
         return Listing(self.root, names, ends, sizes, modified, labels, other_files=self.other_files)
 
     def stat(self, path: bytes) -> tuple[int, int]:
-        """Return the size (or a key of `REASONS`) and the modification time of a file."""
+        """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`."""
         try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
@@ -127,21 +127,22 @@ class ListingBuilder:
 
 
 def inside(path: bytes, folder: bytes) -> bool:
-    """Return True if a path lies in a folder. Both must be real paths."""
+    """Return True if a path lies in a folder. Both arguments are absolute, and symbolic links are not resolved."""
     return path.startswith(folder.rstrip(b"/") + b"/")
 
 
 def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Listing:
-    """List images in a folder and its subfolders, sorted by name. Images in a folder come before its subfolders.
+    """List the images in a folder and its subfolders, sorted by name.
 
-    Names that begin with a dot are skipped. A symbolic link to a file is followed if it leads into `folder`. A link to
-    a folder is not followed. With `links="all"` all links are followed.
+    The images of a folder come before the images of its subfolders. Files and folders whose names begin with a dot are
+    skipped.
 
     Args:
         folder: folder of images.
-        labels: "auto", "folders" or "none".
-        links: "inside" or "all".
-        besides: folder to skip.
+        labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
+            chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
+        links: "inside" follows a symbolic link if it leads to a file in `folder`, and "all" follows all links.
+        besides: subfolder that is skipped.
 
     Raises:
         MakeError: there are no images, or `labels` is "folders" and an image is not in a class folder.
@@ -159,7 +160,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
         raise MakeError(describe_empty(f"no images below {folder}", listing))
     if labels == "folders" and loose:
         raise MakeError(
-            f"{folder}/{os.fsdecode(loose)} lies in no class folder. Move it into a class folder, or use --labels none."
+            f"{folder}/{os.fsdecode(loose)} is not in a class folder. Move it to a class folder, or use --labels none."
         )
     if labels == "folders" or (labels == "auto" and depths == {1} and len(builder.texts) > 1):
         classes = sorted(builder.texts, key=lambda name: (not name.isdecimal(), _value(name), name))
@@ -172,7 +173,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
 
 
 def _describe_depths(depths: list[int], folder: Path) -> str:
-    """Return a text that says why folder names are not used as labels."""
+    """Return a text for the user that tells why folder names are not used as labels."""
     if depths == [0]:
         return f"images lie in {folder} itself"
     if depths == [1]:
@@ -186,18 +187,18 @@ def _value(name: str) -> int:
 
 
 def describe_empty(message: str, listing: Listing) -> str:
-    """Return `message` with the supported extensions and the other files that were found."""
+    """Return `message`, extended by the supported extensions and by the kinds of files that were found instead."""
     found = [f"{count:,} x {reason}" for count, reason in listing.unusable()]
     found += [f"{count:,} x {extension}" for extension, count in listing.other_files.most_common(3)]
-    message = f"{message}. Images end in {', '.join(IMAGES)}."
+    message = f"{message}. File names of images end in {', '.join(IMAGES)}."
     if found:
         message += f" Found instead: {', '.join(found)}."
     return message
 
 
 def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
-    """Yield path, size and modification time of all files with the extension of an image."""
-    # Folders to visit, each with (device, inode) of all its parent folders.
+    """Yield the path, the size and the modification time of each file that has an image extension."""
+    # Folders that are still to be visited, each with (device, inode) of all its parent folders.
     folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
     while folders:
         prefix, parents = folders.pop()
@@ -221,7 +222,10 @@ def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tupl
 def _classify(
     builder: ListingBuilder, entries: Iterable[os.DirEntry[bytes]]
 ) -> tuple[list[tuple[bytes, int, int]], list[bytes]]:
-    """Return the sorted images (name, size or code, time) and subfolders of a folder. Count all other files."""
+    """Return the images and the subfolders of a folder, both sorted by name. Count all other files.
+
+    An image is a tuple of its name, size (or key of `REASONS`) and modification time.
+    """
     files, folders = [], []
     for entry in entries:
         name = entry.name
@@ -240,20 +244,20 @@ def _classify(
 
 
 def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -> None:
-    """Change labels from positions in `names` to positions in `classes`."""
+    """Replace labels that are positions in `names` by the positions of the same names in `classes`."""
     numbers = {name: number for number, name in enumerate(classes)}
     listing.labels = np.array([*(numbers[name] for name in names), NO_LABEL], dtype=np.int64)[listing.labels]
     listing.classes = classes
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:
-    """Change class numbers to those of another data set, whose class names are `classes`.
+    """Replace the class numbers by those of another data set, whose class names in order are `classes`.
 
     Raises:
-        MakeError: labels have no names, or `classes` lacks one of the names.
+        MakeError: the labels have no names, or a class name is missing from `classes`.
     """
     if listing.classes is None:
-        raise MakeError("--classes needs labels with names, but the labels are numbers. Leave --classes out.")
+        raise MakeError("--classes needs labels with names, but these labels have no names. Leave --classes out.")
     if unknown := sorted(set(listing.classes) - set(classes)):
         raise MakeError(
             f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add the missing classes "

@@ -1,4 +1,4 @@
-"""Make shards of the images in a folder, a list or a manifest.
+"""Make shards from images that a folder holds, or that a list or a manifest names.
 
     python -m data.make_shards IMAGES SHARDS [options]
 
@@ -9,7 +9,7 @@ NAME-000000.tar and so on to this folder, a table beside each shard, and these f
     index.json       sizes, counts, checksums, image sizes and pixel statistics; a run reads this file first
     report.json      counts of stored, left-out and duplicate files
     left_out.csv     files that were left out, with the reasons
-    duplicates.csv   duplicates, with the files that they repeat
+    duplicates.csv   duplicate files, each with the first file of the same content
     classes.json     names of the classes, if labels have names
 
 The distribution of images over shards depends only on the listing and the settings. After an interruption, the same
@@ -45,59 +45,60 @@ MEGABYTE = 10**6
 
 
 class MakeShards(Settings):
-    """Make shards of images. After an interruption the same command continues."""
+    """Make shards from images. After an interruption, the same command continues with the missing shards."""
 
     images: Positional[Path]
     """folder of images or of class folders, list (.txt), or manifest (.csv, .parquet)"""
     shards: Positional[Path]
-    """folder for the shards; must not hold shards of other images or settings"""
+    """folder to which shards are written; it must not hold shards that were made from other images or settings"""
     name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    """shards are named NAME-000000.tar and so on"""
+    """beginning of the file names of the shards, which are NAME-000000.tar and so on"""
     shard_size_mb: float = Field(default=256, gt=0)
     """approximate size of a shard in megabytes (10^6 bytes)"""
     shuffle: bool = True
-    """mix the images over all shards; false keeps the order of names, or of the list"""
+    """true: distribute the images over the shards in random order; false: keep the order of names or of the list"""
     seed: int = Field(default=0, ge=0)
     """seed of the shuffle"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
-    """number of processes"""
+    """number of worker processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
-    """folders: the first folder of a path is its class; auto: folders if all images are one folder deep, else none"""
+    """folders: the first folder of a path is the class; none: no labels; auto: the labels of a list or manifest; for a
+    folder of images, the same as folders if every image is exactly one folder deep, otherwise none"""
     classes: Path | None = None
-    """classes.json of other shards, whose class numbers are used"""
+    """classes.json of other shards, from which the class numbers are taken"""
     path_column: str | None = None
-    """column of a manifest with the paths; default: `path`"""
+    """column of the manifest that holds the paths; default: `path`"""
     label_column: str | None = None
-    """column of a manifest with the labels; default: `label` if there is such a column"""
+    """column of the manifest that holds the labels; default: `label` if this column exists"""
     root: Path | None = None
-    """folder that paths in a list or manifest are relative to; default: the folder of the list or manifest"""
+    """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
     links: Links = "inside"
-    """symbolic links to follow; inside: links to files in the folder of images; all: all links"""
+    """symbolic links that are followed; inside: only links to files in the folder of images; all: all links"""
     format: Format = "keep"
-    """format to which images of other formats are converted; keep: store the files unchanged"""
+    """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
     resize: int | None = Field(default=None, ge=8)
-    """maximum length of the shorter side in pixels; larger images are made smaller and encoded again"""
+    """maximum length of the shorter side in pixels; larger images are made smaller and are encoded again"""
     quality: int | None = Field(default=None, ge=1, le=100)
     """quality of JPEG and WebP images that are encoded again; default: 90"""
     verify: bool = True
     """decode every image, leave out damaged images, and compute pixel statistics"""
     max_pixels: int = Field(default=178_956_970, ge=1)
-    """images with more pixels are left out before they are decoded"""
+    """maximum number of pixels of an image; larger images are left out and are not decoded"""
     duplicates: Literal["report", "drop"] = "report"
-    """drop: keep only the first of several files with equal bytes, and read all files twice; report: keep all files"""
+    """files with equal bytes; report: all are kept and listed; drop: only the first is kept (reads files twice)"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
         encodes = self.format != "keep" or self.resize is not None
         if self.quality is not None and (not encodes or self.format == "png"):
-            raise ValueError("quality is only for images that are encoded as JPEG or WebP. Set resize or format")
+            raise ValueError("quality is only for encoding to JPEG or WebP. Set resize or format, or leave quality out")
         if encodes and not self.verify:
-            raise ValueError("verify cannot be false with resize or format, which decode every image. Leave verify out")
+            raise ValueError("resize and format decode every image, so verify cannot be false. Leave verify out")
         return self
 
     @property
     def recipe(self) -> Recipe:
-        """Recipe for checking and encoding each image."""
+        """Settings for checking and encoding each image."""
         return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels, self.links)
 
 
@@ -106,7 +107,7 @@ def make(settings: MakeShards) -> None:
 
     Raises:
         MakeError: the images cannot be listed, or the shards cannot be written.
-        WorkerError: a process was killed.
+        WorkerError: a worker process was killed.
     """
     folder = Folder(settings.shards, settings.name)
     _refuse_foreign_files(folder)
@@ -158,15 +159,15 @@ def _list_images(settings: MakeShards) -> Listing:
     images = settings.images
     if images.is_dir():
         if given := [name for name in ("path_column", "label_column", "root") if getattr(settings, name) is not None]:
-            raise MakeError(f"--{given[0]} is for lists and manifests, and {images} is a folder. Leave it out.")
+            raise MakeError(f"--{given[0]} is for lists and manifests, but {images} is a folder. Leave the option out.")
         if images.resolve() == settings.shards.resolve():
-            raise MakeError(f"{images} holds the images, but shards need a separate folder. Name another folder.")
+            raise MakeError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
         listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
         columns = Columns(settings.path_column or "path", settings.label_column)
         listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels, links=settings.links)
     elif images.exists():
-        raise MakeError(f"{images} is no folder, no list (.txt) and no manifest (.csv, .parquet). Name one of these.")
+        raise MakeError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
     else:
         raise MakeError(f"{images} does not exist. Correct the path.")
     if settings.classes:
@@ -181,12 +182,12 @@ def _read_classes(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise MakeError(f"cannot read --classes {path}: {error}. Name the classes.json of other shards.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
-        raise MakeError(f"--classes {path} is not a list of different names. Name the classes.json of other shards.")
+        raise MakeError(f"--classes {path} is not a list of unique names. Name the classes.json of other shards.")
     return names
 
 
 def _describe_classes(names: list[str] | None) -> str:
-    """Return a summary of the class names such as `10 classes, airplane to truck, `, or an empty string."""
+    """Return a summary of the class names such as `10 classes, airplane to truck, `; an empty string without names."""
     if names is None:
         return ""
     return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
@@ -195,8 +196,10 @@ def _describe_classes(names: list[str] | None) -> str:
 def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> tuple[np.ndarray, float]:
     """Return the duplicates to drop, and the ratio of stored sizes to file sizes.
 
+    Both are loaded from the plan in the folder. If the folder has no plan yet, both are computed and stored.
+
     Raises:
-        MakeError: the folder holds a plan that was made for other settings or images.
+        MakeError: the folder holds a damaged plan, or a plan that was made for other settings or images.
     """
     usable = listing.usable
     options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes"})
@@ -208,7 +211,7 @@ def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -
             existing = json.loads(folder.plan_file.read_text())
             dropped, ratio = np.load(folder.duplicates_file), float(existing["ratio"])
         except (ValueError, KeyError, TypeError) as error:
-            raise MakeError(f"{folder.plan_file} is damaged ({error}). Remove {folder.path}.") from error
+            raise MakeError(f"{folder.plan_file} is damaged ({error}). Remove the folder {folder.path}.") from error
         _refuse_other_plan(plan, existing, folder.path)
         return dropped, ratio
     duplicates = np.empty((0, 2), dtype=np.int64)
@@ -223,7 +226,7 @@ def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -
 
 
 def _refuse_other_plan(plan: dict[str, Any], existing: dict[str, Any], path: Path) -> None:
-    """Raise `MakeError` if the plan in the folder was made for other settings or images."""
+    """Raise `MakeError` if the existing plan of the folder was made for other settings or images."""
     remedy = f"Make these shards in another folder, or remove {path}."
     old, new = existing.get("settings", {}), plan["settings"]
     different = [f"--{name} {new.get(name)} (there: {old.get(name)})" for name in new if new.get(name) != old.get(name)]
@@ -233,14 +236,14 @@ def _refuse_other_plan(plan: dict[str, Any], existing: dict[str, Any], path: Pat
         before, now = (f"{one.get('files'):,} files of {one.get('bytes'):,} bytes" for one in (existing, plan))
         if before == now:
             now = "the same numbers, but other paths, dates or labels"
-        raise MakeError(f"the images have changed since {path} was begun: then {before}, now {now}. {remedy}")
+        raise MakeError(f"the images have changed since {path} was first written: then {before}, now {now}. {remedy}")
 
 
 def _check_space(path: Path, size: int) -> None:
     free = shutil.disk_usage(path).free - SPARE_BYTES
     if size > free:
         raise MakeError(
-            f"{path} has {decimal(max(free, 0))} free, but the shards need about {decimal(size)}. Free some space."
+            f"{path} has {decimal(max(free, 0))} free, but the shards need about {decimal(size)}. Free some disk space."
         )
 
 

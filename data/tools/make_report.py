@@ -1,4 +1,4 @@
-"""Reports and `index.json` of finished shards, made from the records of the shards."""
+"""Reports and `index.json` of finished shards. Both are computed from the records of the shards."""
 
 import csv
 import json
@@ -23,8 +23,8 @@ from data.tools.shard_folder import Folder
 from data.tools.split import same
 from runtime.files import atomic_write
 
-MOST_REASONS = 100  # maximum number of different reasons in report.json
-MOST_SHOWN = 3  # maximum number of printed lines of each kind
+MOST_REASONS = 100  # maximum number of different reasons that are counted separately in report.json
+MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
 
 def write_reports(
@@ -36,11 +36,12 @@ def write_reports(
         folder: folder of finished shards.
         listing: files from which the shards were made.
         shards: number of shards.
-        dropped: pairs of the entry of a dropped duplicate and the entry that was kept; None if duplicates were kept.
+        dropped: pairs of entries: a duplicate that was dropped, and the file with the same content that was kept. None
+            if duplicates were kept.
         settings: settings to write into the report.
 
     Raises:
-        MakeError: a shard has vanished, or no shard holds an image.
+        MakeError: a shard has vanished, or no image could be stored.
     """
     totals = _read_records(folder, shards)
     _write_csv(folder.path / "left_out.csv", _left_out_rows(listing, totals))
@@ -67,7 +68,7 @@ def write_reports(
     }
     _write_json(folder.path / "report.json", report, indent=1)
     if not totals.shards:
-        raise MakeError(f"no image is good. {folder.path}/left_out.csv lists the reasons.")
+        raise MakeError(f"none of the files is a good image. {folder.path}/left_out.csv lists the reasons.")
     if listing.classes is not None:
         _write_json(folder.path / "classes.json", listing.classes, indent=0)
     found = moments(totals.pixels) if totals.decoded else None
@@ -89,17 +90,17 @@ class _Totals:
     shards: list[ShardEntry] = field(default_factory=list)
     """Shards with at least one image."""
     sides: Counter[str] = field(default_factory=Counter)
-    """Histogram of image sizes."""
+    """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
     """Entries that were left out when the shards were written, with the reasons."""
     entries: list[np.ndarray] = field(default_factory=list)
-    """Entries of the listing that each shard stores."""
+    """Entries of the listing that are stored, one array per shard."""
     digests: list[bytes] = field(default_factory=list)
-    """Digests of the files that each shard stores."""
+    """Concatenated digests of the files that are stored, one byte string per shard."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), dtype=np.int64))
-    """Histogram of the values of each channel."""
+    """Histogram of the pixel values of each channel: (3, 256) int64."""
     decoded: bool = True
-    """False if the images of a shard were not decoded, so that `pixels` is incomplete."""
+    """False if the images of at least one shard were not decoded, so that `pixels` is incomplete."""
 
 
 def _read_records(folder: Folder, shards: int) -> _Totals:
@@ -131,7 +132,7 @@ def _read_records(folder: Folder, shards: int) -> _Totals:
 
 
 def _left_out(listing: Listing, totals: _Totals) -> Iterator[tuple[int, str]]:
-    """Yield each entry that is in no shard, with the reason. Duplicates are not included."""
+    """Yield each entry that was left out, with the reason. Dropped duplicates are not included."""
     for entry in np.flatnonzero(listing.sizes <= 0):
         yield int(entry), REASONS[int(listing.sizes[entry])]
     yield from totals.left_out
@@ -150,13 +151,15 @@ def _duplicate_rows(listing: Listing, pairs: np.ndarray) -> Iterator[tuple[str, 
 
 
 def sort_sizes(sides: Counter[str]) -> dict[str, int]:
-    """Return a histogram of image sizes in ascending order."""
+    """Return a histogram of image sizes, sorted by size."""
     return {side: sides[side] for side in sorted(sides, key=int)}
 
 
 def _count_reasons(reasons: Iterable[str]) -> dict[str, int]:
-    """Return how often each reason occurs, the most frequent first. Reasons beyond the first hundred are counted
-    together."""
+    """Return the number of occurrences of each reason, sorted by this number, with the largest first.
+
+    Only the first 100 different reasons are counted separately. All others are counted together.
+    """
     counts: Counter[str] = Counter()
     for reason in reasons:
         counts[reason if len(counts) < MOST_REASONS or reason in counts else "other reasons"] += 1
@@ -177,7 +180,7 @@ def _write_json(path: Path, content: Any, indent: int) -> None:
 
 
 def show_report(report: dict[str, Any], folder: Folder) -> None:
-    """Print the counts, and a command that trains on these shards."""
+    """Print the counts of the report, and a command that trains on the shards."""
     path, duplicates = folder.path, report["duplicates"]
     say("written", f"{report['images']:,} images, {report['labelled']:,} with a label, {decimal(report['bytes'])}")
     sides = [f"{count:,} up to {side}" for side, count in report["image_sizes"].items()]

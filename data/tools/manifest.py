@@ -1,4 +1,4 @@
-"""Image files that a list (.txt) or a manifest (.csv, .parquet) names."""
+"""Listing of the image files that a list (.txt) or a manifest (.csv, .parquet) names."""
 
 import csv
 import hashlib
@@ -13,12 +13,12 @@ from data.tools.command import MakeError
 from data.tools.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
 
 Row = tuple[str, str | None]
-"""Path of an image, and its label or None."""
+"""Path of an image, and its label, or None for an image without a label."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a manifest that hold paths and labels."""
+    """Names of the manifest columns that hold the paths and the labels."""
 
     path: str = "path"
     label: str | None = None
@@ -28,7 +28,7 @@ class Columns:
         """Return the names of the columns to read.
 
         Raises:
-            MakeError: a column does not exist.
+            MakeError: one of the columns does not exist.
         """
         for name, flag in ((self.path, "--path_column"), (self.label, "--label_column")):
             if name is not None and name not in available:
@@ -40,22 +40,22 @@ class Columns:
 def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, links: Links) -> Listing:
     """List the images that a list or manifest names.
 
-    A list has one path per line, optionally followed by a tab and a label. Paths may not leave the root folder.
+    A list has one path per line, optionally followed by a tab and a label. All paths must lie in the root folder.
 
     Args:
         path: a list, or a CSV or Parquet manifest.
-        root: folder that paths are relative to; None for the folder of the file.
-        columns: columns of a manifest.
-        labels: "auto" or "none".
-        links: "inside" or "all".
+        root: root folder, to which the paths are relative; None for the folder of the list or manifest.
+        columns: columns of a manifest that hold the paths and labels.
+        labels: "auto" reads the labels, and "none" ignores them.
+        links: "inside" follows a symbolic link if it leads to a file in the root folder, and "all" follows all links.
 
     Raises:
-        MakeError: the file cannot be read, a column is missing, a path leaves the root or occurs twice, or a label is
-            negative.
+        MakeError: the list or manifest cannot be read or names no images, a column is missing, a path lies outside the
+            root folder or occurs twice, a label is negative, or `labels` is "folders".
     """
     if labels == "folders":
         raise MakeError(
-            f"--labels folders is for a folder of images, and {path} is a list or manifest. Leave --labels out."
+            f"--labels folders is for a folder of images, but {path} is a list or manifest. Leave --labels out."
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
     builder = ListingBuilder(folder, links)
@@ -63,7 +63,7 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
         if not inside(full, folder) or b"\0" in full:
             raise MakeError(
-                f"{path}: entry {number}, {name!r}, is outside of {os.fsdecode(folder)}. "
+                f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
                 "Use --root FOLDER to name a folder that contains all entries."
             )
         builder.add(os.path.relpath(full, folder), builder.stat(full), label or None)
@@ -76,7 +76,7 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
 
 
 def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, columns: Columns) -> None:
-    """Change labels from positions in `texts` to class numbers."""
+    """Replace labels that are positions in `texts` by class numbers."""
     if labels == "none" or not texts:
         listing.labels = np.full(len(listing), NO_LABEL)
         listing.note = "none"
@@ -92,7 +92,7 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
         listing.note = f"names in {path.name}"
         return
     if min(known) < 0:
-        raise MakeError(f"{path}: a label is below 0. Leave the field of an image without a label empty.")
+        raise MakeError(f"{path}: a label is below 0. If an image has no label, leave the field empty.")
     listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
     listing.note = f"numbers in {path.name}"
 
@@ -103,17 +103,17 @@ def _refuse_repeated(listing: Listing, path: Path) -> None:
     order = np.argsort(keys, kind="stable")
     if len(repeated := np.flatnonzero(keys[order][1:] == keys[order][:-1])):
         name = os.fsdecode(listing.path(int(order[repeated[0]])))
-        raise MakeError(f"{path}: {len(repeated):,} paths are repeated, the first {name}. Name each image once.")
+        raise MakeError(f"{path}: {len(repeated):,} paths are repeated, the first is {name}. Name each image once.")
 
 
 def _class_number(text: str) -> int | None:
-    """Parse an integer. `3.0` is accepted, because pandas writes integers in this way if values are missing."""
+    """Parse an integer; None for other texts. `3.0` is accepted, because pandas may write integers in this form."""
     text = text.removesuffix(".0")
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
 
 def _rows(path: Path, columns: Columns) -> Iterator[Row]:
-    """Yield path and label of each entry of a list or manifest."""
+    """Yield the path and the label of each entry of a list or manifest."""
     try:
         if path.suffix.lower() == ".csv":
             yield from _csv_rows(path, columns)

@@ -1,7 +1,7 @@
 """Writing of one shard: a tar of image files, a table and a record.
 
-The bytes of a shard depend only on the files and the recipe. A shard is renamed to its final name after all bytes are
-on the disk.
+The bytes of a shard depend only on the files and the recipe. A shard is written to a temporary file, which is
+renamed after all bytes are on the disk.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from runtime.files import atomic_write
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 
-DIGEST = 16  # bytes
+DIGEST = 16  # size of a digest in bytes
 EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
 class LeftOut(Exception):  # noqa: N818
-    """Raised if a file cannot become a sample. The message is the reason."""
+    """Raised if a file cannot become a sample. The message is the reason why the file is left out."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recipe:
 
     format: Format = "keep"
     resize: int | None = None
-    """Maximum length of the shorter side in pixels; larger images are made smaller."""
+    """Maximum length of the shorter side in pixels; larger images are made smaller. None keeps all sizes."""
     quality: int = 90
     verify: bool = True
     max_pixels: int = 178_956_970
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def encodes(self) -> bool:
-        """True if the recipe may require images to be encoded again."""
+        """True if the recipe can change the size or format of an image, which is then encoded again."""
         return self.format != "keep" or self.resize is not None
 
 
@@ -61,19 +61,20 @@ class Prepared(NamedTuple):
     content: bytes
     extension: str
     side: int
-    """Longer side in pixels."""
+    """Longer side of the image in pixels."""
     histogram: np.ndarray | None
-    """(3, 256) int64; None if the image was not decoded."""
+    """Histogram of the pixel values of each channel: (3, 256) int64; None if the image was not decoded."""
 
 
 def read(listing: Listing, entry: int, links: Links) -> bytes:
-    """Read the file of an entry.
+    """Return the content of the file of an entry.
 
     Raises:
-        LeftOut: the file is missing, has changed since it was listed, or is not a regular file in the image folder.
+        LeftOut: the file cannot be read, has changed since it was listed, is not a regular file, or leads out of the
+            folder of images although `links` is "inside".
     """
     path = os.path.join(listing.root, listing.path(entry))
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe must not block
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
     try:
         if links == "inside":
             path = os.path.realpath(path)
@@ -87,9 +88,9 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
             size = int(listing.sizes[entry])
             content = file.read(size + 1)
     except OSError as error:
-        raise LeftOut(f"cannot be read: {error.strerror}") from error
+        raise LeftOut(f"the file cannot be read: {error.strerror}") from error
     if len(content) != size or status.st_mtime_ns != listing.modified[entry]:
-        raise LeftOut("has changed since it was listed")
+        raise LeftOut("the file has changed since it was listed")
     return content
 
 
@@ -99,13 +100,13 @@ def digest(content: bytes) -> bytes:
 
 
 def prepare(content: bytes, recipe: Recipe) -> Prepared:
-    """Check an image file, and encode the image again if the recipe asks for another size or format.
+    """Check an image file, and encode the image again if the recipe requires another size or format.
 
-    Otherwise the content of the file stays unchanged. An image that is encoded again is upright and RGB, on white where
-    the original was transparent, and has no metadata.
+    If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
+    and RGB, has no metadata, and shows white where the original was transparent.
 
     Raises:
-        LeftOut: the file is not a good image.
+        LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded.
     """
     found = _format(content)
     try:
@@ -128,7 +129,7 @@ def prepare(content: bytes, recipe: Recipe) -> Prepared:
     try:
         picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality}))
     except (OSError, ValueError) as error:  # for example, because the image is too wide for the format
-        raise LeftOut(f"cannot be written as {wanted}: {error}") from error
+        raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
     return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts)
 
@@ -141,7 +142,7 @@ def _format(content: bytes) -> str:
         return "png"
     if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
         return "webp"
-    raise LeftOut("not a JPEG, PNG or WebP image, or its header is damaged")
+    raise LeftOut("the file is not a JPEG, PNG or WebP image, or its header is damaged")
 
 
 def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
@@ -152,14 +153,14 @@ def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
     except Image.DecompressionBombError as error:
         raise LeftOut(str(error)) from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged headers
-        raise LeftOut(f"a damaged header: {error}") from error
+        raise LeftOut(f"the header of the image is damaged: {error}") from error
     if width * height > max_pixels:
         raise LeftOut(f"{width} x {height} pixels are more than the limit of {max_pixels}")
     return width, height
 
 
 def key(path: bytes) -> str:
-    """Return a path without its extension, with `_` for each dot, backslash and unprintable byte, as the sample key."""
+    """Return the sample key of a path: no extension, and `_` instead of each dot, backslash and unprintable byte."""
     text = os.path.splitext(path)[0].decode(errors="replace")
     if text.isprintable() and not any(c in text for c in ".\\\ufffd"):  # most names need no replacement
         return text
@@ -167,7 +168,7 @@ def key(path: bytes) -> str:
 
 
 def shared_keys(listing: Listing) -> np.ndarray:
-    """Return the entries that share their key with another entry, such as `a.jpg` and `a.png`: ascending int64."""
+    """Return all entries whose key also belongs to another entry, as for `a.jpg` and `a.png`: (K,) int64, ascending."""
     digests = (hashlib.blake2b(key(listing.path(n)).encode(), digest_size=8).digest() for n in range(len(listing)))
     found = np.frombuffer(b"".join(digests), dtype=np.uint64)
     order = np.argsort(found, kind="stable")
@@ -176,7 +177,7 @@ def shared_keys(listing: Listing) -> np.ndarray:
 
 
 def sample_key(listing: Listing, entry: int, shared: np.ndarray) -> str:
-    """Return a unique key of an entry. If several entries share a key, a hash of the path is appended."""
+    """Return the unique sample key of an entry. If other entries have the same key, a hash of the path is appended."""
     path = listing.path(entry)
     place = np.searchsorted(shared, entry)
     is_shared = place < len(shared) and shared[place] == entry
@@ -193,21 +194,21 @@ def write_shard(
 ) -> Record:
     """Write the samples of `entries` to the tar `target`, write its table, and return its record.
 
-    If no file is a good image, no tar is written.
+    If none of the files is a good image, no tar is written.
 
     Raises:
-        MakeError: the disk is full or cannot be written.
+        MakeError: the tar cannot be written, for example because the disk is full.
     """
     record = Record()
     try:
         with atomic_write(target, sync=True) as temporary:
             write_tar(temporary, _files(record, entries, listing, shared, recipe, advance))
             if not record.nsamples:
-                raise LeftOut("no file of the shard is a good image")
+                raise LeftOut("none of the files of the shard is a good image")
             with temporary.open("rb") as file:
                 record.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             record.filesize = temporary.stat().st_size
-            table = scan_tar(str(temporary), str(target))  # read the tar back as a training run would
+            table = scan_tar(str(temporary), str(target))  # read the tar in the same way as a run
             if table.summary[0] != record.nsamples:
                 raise MakeError(
                     f"{target}: {record.nsamples} samples were written, but {table.summary[0]} can be read. "
@@ -218,7 +219,9 @@ def write_shard(
         return record
     except OSError as error:
         reason = error.strerror or error
-        raise MakeError(f"cannot write {target}: {reason}. Free space, or correct the permissions.") from error
+        raise MakeError(
+            f"cannot write {target}: {reason}. Free some disk space, or correct the permissions."
+        ) from error
     return record
 
 

@@ -1,4 +1,4 @@
-"""The folder in which shards are made: finished shards, their records, and a lock."""
+"""Folder in which shards are made. It holds the finished shards, their records, and a lock."""
 
 import fcntl
 import json
@@ -14,8 +14,8 @@ from data.tools.command import MakeError
 from runtime.files import atomic_write
 
 WORK = ".make_shards"
-"""Name of the subfolder with the plan and the records. A stopped command continues from these files."""
-LOCK_ATTEMPTS = 25  # maximum number of further attempts to get the lock, 0.2 s apart
+"""Name of the subfolder that holds the plan and the records. A command that was stopped continues from these files."""
+LOCK_ATTEMPTS = 25  # number of further attempts to get the lock, each after a pause of 0.2 s
 
 
 @dataclass
@@ -29,13 +29,13 @@ class Record:
     sides: Counter[str] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     entries: list[int] = field(default_factory=list)
-    """Entries of the listing that the shard stores, in order."""
+    """Entries of the listing that the shard stores, in the order of the samples."""
     digests: str = ""
-    """Digests of the files of `entries`, in hexadecimal, concatenated."""
+    """Concatenated digests of the files of `entries`, in hexadecimal."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
     """Entries that were left out of the shard, with the reasons."""
     pixels: list[list[int]] | None = None
-    """Histogram of the 256 values of each channel; None if images were not decoded."""
+    """Histogram of the 256 pixel values of each channel; None if the images were not decoded."""
 
     @classmethod
     def read(cls, path: Path) -> "Record":
@@ -51,7 +51,7 @@ class Record:
 
 
 class Folder:
-    """Folder of shards, which are named NAME-000000.tar and so on."""
+    """Folder in which the shards are named NAME-000000.tar and so on."""
 
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
@@ -60,15 +60,15 @@ class Folder:
         self.duplicates_file = self.work / "duplicates.npy"
 
     def shard(self, number: int) -> Path:
-        """Return the path of a shard."""
+        """Return the path of the shard with this number."""
         return self.path / f"{self.name}-{number:06d}.tar"
 
     def record(self, number: int) -> Path:
-        """Return the path of the record of a shard."""
+        """Return the path of the record of the shard with this number."""
         return self.work / f"{self.name}-{number:06d}.json"
 
     def finished(self, number: int) -> Record | None:
-        """Return the record of a finished shard; None if the shard is not finished."""
+        """Return the record of a shard if the shard is finished, otherwise None."""
         try:
             record = Record.read(self.record(number))
             size = self.shard(number).stat().st_size if record.nsamples else 0
@@ -78,10 +78,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder, and remove temporary files that killed commands have left."""
+        """Lock the folder against other commands, and remove temporary files that killed commands have left."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
-            # Workers of a killed command may still hold the lock for a moment.
+            # Try several times, because workers of a killed command may hold the lock for a moment longer.
             for attempt in range(LOCK_ATTEMPTS + 1):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ class Folder:
             yield
 
     def foreign_files(self) -> list[str]:
-        """Return the names of shards and index files in the folder that this command did not make."""
+        """Return the names of all shards and index files in the folder that were not made by this command."""
         own = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan_file.exists() else "(?!)")
         names = (path.name for path in self.path.glob("*"))
         return sorted(n for n in names if n.endswith((".tar", ".tar.gz", "index.json")) and not own.fullmatch(n))

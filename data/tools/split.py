@@ -1,4 +1,4 @@
-"""Assignment of images to shards, from file sizes and a seed, before any shard is written."""
+"""Assignment of images to shards. It depends on file sizes and a seed, and is made before any shard is written."""
 
 from dataclasses import dataclass
 from tarfile import BLOCKSIZE
@@ -9,7 +9,7 @@ from data.tools.listing import NO_LABEL, Listing
 from data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
 from data.tools.parallel import Advance, spread
 
-PROBED = 64  # number of images to encode for an estimate of the encoded size of all images
+PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
 IMAGES_PER_TASK = 256
 
 
@@ -28,38 +28,38 @@ class Split:
         return len(self.bytes)
 
     def entries(self, shard: int) -> np.ndarray:
-        """Return the entries of the images of one shard."""
+        """Return the entries of the listing that one shard stores."""
         return self.order[self.starts[shard] : self.starts[shard + 1]]
 
 
 def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> Split:
-    """Cut `order` into shards of nearly equal size, which exceed `shard_bytes` by one image at most.
+    """Divide `order` into shards of nearly equal size. A shard may exceed `shard_bytes` by one image at most.
 
     Args:
-        listing: files with sizes and labels.
-        order: entries in the order of writing.
-        shard_bytes: size of a shard in bytes.
-        ratio: size of a stored image divided by the size of its file.
+        listing: files with their sizes and labels.
+        order: entries of the listing in the order of writing.
+        shard_bytes: target size of a shard in bytes.
+        ratio: expected size of a stored image, divided by the size of its file.
     """
-    # Number of tar blocks of each sample: the blocks of the content, and one block for the header.
+    # Number of tar blocks of each sample: the blocks of the image, one block for its header, and two for a label.
     blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
     shard = ((ends - blocks) * shards) // ends[-1]  # number of the shard in which each image begins
     starts = np.searchsorted(shard, np.arange(shards + 1))
-    starts = np.unique(starts)  # remove empty shards after an image that is larger than a shard
+    starts = np.unique(starts)  # remove empty shards, which follow an image that is larger than a shard
     bounds = np.concatenate([[0], ends])[starts]
     return Split(order, starts, np.diff(bounds) * BLOCKSIZE)
 
 
 def shuffled(entries: np.ndarray, seed: int) -> np.ndarray:
-    """Return `entries` in random order."""
+    """Return `entries` in a random order that depends only on the seed."""
     return np.random.Generator(np.random.PCG64(seed)).permutation(entries)
 
 
 def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: int) -> float:
-    """Estimate the ratio of stored sizes to file sizes; 1 if the recipe does not encode images again."""
+    """Estimate the ratio of stored image sizes to file sizes. It is 1 if the recipe does not encode images again."""
     if not recipe.encodes:
         return 1.0
 
@@ -79,9 +79,9 @@ def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: 
 
 
 def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarray:
-    """Return each duplicate with the first entry of equal content: (K, 2) int64.
+    """Return pairs of a duplicate and the first entry of the same content: (K, 2) int64.
 
-    Files of unique size are not read.
+    A file whose size is unique is not read, because it cannot be a duplicate.
     """
     usable = listing.usable
     _, places, counts = np.unique(listing.sizes[usable], return_inverse=True, return_counts=True)
@@ -94,7 +94,7 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
         for entry in map(int, task[1]):
             try:
                 found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # give an unreadable file a unique digest; it is reported when its shard is written
+            except LeftOut:  # an unreadable file gets a unique digest and is reported later
                 found.append(digest(b"%d" % entry + listing.path(entry)))
             advance(1)
         return task[0], b"".join(found)
@@ -106,16 +106,16 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
 
 
 def same(entries: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Return each duplicate with the first entry of equal digest: (K, 2) int64, ascending.
+    """Return pairs of a duplicate and the first entry of the same digest: (K, 2) int64, sorted by duplicate.
 
     Args:
-        entries: (M,) int64.
-        digests: (M, 16) uint8.
+        entries: entries of the listing: (M,) int64.
+        digests: digest of the content of each entry: (M, 16) uint8.
     """
     low, high = digests.view(np.uint64).T
     order = np.lexsort((entries, low, high))
     new = np.ones(len(order), dtype=bool)
     new[1:] = (low[order][1:] != low[order][:-1]) | (high[order][1:] != high[order][:-1])
-    first = np.flatnonzero(new)[np.cumsum(new) - 1]  # for each entry, position of the first entry with the same digest
+    first = np.flatnonzero(new)[np.cumsum(new) - 1]  # position in `order` of the first entry with the same digest
     pairs = np.stack([entries[order][~new], entries[order][first][~new]], axis=1)
     return pairs[np.argsort(pairs[:, 0])]

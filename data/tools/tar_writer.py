@@ -1,4 +1,4 @@
-"""Writer of tars."""
+"""Writer of tars whose bytes depend only on the names and contents of the files."""
 
 import io
 import tarfile
@@ -9,7 +9,7 @@ from pathlib import Path
 def write_tar(path: str | Path, files: Iterable[tuple[str, bytes]]) -> None:
     """Write files, given as pairs of name and content, to an uncompressed tar.
 
-    The bytes of the tar depend only on names and contents: headers hold no user, no host name and no time.
+    The bytes of the tar depend only on names and contents, because the headers hold no user, host name or time.
     """
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         for name, content in files:

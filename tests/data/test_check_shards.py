@@ -120,7 +120,7 @@ def test_labels_that_are_none(write_tar, png, report, capsys):
     members = [m for n, text in enumerate(texts) for m in ((f"{n}.png", png(n)), (f"{n}.cls", text))]
     found = report(write_tar("t.tar", members), status=1)
     assert (found["bad_labels"], found["classes"]) == (4, {"1": 1, "2": 1})
-    assert "t.tar/1: b'cat' is no class number" in capsys.readouterr().out
+    assert "t.tar/1: b'cat' is not a class number" in capsys.readouterr().out
 
 
 def test_corrupt_images_are_named_and_the_others_counted(write_tar, png, report, capsys):
@@ -258,7 +258,7 @@ def test_no_index_for_shards_that_are_refused(write_shards, write_tar, report):
         ({"filesize": 9}, "filesize of data-000000.tar is"),
         ({"labelled": 0}, "labelled of data-000000.tar is 4, not 0"),
         ({"sha256": "00"}, "sha256 of data-000000.tar is"),
-        ({"url": "other.tar"}, "does not name data-000000.tar"),
+        ({"url": "other.tar"}, "does not list the shard data-000000.tar"),
     ],
 )
 def test_an_index_that_differs(write_shards, report, change, message):

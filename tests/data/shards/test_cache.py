@@ -112,7 +112,7 @@ def test_what_fails_leaves_nothing(tmp_path):
     assert held(tmp_path) == 20  # the count alone
     assert not list(tmp_path.rglob("*.part"))
     assert int((tmp_path / "bytes").read_text()) == 0
-    with pytest.raises(CacheError, match=r"may hold 1e-05 GB.*Raise source.cache_gb"):
+    with pytest.raises(CacheError, match=r"is limited to 1e-05 GB.*Raise source.cache_gb"):
         cache.open(name(1), lambda sink: [sink.write(bytes(1000)) for _ in range(11)])
     assert held(tmp_path) == 20
     assert take(cache, 1) == content(1)
@@ -164,7 +164,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
         assert take(cache, number) == content(number)
     assert held(tmp_path) <= before + room
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
-    with pytest.raises(CacheError, match=r"No space left.*Set TESSERA_CACHE to a local folder with space, or"):
+    with pytest.raises(CacheError, match=r"No space left.*Set TESSERA_CACHE to a local folder with more free space"):
         take(cache, 999)
     monkeypatch.undo()
     monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))

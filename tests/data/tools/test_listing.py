@@ -41,7 +41,7 @@ def test_class_folders_with_an_image_beside_them(photos, tmp_path, capsys):
     make(folder, tmp_path / "good", "--labels=folders")
     (folder / "b.jpg").write_bytes(picture(1))
     make(folder, tmp_path / "out", "--labels=folders", status=1)
-    assert "b.jpg lies in no class folder" in capsys.readouterr().err
+    assert "b.jpg is not in a class folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -119,7 +119,7 @@ def test_columns_by_name(three, tmp_path, capsys):
     [
         ("path\n../x.jpg\n", [], "entry 1, '../x.jpg', is outside"),
         ("path\n0.jpg\n/etc/passwd\n", [], "entry 2, '/etc/passwd', is outside"),
-        ("path\n0.jpg\n1.jpg\n./0.jpg\n", [], "1 paths are repeated, the first 0.jpg"),
+        ("path\n0.jpg\n1.jpg\n./0.jpg\n", [], "1 paths are repeated, the first is 0.jpg"),
         ("path,label\n0.jpg,-1\n", [], "below 0"),
         ("path,label\n0.jpg\n", [], "line 2 has 1 fields, but the heading has 2"),
         ("path\nno.jpg\n", [], "names no existing images"),
@@ -223,7 +223,7 @@ def test_nothing_to_read_says_what_is_there(photos, tmp_path, capsys):
     make(photos({"a.gif": b"GIF89a", "b.jpg": b""}), tmp_path / "out", status=1)
     assert "1 x the file is empty, 1 x .gif" in capsys.readouterr().err
     make(photos({"a.jpg": b"no image"}, "other"), tmp_path / "out", status=1)
-    assert "no image is good" in capsys.readouterr().err
+    assert "none of the files is a good image" in capsys.readouterr().err
     assert rows(tmp_path / "out" / "left_out.csv")
     make(tmp_path / "nowhere", tmp_path / "out2", status=1)
     assert "does not exist" in capsys.readouterr().err
