@@ -1,10 +1,13 @@
 """Load published weights into an encoder.
 
-Loading is strict: a missing tensor or an unknown tensor is an error. Tensors of known other parts of the published
-model, such as the class head, are left out.
+Loading is strict: a missing tensor or an unknown tensor is an error. Tensors that are known to belong to other parts of
+the published model, such as the class head, are left out.
 
-Loading has three steps. The checkpoint is read and unwrapped. The format of the weights is recognised. The `Format` of
-the encoder's family renames and resizes the tensors.
+Loading has three steps:
+
+1. Read the file, and take the state dict out of the checkpoint.
+2. Recognise the weight format by the names and shapes of the tensors.
+3. Rename and resize the tensors with the `Format` of the encoder's family.
 """
 
 import argparse
@@ -34,31 +37,31 @@ class Format(Protocol):
     """Weight format of one encoder family. Modules such as `encoders.formats.vit` implement this protocol."""
 
     NAME: str
-    """Name of the encoder family with its article, for error messages: `a ViT`."""
+    """Name of the encoder family with an article, such as `a ViT`. Error messages contain this name."""
     ACCEPTS: tuple[str, ...]
-    """Names of the encoder families whose weights `fit` accepts."""
+    """`NAME` of each encoder family whose weights `fit` can convert."""
     DECIDES: dict[str, str]
-    """Part of a tensor name -> encoder setting that determines the shape or the existence of the tensor."""
+    """Map from a part of a tensor name to the encoder settings that determine the shape or existence of the tensor."""
 
     def recognises(self, state: State) -> bool:
-        """Return True for weights of this family. At most one format may return True for the same weights."""
+        """Return True if `state` holds weights of this family. For any weights, at most one format returns True."""
         ...
 
     def fit(self, encoder: Encoder, state: State, source: Source, report: Report) -> State:
-        """Return the weights with the tensor names and shapes of `encoder`."""
+        """Return the weights in `state`, converted to the tensor names and shapes of `encoder`."""
         ...
 
     def describe(self, state: State) -> dict[str, Any]:
-        """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing."""
+        """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing."""
         ...
 
     def to_timm(self, encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-        """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names."""
+        """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's names."""
         ...
 
 
 FORMATS: dict[type[Encoder], Format] = {ViT: vit, Swin: swin, Twins: twins, NaViT: navit, SAMViT: sam_vit}
-"""Encoder class -> weight format of the class. The order of the entries does not matter."""
+"""Weight format of each encoder class. The order of the entries does not matter."""
 
 PLACES = {
     "auto": ("teacher", "student", "model", "state_dict"),
@@ -72,12 +75,12 @@ PLACES = {
     "vit_pytorch": (),
     "timm": ("state_dict", "model"),
 }
-"""Source -> checkpoint keys under which the source stores weights, in order of preference. A checkpoint without any of
+"""Checkpoint keys under which each source stores the state dict, in order of preference. A checkpoint that has none of
 these keys is itself the state dict."""
 
 WRAPPERS = {"backbone.": ("head.", "head_dense.", "dino_head.", "ibot_head."), "encoder.": ("decoder.",)}
-"""Prefix of the encoder's tensor names -> prefixes of tensor names that do not belong to the encoder. The first entry
-is for models of DINO, EsViT and DINOv2, the second for models of SimMIM."""
+"""Map from the name prefix of the encoder's tensors to the name prefixes of tensors outside of the encoder. The first
+entry is for checkpoints of DINO, EsViT and DINOv2. The second entry is for checkpoints of SimMIM."""
 
 
 def load_weights(
@@ -85,17 +88,19 @@ def load_weights(
 ) -> Report:
     """Load published weights, or weights of this project, into `encoder`.
 
-    If the class of `encoder` is not in `FORMATS`, the weights must have the tensor names and shapes of `encoder`.
+    If the class of `encoder` is not in `FORMATS`, the weights must already have the tensor names and shapes of
+    `encoder`.
 
     Args:
         encoder: encoder that receives the weights.
         path_or_state_dict: path of a weight file, or the content of such a file.
-        source: project that wrote the file. The source determines the key under which the file stores the weights;
+        source: project that wrote the file. The source determines the key under which the file stores the weights.
             "auto" tries the keys of all sources. With "ours", a position table that has as many rows as the encoder's
             table is assumed to have the encoder's grid.
 
     Raises:
-        WeightsError: the weights do not fit the encoder. The encoder then keeps its previous weights.
+        WeightsError: the file cannot be read, or the weights do not fit the encoder. In both cases, the encoder keeps
+            its previous weights.
     """
     checkpoint = read(path_or_state_dict) if isinstance(path_or_state_dict, str | Path) else path_or_state_dict
     if source not in get_args(Source):
@@ -126,10 +131,12 @@ def recognise(state: State) -> Format:
     found = [form for form in FORMATS.values() if form.recognises(state)]
     if not found:
         known = ", ".join(form.NAME for form in FORMATS.values())
-        raise WeightsError(f"The format of the weights is not recognised. Known: {known}. Found: {listed(state)}.")
+        raise WeightsError(
+            f"The format of the weights is not recognised. Known formats: {known}. Tensors: {listed(state)}."
+        )
     if len(found) > 1:
-        names = " and of ".join(form.NAME for form in found)
-        raise WeightsError(f"The format of the weights is ambiguous. They may be weights of {names}.")
+        names = " or of ".join(form.NAME for form in found)
+        raise WeightsError(f"The format of the weights is ambiguous. The file may hold weights of {names}.")
     return found[0]
 
 
@@ -141,12 +148,14 @@ def format_of(encoder: Encoder) -> Format:
     """
     form = FORMATS.get(type(encoder))
     if form is None:
-        raise WeightsError(f"{type(encoder).__name__} has no weight format. Add one to encoders.formats.checkpoint.")
+        raise WeightsError(
+            f"{type(encoder).__name__} has no weight format. Add a format to FORMATS in encoders.formats.checkpoint."
+        )
     return form
 
 
 def read(path: str | Path) -> Any:
-    """Read a .safetensors file or a torch file. Pickled code is never executed.
+    """Read a .safetensors file, or a file written by `torch.save`. Pickled code is never executed.
 
     Raises:
         WeightsError: the file is not a weight file, or it holds pickled objects other than plain data.
@@ -162,10 +171,10 @@ def read(path: str | Path) -> Any:
         if blocked is None:
             # Leave out a message of torch that recommends weights_only=False, because this option runs pickled code.
             reason = "" if "weights_only" in str(error) else f": {error}"
-            raise WeightsError(f"{path} is not a .safetensors or torch file of weights{reason}.") from error
+            raise WeightsError(f"{path} is neither a .safetensors file nor a torch file of weights{reason}.") from error
         raise WeightsError(
-            f"{path} is not read. It holds the pickled object {blocked[1]}, which could run code. "
-            "If you trust the file, save its state dict alone as .safetensors."
+            f"{path} was not loaded, because it holds the pickled object {blocked[1]}, which could run code. "
+            "If you trust the file, save only its state dict as .safetensors."
         ) from error
 
 
@@ -173,7 +182,7 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
     """Return the flat state dict of a checkpoint, without the prefixes of wrapper modules.
 
     Raises:
-        WeightsError: the checkpoint is not a dict, or no state dict is found in the checkpoint for `source`.
+        WeightsError: the checkpoint is not a dict with string keys, or it has no state dict where `source` stores it.
     """
     _check_dict(checkpoint)
     place = next((name for name in PLACES[source] if isinstance(checkpoint.get(name), Mapping)), None)
@@ -182,7 +191,10 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
         checkpoint = checkpoint[place]
         _check_dict(checkpoint)
     if not checkpoint or not all(isinstance(value, Tensor) for value in checkpoint.values()):
-        raise WeightsError(f"The checkpoint has no weights for source {source!r}. It holds {listed(checkpoint)}.")
+        raise WeightsError(
+            f"The checkpoint has no state dict where source {source!r} stores it. The checkpoint holds "
+            f"{listed(checkpoint)}. Pass the state dict itself, or another source."
+        )
     state = {name.removeprefix("module.").replace("_orig_mod.", ""): tensor for name, tensor in checkpoint.items()}
     for wrapper, others in WRAPPERS.items():
         if any(name.startswith(wrapper) for name in state):
@@ -195,12 +207,12 @@ def _check_dict(checkpoint: Any) -> None:
     """Raise `WeightsError` unless `checkpoint` is a dict whose keys are strings."""
     if not isinstance(checkpoint, Mapping):
         raise WeightsError(
-            f"The checkpoint is of type {type(checkpoint).__name__}. It must be a dict of names and tensors: save the "
-            "state_dict() of the model."
+            f"The checkpoint is of type {type(checkpoint).__name__}. It must be a dict that maps names to tensors. "
+            "Save the state_dict() of the model."
         )
     other = {type(key).__name__ for key in checkpoint if not isinstance(key, str)}
     if other:
         raise WeightsError(
-            f"The checkpoint has keys of type {', '.join(sorted(other))}. The keys must be names of tensors: save the "
-            "state_dict() of the model."
+            f"The checkpoint has keys of type {', '.join(sorted(other))}. The keys must be tensor names. "
+            "Save the state_dict() of the model."
         )

@@ -1,7 +1,7 @@
 """Weight formats of the NaViT: those of vit-pytorch (na_vit.py) and of this project.
 
-Letters in shapes: D width of a token; P values of a patch with p1 x p2 pixels and c channels; R rows of a position
-table.
+Letters in shapes: D is the width of a token, P is the number of values in a patch of p1 x p2 pixels with c channels,
+and R is the number of rows of a position table.
 """
 
 import math
@@ -55,17 +55,17 @@ THEIRS = {
     r"attn_pool\.norm\.gamma": "attn_pool.norm.weight",
     r"attn_pool\.": "attn_pool.attn.",
 }
-"""Pattern for the start of a tensor name in vit-pytorch -> start of the name in this project."""
+"""Map from patterns for the start of a tensor name in vit-pytorch to the start of the name in this project."""
 LINEARS = {"attn.to_q.": "attn.q.", "attn.to_kv.": "attn.kv.", "attn.to_out.0.": "attn.proj."}
 
 
 def recognises(state: State) -> bool:
-    """Return True if `state` holds weights of a NaViT. A NaViT has one position table for rows and one for columns."""
+    """Return True if `state` holds weights of a NaViT, which has separate position tables for rows and columns."""
     return _is_theirs(state) or {"pos_embed_rows", "pos_embed_columns", "patch_embed.proj.weight"} <= set(state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights with the tensor names, number of channels and position table sizes of `encoder`."""
+    """Return the weights, converted to the tensor names, number of channels and position table sizes of `encoder`."""
     if not isinstance(encoder, NaViT):
         raise WeightsError(f"These weights fit a NaViT, not {type(encoder).__name__}.")
     state = _named_as_ours(state, report, encoder)
@@ -82,10 +82,11 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
+    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
 
-    If P / 3 is a square number, a patch of P values is assumed to have three channels. Otherwise it is assumed to have
-    the smallest number of channels C for which P / C is a square number.
+    The weights determine only the number P of values in a patch. If P / 3 is a square number, the patch is assumed to
+    have three channels. Otherwise, the patch is assumed to have the smallest number of channels C for which P / C is a
+    square number.
 
     Raises:
         WeightsError: required tensors are missing.
@@ -113,7 +114,10 @@ def describe(state: State) -> dict[str, Any]:
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     """Raise `WeightsError`, because timm has no NaViT."""
-    raise WeightsError("timm has no NaViT. Its models for packed images have other architectures. Save it as ours.")
+    raise WeightsError(
+        "timm has no NaViT, and timm's models for packed images have other architectures. Export the encoder with "
+        "--to ours."
+    )
 
 
 def _is_theirs(state: State) -> bool:
@@ -129,9 +133,9 @@ def _named_as_ours(state: State, report: Report, encoder: NaViT | None = None) -
         return state
     if any(".to_queries." in name for name in state):
         raise WeightsError(
-            "The file has weights of vit-pytorch's NaViT on nested tensors (na_vit_nested_tensor.py). That is another "
-            "architecture: layer norms on queries and keys, logits / sqrt(head_dim), pooling without residual. Only "
-            "weights of na_vit.py fit."
+            "The file has weights of vit-pytorch's NaViT on nested tensors (na_vit_nested_tensor.py). This model has "
+            "another architecture: it has layer norms on queries and keys, divides logits by sqrt(head_dim), and pools "
+            "without a residual connection. Only weights of na_vit.py can be loaded."
         )
     shifts = [name for name in state if name.endswith(".beta") and not name.startswith("mlp_head.")]
     moved = [name for name in shifts if bool(state[name].any())]
@@ -160,7 +164,7 @@ def _our_name(name: str) -> str:
 
 
 def _patch(values: int) -> tuple[int, int]:
-    """Return the side in pixels and the number of channels of a patch that has `values` values."""
+    """Return the side in pixels and the number of channels of a patch, given its number of values."""
     side = math.isqrt(values // 3)
     if values != 3 * side**2:
         side = max(side for side in range(1, math.isqrt(values) + 1) if values % side**2 == 0)
@@ -175,7 +179,7 @@ def _check_size(encoder: NaViT, state: State):
 
 
 def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
-    """Repeat the channels of the patch embedding and of the norm before it, to fit the encoder's number of channels."""
+    """Adapt the patch embedding, and the norm that precedes it, to the encoder's number of image channels."""
     name, norm = "patch_embed.proj.weight", "patch_embed.norm1.weight"
     before = state[name].shape[1] // encoder.stride**2
     if before == encoder.channels:

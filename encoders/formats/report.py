@@ -1,4 +1,4 @@
-"""Report on loaded weights, and checks that all weight formats share."""
+"""Report about the loading of weights, and functions that all weight formats share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ State = dict[str, Tensor]
 
 @dataclass
 class Report:
-    """Loaded, left out, missing and resized tensors of a checkpoint. `str(report)` is the text for the user."""
+    """Tensors that were loaded, left out, missing or resized. `str(report)` is a summary for the user."""
 
     used: list[str] = field(default_factory=list)
     """Names of the tensors that were loaded."""
@@ -36,11 +36,14 @@ def check_names(state: Iterable[str], expected: Iterable[str], decides: Mapping[
     """Check that the tensor names in `state` are exactly the `expected` names.
 
     Args:
-        decides: part of a tensor name -> encoder setting that determines the shape or the existence of the tensor.
+        state: tensor names of the checkpoint.
+        expected: tensor names of the encoder.
+        decides: map from a part of a tensor name to the encoder settings that determine the shape or existence of the
+            tensor.
 
     Raises:
-        WeightsError: tensors are missing or unknown. The message lists these tensors and the settings that determine
-            them.
+        WeightsError: tensors are missing from the checkpoint or unknown to the encoder. The message lists these tensors
+            and the settings that determine them.
     """
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unexpected:
@@ -61,7 +64,7 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
     """Check that each tensor of `state` has the shape of the encoder tensor with the same name in `own`.
 
     Raises:
-        WeightsError: tensors have other shapes. The message lists these tensors.
+        WeightsError: a tensor has another shape than the encoder's tensor. The message lists all such tensors.
     """
     wrong = [
         f"{name} {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
@@ -70,7 +73,7 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"The checkpoint has tensors of other shapes than the encoder: {listed(wrong)}. {advice(wrong, decides)}"
+            f"Tensors of the checkpoint have other shapes than the encoder: {listed(wrong)}. {advice(wrong, decides)}"
         )
 
 
@@ -78,7 +81,7 @@ def check_values(state: State) -> None:
     """Check that all tensors are floating point and finite.
 
     Raises:
-        WeightsError: a tensor is integer or bool, or has NaN or infinite values. The message lists all such tensors.
+        WeightsError: a tensor holds integers or bools, or has NaN or infinite values. The message lists such tensors.
     """
     integers = [f"{name} ({tensor.dtype})" for name, tensor in state.items() if not tensor.is_floating_point()]
     if integers:
@@ -87,28 +90,31 @@ def check_values(state: State) -> None:
     names = [f"{name} ({count:,} of {state[name].numel():,})" for name, count in bad.items() if count]
     if names:
         raise WeightsError(
-            f"The checkpoint has NaN or infinite values: {listed(names)}. The training that wrote it diverged, or the "
-            "file is damaged. Use an earlier checkpoint."
+            f"The checkpoint has NaN or infinite values: {listed(names)}. The training diverged, or the file is "
+            "damaged. Use an earlier checkpoint."
         )
 
 
 def split_off(state: State, parts: Iterable[str], report: Report) -> State:
-    """Return `state` without the tensors whose first name part is in `parts`. Add their names to `report.left_out`."""
+    """Return `state` without the tensors whose name before the first dot is in `parts`.
+
+    The names of the removed tensors are added to `report.left_out`.
+    """
     parts = set(parts)
     report.left_out += [name for name in state if name.split(".")[0] in parts]
     return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in parts}
 
 
 def depth_of(state: State) -> int:
-    """Return the number of blocks in `state`. The tensors of a block have names of the form `blocks.NUMBER.*`."""
+    """Return the number of blocks in `state`. The tensors of block N have names of the form `blocks.N.*`."""
     return len({name.split(".")[1] for name in state if name.startswith("blocks.")})
 
 
 def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> Tensor:
     """Adapt the filters (D, C, h, w) of the first layer to images with `channels` channels.
 
-    The C channels of the filters are repeated in turn, and the filters are scaled by C / `channels`. If the channels of
-    an image are repeated in the same way, the output of the layer stays the same.
+    The C channels of the filters are repeated in turn, and the filters are scaled by C / `channels`. If `channels` is a
+    multiple of C, this scaling keeps the output unchanged for images whose channels are repeated in the same way.
     """
     before = weight.shape[1]
     if before == channels:
@@ -118,15 +124,15 @@ def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> 
 
 
 def advice(names: Iterable[str], decides: Mapping[str, str]) -> str:
-    """Return a sentence for error messages that lists the settings which determine the tensors in `names`."""
+    """Return a sentence for error messages. It lists the encoder settings that determine the tensors in `names`."""
     settings = sorted({setting for part, setting in decides.items() if any(part in name for name in names)})
     if not settings:
         return "No setting of the encoder changes these tensors."
-    return f"Settings to look at: {', '.join(settings)}."
+    return f"Encoder settings to look at: {', '.join(settings)}."
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Join the first `most` names with commas, and append the number of names that are not shown."""
+    """Join the first `most` names with commas, and append the number of the remaining names."""
     names = list(names)
     if not names:
         return "nothing"
@@ -135,7 +141,7 @@ def listed(names: Iterable[str], most: int = 12) -> str:
 
 
 def _short(names: Iterable[str]) -> str:
-    """Join names in short form. Names with the same first part become one entry with a count, such as `head.* (2)`."""
+    """Join names with commas. Names with the same part before the first dot become one entry, such as `head.* (2)`."""
     groups: dict[str, int] = {}
     for name in names:
         first, dot, _ = name.partition(".")

@@ -1,6 +1,6 @@
 """Weight formats of the SAM-ViT (Segment Anything, timm, this project and plain ViTs), and export to timm.
 
-Letters in shapes: D width of the blocks.
+The letter D in shapes is the width of the blocks.
 """
 
 from typing import Any
@@ -50,9 +50,10 @@ DECIDES = {
     "neck.": "out_dim",
 }
 ELSEWHERE = {"prompt_encoder", "mask_decoder", "pixel_mean", "pixel_std", "head"}
-"""First name parts of tensors in the full SAM model and in timm's classifiers that do not belong to the encoder."""
+"""Tensors of the full SAM model and of timm's classifiers that do not belong to the encoder. Each entry is a tensor
+name up to its first dot."""
 LEFT_OF_VIT = {"cls_token", "dist_token", "reg_token", "norm", "fc_norm", "head", "head_dist", "pre_logits"}
-"""First name parts of ViT tensors that have no counterpart in a SAM-ViT."""
+"""Tensors of a ViT without a counterpart in a SAM-ViT. Each entry is a tensor name up to its first dot."""
 
 
 def recognises(state: State) -> bool:
@@ -65,12 +66,12 @@ def recognises(state: State) -> bool:
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return weights of a SAM-ViT or a ViT with the tensor names of `encoder`.
+    """Return weights of a SAM-ViT or a ViT, converted to the tensor names of `encoder`.
 
     Position tables are resized to the grid and the windows of `encoder`.
 
-    A ViT provides the patch embedding, the blocks and the absolute positions. The relative positions and the neck of
-    the encoder then keep their initial values.
+    Weights of a ViT contain only the patch embedding, the blocks and the absolute positions. In this case, the relative
+    positions and the neck of the encoder keep their initial values.
     """
     if not isinstance(encoder, SAMViT):
         raise WeightsError(f"These weights fit a SAM-ViT, not {type(encoder).__name__}.")
@@ -96,7 +97,7 @@ def _named(state: State) -> State:
 
 
 def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> State:
-    """Return the ViT weights that a SAM-ViT can use. The position table of the patches becomes (1, rows, columns, D).
+    """Return the ViT weights that a SAM-ViT can use, with a position table of shape (1, rows, columns, D).
 
     Raises:
         WeightsError: the ViT has layer scale, norms of queries or norms of patches, which a SAM-ViT does not have.
@@ -106,7 +107,7 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
     for part, what in lacking.items():
         strange = [name for name in state if part in name]
         if strange:
-            raise WeightsError(f"A SAM-ViT cannot grow from this ViT, because it has no {what} ({strange[0]}, ...).")
+            raise WeightsError(f"These ViT weights do not fit a SAM-ViT, which has no {what} ({strange[0]}, ...).")
     decoder = {name.split(".")[0] for name in state if name.startswith("decoder_")}
     # The mask token of an MAE checkpoint belongs to the decoder, not to the encoder.
     elsewhere = LEFT_OF_VIT | decoder | ({"mask_token"} if decoder else set())
@@ -124,15 +125,15 @@ def _check_size(encoder: SAMViT, state: State):
     own_dim, _, own_patch, _ = encoder.patch_embed.proj.weight.shape
     if (dim, depth, patch_size) != (own_dim, len(encoder.blocks), own_patch):
         raise WeightsError(
-            f"The checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
-            f"{own_dim} wide with {len(encoder.blocks)} blocks and patches of {own_patch} pixels. To "
-            f"load it, build {_variant(dim, depth) or f'an encoder with dim={dim}, depth={depth}'} with "
+            f"The checkpoint has width {dim}, {depth} blocks and patches of {patch_size} pixels. This encoder has "
+            f"width {own_dim}, {len(encoder.blocks)} blocks and patches of {own_patch} pixels. To load the checkpoint, "
+            f"build {_variant(dim, depth) or f'an encoder with dim={dim}, depth={depth}'} with "
             f"patch_size={patch_size}."
         )
     heads, table = modules_of(encoder.blocks, Block)[0].attn.heads, state.get("blocks.0.attn.rel_pos_h")
     if table is not None and table.shape[1] * heads != dim:
         raise WeightsError(
-            f"The checkpoint has heads {table.shape[1]} wide, this encoder {dim // heads}. "
+            f"The checkpoint has heads of width {table.shape[1]}, and this encoder has heads of width {dim // heads}. "
             f"Build the encoder with heads={dim // table.shape[1]}."
         )
 
@@ -147,7 +148,7 @@ def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
             state["pos_embed"] = resize_table(table.flatten(1, 2), old, new, "mae").unflatten(1, new)
             report.resized.append(
                 f"pos_embed resized from {old[0]} x {old[1]} to {new[0]} x {new[1]} by the rule of MAE, "
-                "as no rule is published for it"
+                "because no rule is published for SAM"
             )
     for name in [name for name in state if "rel_pos" in name and state[name].ndim == 2]:
         before, length = len(state[name]), len(own[name])
@@ -158,7 +159,7 @@ def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
+    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
 
     The weights do not determine the epsilon of the norms and the drop path rate. Both settings keep their defaults.
 
@@ -191,10 +192,10 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _windows(state: State) -> dict[str, Any]:
-    """Return the grid, heads, window size and global blocks of the weights.
+    """Return the grid, number of heads, window size and global blocks of the weights.
 
-    The values are those of the variant with the same width and depth, if the tables agree with the variant. Otherwise
-    the values follow from the shapes of the relative position tables.
+    If the shapes of the position tables agree with the variant of the same width and depth, the values are those of
+    this variant. Otherwise, the values are derived from the shapes of the relative position tables.
     """
     dim, depth = state["patch_embed.proj.weight"].shape[0], depth_of(state)
     grid = tuple(state["pos_embed"].shape[1:3]) if "pos_embed" in state else None
@@ -213,7 +214,7 @@ def _windows(state: State) -> dict[str, Any]:
     if first is None:
         raise WeightsError(
             "Heads, windows and global blocks are unknown, because the weights have no relative positions. "
-            "Build the encoder with these settings."
+            "Build the encoder with heads, window_size and global_blocks, and load the weights with load_weights."
         )
     grid = grid or max(sizes)
     windows = {size[0] for size in sizes if size != grid} or {0}
@@ -226,10 +227,10 @@ def _windows(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
+    """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
-    At the encoder's image size, the timm model computes the same features as the encoder. At other sizes, timm resizes
-    absolute positions by another rule than the encoder. The mask token is not exported.
+    At the encoder's image size, the timm model computes the same features as the encoder. At other sizes, the features
+    differ, because timm resizes absolute positions by another rule. The mask token is not exported.
 
     Raises:
         WeightsError: timm has no equivalent model.
@@ -266,10 +267,10 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     height, width = (n * encoder.stride for n in encoder.table_grid)
     options |= {"num_classes": 0, "img_size": height if height == width else (height, width)}
     if eps == 1e-6:
-        options["norm_layer"] = ""  # an empty name selects the published epsilon 1e-6; timm's default is 1e-5
+        options["norm_layer"] = ""  # an empty norm_layer selects the epsilon 1e-6 of SAM; timm's default is 1e-5
     return TIMM[variant], options, state
 
 
 def _variant(dim: int, depth: int) -> str | None:
-    """Return the name of the variant with this width and depth, or None if no variant has them."""
+    """Return the name of the variant with this width and depth, or None if there is no such variant."""
     return next((n for n, s in sam_vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)), None)

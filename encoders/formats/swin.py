@@ -1,6 +1,6 @@
 """Weight formats of the Swin Transformer (Microsoft, timm and this project), and export to timm.
 
-Letters in shapes: R rows of a table of biases or positions; D width of a token.
+Letters in shapes: R is the number of rows of a bias table or position table, and D is the width of a token.
 """
 
 import math
@@ -34,24 +34,24 @@ DECIDES = {
 FIRST = "patch_embed.proj.weight"
 TABLE = ".attn.relative_position_bias_table"
 REBUILT = ("attn_mask", "relative_position_index")
-"""Endings of the names of buffers that are not loaded, because they depend only on the image size."""
+"""Name endings of buffers. Buffers are not loaded, because their values are not trained and can be recomputed."""
 
 USUAL = {"window_size": 7, "patch_size": 4, "channels": 3, "mlp_ratio": 4.0, "qkv_bias": True, "patch_norm": True}
 USUAL |= {"absolute_positions": False, "mask_token": False}
 OPTIONS = {"dim": "embed_dim", "heads": "num_heads", "channels": "in_chans"}
-"""Name of a setting in this project -> different name of this setting in timm."""
+"""Map from settings of this project to timm's options, for settings that have another name in timm."""
 TIMM = {7: 224, 12: 384}
-"""Window size -> image size of the Swin models in timm. Only the base and large models exist with window size 12."""
+"""Image size of timm's Swin models for each window size. Only base and large models exist with window size 12."""
 
 
 def recognises(state: State) -> bool:
-    """Return True if `state` holds weights of a Swin Transformer V1. Weights of V2 have no bias table."""
+    """Return True for weights of a Swin Transformer V1, and False for Swin V2, which has no bias table."""
     first = state.get(FIRST)
     return first is not None and first.ndim == 4 and f"layers.0.blocks.0{TABLE}" in state
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights with the encoder's tensor names. Tables are resized to the encoder's windows and grid."""
+    """Return the weights with the encoder's tensor names, and with tables resized to the encoder's windows and grid."""
     if not isinstance(encoder, Swin):
         raise WeightsError(f"These weights fit a Swin Transformer, not {type(encoder).__name__}.")
     own = encoder.state_dict()
@@ -71,10 +71,10 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
+    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
 
     Raises:
-        WeightsError: required tensors are missing, or a bias table does not belong to square windows.
+        WeightsError: required tensors are missing, or the bias table of a block does not belong to a square window.
     """
     settings = _settings(_official_names(state))
     variant = _nearest(settings, list(swin.VARIANTS))
@@ -83,7 +83,7 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
+    """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     For images of the encoder's `image_size`, the timm model computes the same features as the encoder. The mask token
     is not exported.
@@ -114,7 +114,8 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 def _official_names(state: State) -> State:
     """Return the weights with Microsoft's tensor names and without buffers.
 
-    In timm, patch merging is the first layer of a stage. In Microsoft's code, it is the last layer of the stage before.
+    In timm, patch merging is the first layer of a stage. In Microsoft's code, patch merging is the last layer of the
+    previous stage, so the stage numbers in timm's names are reduced by one.
     """
     state = {name: tensor for name, tensor in state.items() if not name.endswith(REBUILT)}
     if "layers.0.downsample.reduction.weight" in state:
@@ -136,7 +137,7 @@ def _stage(name: str) -> int:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """Return the settings that follow from the shapes and names of the tensors."""
+    """Derive the settings of an encoder from the shapes and names of the tensors."""
     dim, channels, patch_size, _ = state[FIRST].shape
     depths, heads = _depths_and_heads(state)
     # The MLP ratio is taken from the last stage, because the widest MLP gives the smallest rounding error.
@@ -169,17 +170,17 @@ def _depths_and_heads(state: State) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _window(rows: int, name: str) -> int:
-    """Return the side in tokens of a square window whose bias table has `rows` rows."""
+    """Return the side in tokens of the square window whose bias table has `rows` rows."""
     side = math.isqrt(rows)
     if side * side != rows or side % 2 == 0:
-        raise WeightsError(f"{name} has {rows} rows, which do not belong to square windows.")
+        raise WeightsError(f"{name} has {rows} rows. No square window has a bias table of this size.")
     return (side + 1) // 2
 
 
 def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
-    """Return the variant that agrees with `settings` in most of width, depths and heads.
+    """Return the variant that shares as many as possible of `dim`, `depths` and `heads` with `settings`.
 
-    A micro variant is preferred only if it agrees in all three.
+    A micro variant is returned only if all three values are equal.
     """
 
     def alike(variant: str) -> int:
@@ -196,9 +197,9 @@ def _check_size(encoder: Swin, state: State):
         names = {(v["dim"], v["depths"], v["heads"]): name for name, v in swin.VARIANTS.items()}
         fitting = names.get((dim, depths, heads), f"an encoder with dim={dim}, depths={depths}, heads={heads}")
         raise WeightsError(
-            f"The checkpoint is {dim} wide with depths {depths}, heads {heads} and patches of {patch_size} pixels, "
-            f"this encoder {own} wide with depths {encoder.depths}, heads {encoder.heads} and patches of "
-            f"{encoder.patch_size} pixels. To load it, build {fitting} with patch_size={patch_size}."
+            f"The checkpoint has width {dim}, depths {depths}, heads {heads} and patches of {patch_size} pixels. "
+            f"This encoder has width {own}, depths {encoder.depths}, heads {encoder.heads} and patches of "
+            f"{encoder.patch_size} pixels. To load the checkpoint, build {fitting} with patch_size={patch_size}."
         )
 
 
@@ -209,7 +210,7 @@ def _windows(encoder: Swin) -> list[tuple[int, int]]:
 
 
 def _middle(window: int, size: tuple[int, int]) -> Tensor:
-    """Return indices into the bias table of a square window: the rows with the relative positions of a smaller window.
+    """Return row indices of a square window's bias table: the rows for the relative positions in a smaller window.
 
     Args:
         window: side of the square window.
@@ -222,10 +223,10 @@ def _middle(window: int, size: tuple[int, int]) -> Tensor:
 def _fit_biases(encoder: Swin, state: State, report: Report) -> State:
     """Resize each bias table (R, heads) to the encoder's windows.
 
-    In Microsoft's code and in timm, the bias table of a stage is smaller if the grid of the stage is smaller than a
-    window. Such a table is copied to the middle of the encoder's table, which holds the same relative positions. The
-    rows around the middle repeat the outermost biases. Images of the original size do not use these rows. Tables for
-    another `window_size` are resized by bicubic interpolation, as in Microsoft's code.
+    In Microsoft's code and in timm, a stage has a smaller bias table if the grid of the stage is smaller than a window.
+    Such a table is copied to the middle of the encoder's table, where the rows stand for the same relative positions.
+    The rows around the middle repeat the outermost biases. Images of the original size do not use the repeated rows.
+    Tables for another `window_size` are resized by bicubic interpolation, as in Microsoft's code.
     """
     state, window, windows = dict(state), encoder.window_size, _windows(encoder)
     counts = {name: len(state[name]) for name in _tables(state)}
@@ -258,11 +259,18 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def _fit_positions(encoder: Swin, state: State, source: Source, report: Report) -> State:
-    """Resize the position table (1, R, D) to the encoder's grid. The table's grid is square or the encoder's grid."""
+    """Resize the position table (1, R, D) to the encoder's grid.
+
+    Raises:
+        WeightsError: the number of rows R fits neither a square grid nor the encoder's grid.
+    """
     table, own = state["absolute_pos_embed"], encoder.table_grid
     grid = grid_of(table.shape[1], own, source)
     if grid is None:
-        raise WeightsError(f"The grid of a position table of {table.shape[1]} rows is unknown. It is not square.")
+        raise WeightsError(
+            f"The grid of a position table of {table.shape[1]} rows is unknown. The table fits neither a square grid "
+            "nor the encoder's grid."
+        )
     if grid == own:
         return state
     report.resized.append(f"absolute_pos_embed resized from {_by(grid)} to {_by(own)}")
@@ -284,11 +292,11 @@ def _check_timm(encoder: Swin):
     elif attention.scale != (encoder.patch_embed.proj.out_channels // encoder.heads[0]) ** -0.5:
         reason = "qk_scale is set"
     elif height % encoder.patch_size or width % encoder.patch_size:
-        reason = f"images of {pixels} do not divide into patches of {encoder.patch_size}. Build another image_size"
+        reason = f"images of {pixels} do not divide into patches of {encoder.patch_size}. Change image_size"
     elif any(side % encoder.window_size for side in sides):
         reason = (
-            f"images of {pixels} need padding in windows of {encoder.window_size}, which timm does not mask. Build an "
-            "image_size whose grids divide into windows"
+            f"images of {pixels} need padding to fill windows of {encoder.window_size}, and timm does not mask this "
+            "padding. Build the encoder with an image_size whose grids divide into windows"
         )
     if reason:
         raise WeightsError(f"timm has no equivalent of this Swin Transformer: {reason}.")

@@ -1,6 +1,6 @@
 """Weight formats of the Twins-SVT (Meituan, timm, vit-pytorch's twins_svt.py and this project), and export to timm.
 
-Letters in shapes: D width of a stage; C channels and p x p pixels of a patch of the first stage.
+Letters in shapes: D is the width of a stage. A patch of the first stage has C channels and p x p pixels.
 """
 
 import inspect
@@ -39,7 +39,7 @@ DECIDES = {
 FIRST = "patch_embeds.0.proj.weight"
 PIXEL_NORM = "patch_embeds.0.pixel_norm.weight"
 
-# Patterns of tensor names in vit-pytorch.
+# The next patterns match tensor names in vit-pytorch.
 THEIR_EMBED = re.compile(r"layers\.(\d+)\.0\.proj\.([012])\.(g|b|weight|bias)")
 THEIR_LAYER = re.compile(r"layers\.(\d+)\.([13])\.layers\.(\d+)\.([0-3])\.fn\.(.+)\.(g|b|weight|bias)")
 THEIR_POSITIONS = re.compile(r"layers\.(\d+)\.2\.proj\.fn\.(weight|bias)")
@@ -56,7 +56,7 @@ LAYER_PARTS = {
 }
 ENDINGS = {"g": "weight", "b": "bias", "weight": "weight", "bias": "bias"}
 
-THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # vit-pytorch fixes these values in its code
+THEIR_HEADS, THEIR_HEAD_DIM, THEIR_EPS = 8, 64, 1e-5  # constants in the code of vit-pytorch
 PUBLISHED_HEAD_DIM = 32
 """Width of one attention head in all models of the paper."""
 
@@ -71,11 +71,11 @@ TIMM_OPTIONS = {
     "patch_size": "patch_size",
     "channels": "in_chans",
 }
-"""Name of a setting in this project -> name of the same setting in timm."""
+"""Map from settings of this project to the names of these settings in timm."""
 
 
 def recognises(state: State) -> bool:
-    """Return True if `state` holds weights of a Twins-SVT. Weights of a Twins-PCPVT have no local attention."""
+    """Return True for weights of a Twins-SVT, and False for a Twins-PCPVT, which has no local attention."""
     local = any(re.fullmatch(r"blocks\.0\.\d+\.attn\.qkv\.weight", name) for name in state)
     return _is_theirs(state) or (local and any(name.startswith("patch_embeds.0.") for name in state))
 
@@ -98,11 +98,12 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
+    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
 
-    The weights determine neither the heads nor the window size. The window size is that of the variant. If the widths
-    of the stages are those of the variant, so are the numbers of heads. For other widths, heads are 32 wide, as in all
-    models of the paper. Weights of vit-pytorch have 8 heads of width 64.
+    The weights determine neither the number of heads nor the window size. The window size is that of the nearest
+    variant. If this variant has stages of the same widths, the numbers of heads are also those of the variant. For
+    other widths, each head is assumed to be 32 wide, as in all models of the paper. Weights of vit-pytorch have 8 heads
+    of width 64.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads is unknown.
@@ -137,11 +138,12 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
+    """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     For images that need no padding, such as images of `image_size`, the timm model computes the same features as the
-    encoder. For other images, timm attends to the padding of windows, and crops where this project pads for patches and
-    subsampling. The mask token is not exported.
+    encoder. For other images, the features differ, because timm does not mask the padding of windows. Before patch
+    embedding and subsampling, timm also crops the images and grids that this project pads. The mask token is not
+    exported.
 
     Raises:
         WeightsError: timm has no equivalent model, or images of `image_size` need padding.
@@ -158,7 +160,9 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     ]
     lacking = [reason for lacks, reason in reasons if lacks]
     if lacking:
-        raise WeightsError(f"timm has no equivalent of this Twins-SVT: {', '.join(lacking)}. Save it as ours.")
+        raise WeightsError(
+            f"timm has no equivalent of this Twins-SVT: {', '.join(lacking)}. Export the encoder with --to ours."
+        )
     size = encoder.image_size
     height, width = tuple(size) if isinstance(size, Sequence) else (size, size)
     _check_timm_size(encoder, height, width)
@@ -175,13 +179,14 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
 def _check_timm_size(encoder: Twins, height: int, width: int):
     """Raise `WeightsError` if images of `height` x `width` pixels need padding."""
     for stage, (window, reduction) in enumerate(zip(encoder.window_size, encoder.reductions, strict=True)):
-        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)  # a single block is local
+        # A stage with a single block has only local attention, which does not subsample.
+        tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)
         pixels = encoder.patch_size * 2**stage * tokens
         if height % pixels or width % pixels:
             raise WeightsError(
-                f"timm's Twins-SVT does not mask padding, which images of {height} x {width} pixels need. Stage "
-                f"{stage + 1} takes multiples of {pixels} pixels. Build the encoder with such an image_size; no weight "
-                "depends on it."
+                f"Images of {height} x {width} pixels need padding, which timm's Twins-SVT does not mask. For stage "
+                f"{stage + 1}, both sides must be multiples of {pixels} pixels. Build the encoder with such an "
+                "image_size. The weights do not depend on image_size."
             )
 
 
@@ -265,22 +270,22 @@ def _check_size(encoder: Twins, state: State):
     variant, *changes = describe(state).items()
     fitting = ", ".join([str(variant[1]), *(f"{name}={value!r}" for name, value in changes)])
     raise WeightsError(
-        f'The checkpoint has layout="{layout}", stages {dims} wide with depths {depths}, this encoder '
-        f'layout="{encoder.layout}", stages {encoder.dims} wide with depths {encoder.depths}. Build {fitting}.'
+        f'The checkpoint has layout="{layout}", dims {dims} and depths {depths}. This encoder has '
+        f'layout="{encoder.layout}", dims {encoder.dims} and depths {encoder.depths}. Build {fitting}.'
     )
 
 
 def _check_fixed(encoder: Twins):
     """Raise `WeightsError` unless the encoder has the heads, epsilon and scale that vit-pytorch fixes in its code.
 
-    The weights do not reveal these values.
+    The weights do not reveal these values, so a difference would otherwise go unnoticed.
     """
     theirs = (THEIR_HEADS,) * len(encoder.dims), THEIR_HEAD_DIM, THEIR_EPS, None
     if (encoder.heads, encoder.head_dim, encoder.norm_eps, encoder.qk_scale) != theirs:
         raise WeightsError(
             f"Weights of vit-pytorch have {THEIR_HEADS} heads of width {THEIR_HEAD_DIM} in each stage. Build the "
             f"encoder with heads={THEIR_HEADS}, head_dim={THEIR_HEAD_DIM}, norm_eps={THEIR_EPS} and no qk_scale, as "
-            "twins_svt_vit_pytorch."
+            "in the variant twins_svt_vit_pytorch."
         )
 
 
@@ -299,8 +304,8 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
     channels, patch_size = _pixels(first)
     if patch_size != encoder.patch_size:
         raise WeightsError(
-            f"The checkpoint has patches of {patch_size} pixels a side, this encoder of {encoder.patch_size}. Build "
-            f"the encoder with patch_size={patch_size}."
+            f"The checkpoint has patches of side {patch_size}, and this encoder has patches of side "
+            f"{encoder.patch_size}. Build the encoder with patch_size={patch_size}."
         )
     filters = first.unflatten(1, (channels, patch_size, patch_size))
     state[FIRST] = adapt_channels(filters, encoder.channels, FIRST, report).flatten(1)
@@ -314,8 +319,8 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
 def _pixels(first: Tensor) -> tuple[int, int]:
     """Return the number of channels and the side of a patch, given the filters of the first layer.
 
-    The filters are (D, C, p, p), or flat: (D, C * p * p). Flat filters are assumed to have three channels if the
-    patches are then square. Otherwise the patches are assumed to have 4 x 4 pixels.
+    The filters have the shape (D, C, p, p) or, if they are flat, (D, C * p * p). Flat filters are assumed to have three
+    channels if this gives square patches. Otherwise, the patches are assumed to have 4 x 4 pixels.
     """
     if first.ndim == 4:
         return first.shape[1], first.shape[2]
@@ -324,12 +329,12 @@ def _pixels(first: Tensor) -> tuple[int, int]:
     if values == 3 * side**2:
         return 3, side
     if values % 16:
-        raise WeightsError(f"The number of channels of patches of {values} values is unknown.")
+        raise WeightsError(f"The number of channels is unknown for patches of {values} values.")
     return values // 16, 4
 
 
 def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
-    """Return the subsampling factor of global attention in a stage. Return `otherwise` for a stage without it."""
+    """Return the subsampling factor of a stage's global attention, or `otherwise` if it has only local attention."""
     part = "kv" if layout == "vit_pytorch" else "sr"
     found = [t for name, t in state.items() if re.fullmatch(rf"blocks\.{stage}\.\d+\.attn\.{part}\.weight", name)]
     if found:
@@ -350,7 +355,7 @@ def _heads(
         known: settings of the nearest variant.
 
     Raises:
-        WeightsError: no published model has these widths.
+        WeightsError: the number of heads is unknown, because no published model has these widths.
     """
     if layout == "vit_pytorch" and set(widths) == {THEIR_HEADS * THEIR_HEAD_DIM}:
         return (THEIR_HEADS,) * len(dims), THEIR_HEAD_DIM
@@ -360,8 +365,8 @@ def _heads(
         if not any(dim % PUBLISHED_HEAD_DIM for dim in dims):
             return tuple(dim // PUBLISHED_HEAD_DIM for dim in dims), None
     raise WeightsError(
-        f"The heads are unknown. No published model has stages {dims} wide with heads of {tuple(widths)} in total. "
-        "Build the encoder with heads and head_dim, and fill it with load_weights."
+        f"The number of heads is unknown, because no published model has stages of widths {dims} and attention "
+        f"widths {tuple(widths)}. Build the encoder with heads and head_dim, and load the weights with load_weights."
     )
 
 
@@ -384,7 +389,7 @@ def _settings(variant: str) -> dict[str, Any]:
 
 
 def _differing(settings: dict[str, Any], known: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Return the `settings` that differ from `known`. A single number counts as the same number for each stage."""
+    """Return the `settings` that differ from `known`. A single number stands for this number in every stage."""
     return {name: value for name, value in settings.items() if _each(value, stages) != _each(known[name], stages)}
 
 

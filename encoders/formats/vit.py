@@ -1,6 +1,7 @@
 """Weight formats of the ViT (DINO, MAE, DeiT, DINOv2, timm, vit-pytorch and this project), and export to timm.
 
-Letters in shapes: R rows of a position table; D width of a token; P values of a patch.
+Letters in shapes: R is the number of rows of a position table, D is the width of a token, and P is the number of values
+in a patch.
 """
 
 import math
@@ -47,8 +48,8 @@ DECIDES = {
     "pre_logits": "representation_size",
 }
 CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
-"""Pattern of block names in DINOv2's training code: number of the chunk, then number of the block in the whole
-model."""
+"""Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the number of the block in the
+whole model."""
 VIT_PYTORCH = {
     r"to_patch_embedding\.1\.": "patch_embed.norm1.",
     r"to_patch_embedding\.2\.": "patch_embed.proj.",
@@ -62,7 +63,7 @@ VIT_PYTORCH = {
     r"transformer\.layers\.(\d+)\.1\.net\.1\.": r"blocks.\1.mlp.fc1.",
     r"transformer\.layers\.(\d+)\.1\.net\.4\.": r"blocks.\1.mlp.fc2.",
 }
-"""Pattern of a tensor name in vit-pytorch -> tensor name in this project."""
+"""Map from patterns for the start of a tensor name in vit-pytorch to the start of the name in this project."""
 TIMM = {
     (192, 12, 3): ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"),
     (384, 12, 6): ("vit_small_patch16_224", "deit_small_distilled_patch16_224"),
@@ -70,7 +71,8 @@ TIMM = {
     (1024, 24, 16): ("vit_large_patch16_224", ""),
     (1280, 32, 16): ("vit_huge_patch14_224", ""),
 }
-"""(width, depth, heads) -> names of two timm models: without a distillation token and with a distillation token."""
+"""Map from (width, depth, heads) to the names of two timm models. The second model has a distillation token. An empty
+name stands for a model that timm does not have."""
 
 
 def recognises(state: State) -> bool:
@@ -80,7 +82,7 @@ def recognises(state: State) -> bool:
     first = state.get(FIRST)
     if first is None or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
         return False
-    flat = first.ndim == 2 and "pos_embed" in state  # a ViT with `patch_norm` has both; a NaViT has no `pos_embed`
+    flat = first.ndim == 2 and "pos_embed" in state  # a NaViT has flat filters but no `pos_embed`
     return (flat or first.ndim == 4) and any(re.match(r"blocks\.0\.(0\.)?mlp\.(fc1|w12)\.", name) for name in state)
 
 
@@ -116,8 +118,8 @@ def _of_vit_pytorch(state: State) -> bool:
 def named(state: State, report: Report) -> State:
     """Return the weights with the tensor names of this project, and without the class head of vit-pytorch.
 
-    vit-pytorch has no projection after attention if a block has one head that is as wide as a token. In this case the
-    projection is set to the identity.
+    vit-pytorch omits the projection after attention if a block has a single head of the token's width. In this case,
+    the returned weights contain the identity as projection.
 
     Raises:
         WeightsError: the MLPs are gated (SwiGLU).
@@ -125,7 +127,7 @@ def named(state: State, report: Report) -> State:
     if not _of_vit_pytorch(state):
         gated = next((name for name in state if ".mlp.w12." in name), None)
         if gated is not None:
-            raise WeightsError(f"The weights have SwiGLU MLPs ({gated}), as DINOv2's ViT-g. No encoder here has them.")
+            raise WeightsError(f"The weights have SwiGLU MLPs ({gated}), which no encoder of this project has.")
         state = {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
         return {CHUNKED.sub(r"blocks.\1.", name): tensor for name, tensor in state.items()}
     report.left_out += [name for name in state if name.startswith("mlp_head.")]
@@ -134,7 +136,8 @@ def named(state: State, report: Report) -> State:
         for pattern, ours in VIT_PYTORCH.items():
             name = re.sub(f"^{pattern}", ours, name)
         state[name] = tensor
-    for name in ("cls_token", "pos_embed"):  # (rows, D) since vit-pytorch 1.16.1, (1, rows, D) before
+    # The shape of these tensors is (rows, D) since vit-pytorch 1.16.1, and (1, rows, D) in earlier versions.
+    for name in ("cls_token", "pos_embed"):
         if name in state:
             state[name] = state[name].reshape(1, -1, state[name].shape[-1])
     # Since version 1.16.0, vit-pytorch saves an empty class token for models with pool="mean".
@@ -145,14 +148,15 @@ def named(state: State, report: Report) -> State:
         if proj not in state and state[name].shape[0] == 3 * dim:
             identity = torch.eye(dim).to(state[name])
             state |= {proj: identity, proj.replace("weight", "bias"): torch.zeros_like(identity[0])}
-            report.resized.append(f"{proj} is the identity, vit-pytorch has no map there")
+            report.resized.append(f"{proj} is the identity, because vit-pytorch has no projection there")
     return state
 
 
 def _first_shape(state: State, channels: int) -> tuple[int, int]:
     """Return the width D of a token and the side of a patch in pixels, given the filters of the first layer.
 
-    The filters are (D, C, p, p), or flat: (D, P). The side for flat filters depends on the number of `channels`.
+    The filters have the shape (D, C, p, p) or, if they are flat, (D, P). For flat filters, the side is computed with
+    the given number of `channels`.
     """
     weight = state[FIRST]
     return weight.shape[0], weight.shape[2] if weight.ndim == 4 else math.isqrt(weight.shape[1] // channels)
@@ -168,9 +172,9 @@ def check_plain_size(encoder: Encoder, found: tuple[int, int, int], variants: di
         names = {(settings["dim"], settings["depth"]): name for name, settings in variants.items()}
         fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
         raise WeightsError(
-            f"The checkpoint is {dim} wide with {depth} blocks and patches of {patch_size} pixels, this encoder "
-            f"{encoder.dim} wide with {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels. "
-            f"To load it, build {fitting} with patch_size={patch_size}."
+            f"The checkpoint has width {dim}, {depth} blocks and patches of {patch_size} pixels. This encoder has "
+            f"width {encoder.dim}, {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels. "
+            f"To load the checkpoint, build {fitting} with patch_size={patch_size}."
         )
 
 
@@ -182,7 +186,7 @@ def _check_size(encoder: ViT, state: State):
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Convert the position table (1, R, D) to the encoder's prefix tokens and grid.
 
-    Rows for prefix tokens that the table lacks are zero. If the table has rows for registers, these
+    If the table has no rows for prefix tokens, their positions are zero. If the table has rows for registers, these
     rows are added to the register tokens.
     """
     prefix, patches, grid = split_positions(state, encoder.num_positioned, encoder.table_grid, source)
@@ -204,17 +208,17 @@ def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -
 def split_positions(
     state: State, prefix: int, own: tuple[int, int], source: Source
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return the rows of `pos_embed` (1, R, D) for prefix tokens, the rows for patches, and the grid of the patches.
+    """Split the position table `pos_embed` (1, R, D) into rows for prefix tokens and rows for patches.
 
-    Published tables have rows for the class and distillation tokens. timm's tables may lack these rows, or may have
-    additional rows for registers. The grid of the patches must be square, as in all published tables, or equal to the
-    encoder's grid.
+    Return the rows for prefix tokens, the rows for patches, and the grid of the patches. Published tables have rows for
+    the class and distillation tokens. timm's tables may lack these rows, or may have additional rows for registers. The
+    grid of the patches must be square, as in all published tables, or equal to the encoder's grid.
 
     Args:
-        state: weights with `pos_embed`.
+        state: weights that include `pos_embed`.
         prefix: number of class and distillation tokens.
         own: rows and columns of the encoder's position table.
-        source: with "ours", the encoder's grid is preferred to a square grid.
+        source: source of the weights. With "ours", the encoder's grid is preferred to a square grid.
 
     Raises:
         WeightsError: no grid fits the number of rows, or two grids fit and `source` is not "ours".
@@ -225,24 +229,28 @@ def split_positions(
         grid = grid_of(table.shape[1] - front, own, source)
         if grid:
             return table[:, :front], table[:, front:], grid
-    raise WeightsError(f"The grid of a position table of {table.shape[1]} rows is unknown. It is not square.")
+    raise WeightsError(
+        f"The grid of a position table of {table.shape[1]} rows is unknown. The table fits neither a square grid nor "
+        "the encoder's grid."
+    )
 
 
 def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int] | None:
-    """Return the rows and columns of a table for `count` patches: the grid `own`, or a square grid.
+    """Return the rows and columns of a position table for `count` patches: the encoder's grid `own`, or a square grid.
 
-    Return None if `count` fits neither of the two grids.
+    Return None if neither of the two grids has `count` patches.
 
     Raises:
-        WeightsError: `count` fits both grids, and `source` is not "ours".
+        WeightsError: both grids have `count` patches, and `source` is not "ours".
     """
     rows, columns = own
     side = math.isqrt(max(count, 0))
     square = count > 0 and side * side == count
     if count == rows * columns and square and rows != columns and source != "ours":
         raise WeightsError(
-            f"A position table of {count} patches may be {side} x {side} or the encoder's {rows} x {columns}. "
-            'Pass source="ours" for the latter, or build the encoder with a square image_size.'
+            f"A position table of {count} patches may have a grid of {side} x {side}, or the encoder's grid of "
+            f"{rows} x {columns}. "
+            'Pass source="ours" for the encoder\'s grid, or build the encoder with a square image_size.'
         )
     if count == rows * columns:
         return own
@@ -250,12 +258,13 @@ def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int]
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments of `encoders.build`. The encoder built with them fits these weights without any resizing.
+    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
 
-    Settings that the weights do not determine have published values. The number of heads is that of the variant with
-    the same width and depth; without such a variant, heads are 64 wide. The pooled feature is the class token if the
-    weights have a class token and no `fc_norm`. Epsilon is 1e-5 for weights of vit-pytorch, 1e-6 for other weights.
-    Patches with norms have three channels. For weights of MAE, `interpolation` is "mae".
+    Settings that the weights do not determine get published values. The number of heads is that of the variant with the
+    same width and depth. Without such a variant, each head is assumed to be 64 wide. The pooled feature is the class
+    token if the weights have a class token and no `fc_norm`. The epsilon of the norms is 1e-5 for weights of
+    vit-pytorch, and 1e-6 for other weights. A patch embedding with norms is assumed to have three image channels. For
+    weights of MAE, `interpolation` is "mae".
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads or the grid of the position table is unknown.
@@ -274,7 +283,7 @@ def describe(state: State) -> dict[str, Any]:
         head_dim = len(state["blocks.0.attn.q_norm.weight"])
     if inner % head_dim:
         raise WeightsError(
-            f"The number of heads that share {inner} channels is unknown. Build the encoder with heads=N."
+            f"The number of heads is unknown for attention with {inner} channels. Build the encoder with heads=N."
         )
     prefix = sum(name in state for name in ("cls_token", "dist_token"))
     _, patches, grid = split_positions(state, prefix, (0, 0), "auto")
@@ -312,7 +321,7 @@ def _has_fixed_positions(patches: Tensor, grid: tuple[int, int]) -> bool:
 
 
 def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
-    """Return the model name and options for `timm.create_model`, and the weights with timm's tensor names.
+    """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     The timm model accepts only images of the encoder's image size, and computes the same features as the encoder. The
     mask token is not exported. If the encoder has a distillation token and no class head, the pooled features of the
@@ -339,10 +348,10 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     options |= {"in_chans": encoder.channels, "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim}
     options |= {"qkv_bias": "blocks.0.attn.qkv.bias" in state, "qk_norm": "blocks.0.attn.q_norm.weight" in state}
     if "blocks.0.ls1.gamma" in state:
-        options["init_values"] = 1.0  # any value adds layer scale; the loaded weights replace the value
+        options["init_values"] = 1.0  # any value makes timm add layer scale, whose weights are loaded later
     if encoder.cls_token is None:
         options["class_token"] = False
-    if encoder.reg_token is not None:  # timm's table has rows for registers; they are set to zero here
+    if encoder.reg_token is not None:  # timm's position table has rows for registers, set to zero here
         options["reg_tokens"] = encoder.reg_token.shape[1]
         prefix, patches = state["pos_embed"].tensor_split([encoder.num_positioned], dim=1)
         state["pos_embed"] = torch.cat([prefix, torch.zeros_like(encoder.reg_token), patches], 1)
@@ -363,10 +372,10 @@ def _check_timm(encoder: ViT, state: State):
         "head_dim is not dim / heads": head_dim * block.attn.heads != encoder.dim,
         "qk_scale is not 1 / sqrt(width of a head)": block.attn.scale != head_dim**-0.5,
         "representation_size is set": len(encoder.pre_logits) > 0,
-        "distillation_token excludes registers and pools other than the class token": (
+        "distillation_token is combined with registers or with a pool other than the class token": (
             encoder.dist_token is not None and (encoder.pool != "class" or encoder.reg_token is not None)
         ),
     }
     for reason, differs in reasons.items():
         if differs:
-            raise WeightsError(f"timm has no equivalent of this ViT: {reason}. Save the encoder as ours.")
+            raise WeightsError(f"timm has no equivalent of this ViT: {reason}. Export the encoder with --to ours.")

@@ -126,7 +126,7 @@ def test_distilled_checkpoint_of_deit():
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
     with pytest.raises(
-        ValueError, match=r"Unknown to the encoder: dist_token. Settings to look at: distillation_token"
+        ValueError, match=r"Unknown to the encoder: dist_token. Encoder settings to look at: distillation_token"
     ):
         load_weights(small(), model.state_dict())
 
@@ -137,7 +137,9 @@ def test_registers_of_timm_and_of_dinov2(no_embed_class):
     encoder = small(registers=3, layer_scale=1.0)
     load_weights(encoder, model.state_dict())
     assert_equals_timm(encoder, model)
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*reg_token. Settings to look at: .*registers"):
+    with pytest.raises(
+        ValueError, match=r"Unknown to the encoder: .*reg_token. Encoder settings to look at: .*registers"
+    ):
         load_weights(small(), model.state_dict())
 
     dinov2 = timm_vit(init_values=0.1).state_dict() | {"mask_token": torch.ones(1, 48)}
@@ -169,7 +171,9 @@ def test_position_table_is_resized_by_the_rule_of_the_encoder(rule):
 
 def test_a_table_that_may_be_square_or_not_is_not_guessed():
     wide = small(image_size=(16, 64))
-    with pytest.raises(ValueError, match=r'may be 4 x 4 or the encoder.s 2 x 8. Pass source="ours"'):
+    with pytest.raises(
+        ValueError, match=r'may have a grid of 4 x 4, or the encoder.s grid of 2 x 8. Pass source="ours"'
+    ):
         load_weights(small(image_size=(16, 64)), wide.state_dict())
     encoder = small(image_size=(16, 64))
     load_weights(encoder, wide.state_dict(), "ours")
@@ -200,8 +204,11 @@ def test_heads_are_used_where_there_are_any():
         (lambda state: state.update({"head.weight": torch.ones(9, 48)}), "Missing from the checkpoint: head.bias"),
         (lambda state: state.pop("pos_embed"), "Missing from the checkpoint: pos_embed"),
         (lambda state: state.update({"norm.bias": torch.ones(2)}), r"norm.bias \(2,\), not \(48,\)"),
-        (lambda state: state.pop("patch_embed.proj.weight"), "format of the weights is not recognised. Known: a ViT"),
-        (lambda state: state.update({"epoch": 3}), "has no weights for source"),
+        (
+            lambda state: state.pop("patch_embed.proj.weight"),
+            "format of the weights is not recognised. Known formats: a ViT",
+        ),
+        (lambda state: state.update({"epoch": 3}), "has no state dict where source"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
@@ -216,10 +223,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
 def test_messages_say_what_would_fit():
     state = build("vit_micro", patch_size=8).state_dict()
     with pytest.raises(
-        ValueError, match=r"96 wide with 4 blocks .* this encoder 48 .* build vit_micro with patch_size=8"
+        ValueError, match=r"width 96, 4 blocks .* encoder has width 48.* build vit_micro with patch_size=8"
     ):
         load_weights(small(), state)
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*qkv.bias.* Settings to look at: qkv_bias"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*qkv.bias.* Encoder settings to look at: qkv_bias"):
         load_weights(small(qkv_bias=False), small().state_dict())
     with pytest.raises(ValueError, match="source must be one of auto, ours"):
         load_weights(small(), state, "dion")
@@ -246,12 +253,12 @@ class Order:
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path):
     torch.save({"model": timm_vit().state_dict(), "args": Order(tmp_path / "ran")}, tmp_path / "evil.pth")
-    with pytest.raises(ValueError, match=r"evil.pth is not read. It holds the pickled object posix.mkdir"):
+    with pytest.raises(ValueError, match=r"evil.pth was not loaded, because it holds the pickled object posix.mkdir"):
         load_weights(small(), tmp_path / "evil.pth")
     assert not (tmp_path / "ran").exists()
     for name in ("text.pth", "text.safetensors"):
         (tmp_path / name).write_text("not weights")
-        with pytest.raises(ValueError, match=rf"{name} is not a .safetensors or torch file of weights"):
+        with pytest.raises(ValueError, match=rf"{name} is neither a .safetensors file nor a torch file of weights"):
             load_weights(small(), tmp_path / name)
 
 

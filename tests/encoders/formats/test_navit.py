@@ -131,7 +131,9 @@ def test_optional_parts():
     assert load_weights(encoder, model.state_dict()).fresh == ["mask_token"]
     assert torch.equal(encoder.mask_token, token)
     assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
-    with pytest.raises(ValueError, match=r"Missing from the checkpoint: attn_pool.* Settings to look at: .*pool"):
+    with pytest.raises(
+        ValueError, match=r"Missing from the checkpoint: attn_pool.* Encoder settings to look at: .*pool"
+    ):
         load_weights(small(), small(pool="mean").state_dict())
 
 
@@ -148,15 +150,17 @@ def test_betas_must_be_zero():
 def test_weights_of_nested_tensors_are_refused(frames):
     options = THEIRS | {"mlp_dim": 120, "num_classes": 5, "dim_head": 20}
     model = NestedOracle3d(**options, max_frames=4, frame_patch_size=2) if frames else NestedOracle(**options)
-    with pytest.raises(ValueError, match=r"on nested tensors .*another architecture.*Only weights of na_vit.py fit"):
+    with pytest.raises(
+        ValueError, match=r"on nested tensors .*another architecture.*Only weights of na_vit.py can be loaded"
+    ):
         load_weights(small(), model.state_dict())
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dim": 96}, "48 wide with 2 blocks and patches of 4 pixels, this encoder 96 wide .* dim=48, depth=2"),
-        ({"depth": 3}, "this encoder 48 wide with 3 blocks"),
+        ({"dim": 96}, "width 48, 2 blocks and patches of 4 pixels. This encoder has width 96.* dim=48, depth=2"),
+        ({"depth": 3}, "This encoder has width 48, 3 blocks"),
         ({"patch_size": 8}, "with patch_size=4"),
         ({"heads": 2, "head_dim": 30}, r"q_norm.gamma \(3, 1, 20\), not \(2, 1, 30\).*look at: heads, head_dim"),
         ({"mlp_ratio": 3.0}, r"mlp.fc1.weight \(120, 48\), not \(144, 48\).*look at: mlp_ratio"),

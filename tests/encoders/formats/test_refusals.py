@@ -37,8 +37,11 @@ def timm_vit(**options) -> timm.models.VisionTransformer:
         (3, "is of type int"),
         ({0: torch.ones(2)}, "keys of type int"),
         ({"model": {0: torch.ones(2), "a": torch.ones(2)}}, "keys of type int"),
-        ({"state": {0: {"step": 3}}, "param_groups": []}, "no weights for source 'auto'. It holds state, param_groups"),
-        ({}, "It holds nothing"),
+        (
+            {"state": {0: {"step": 3}}, "param_groups": []},
+            "no state dict where source 'auto' stores it. The checkpoint holds state, param",
+        ),
+        ({}, "The checkpoint holds nothing"),
     ],
 )
 def test_files_without_weights_are_refused_by_name(tmp_path, content, message):
@@ -165,7 +168,7 @@ def test_the_order_of_formats_does_not_matter(monkeypatch):
         monkeypatch.setattr(checkpoint, "FORMATS", dict(order))
         assert checkpoint.recognise(state) is sam_vit
     both = state | build("twins_svt_micro").state_dict()
-    with pytest.raises(WeightsError, match=r"ambiguous. They may be weights of"):
+    with pytest.raises(WeightsError, match=r"ambiguous. The file may hold weights of"):
         checkpoint.recognise(both)
 
 

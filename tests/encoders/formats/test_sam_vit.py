@@ -80,7 +80,7 @@ def test_tables_are_resized_for_another_image_size():
     after = small(image_size=(32, 20))
     report = load_weights(after, before.state_dict())
     assert report.resized == [
-        "pos_embed resized from 6 x 6 to 8 x 5 by the rule of MAE, as no rule is published for it",
+        "pos_embed resized from 6 x 6 to 8 x 5 by the rule of MAE, because no rule is published for SAM",
         "blocks.1.attn.rel_pos_h resized from 11 to 15 rows, linearly as published",
         "blocks.1.attn.rel_pos_w resized from 11 to 9 rows, linearly as published",
     ]
@@ -152,7 +152,7 @@ def test_positions_of_a_plain_vit_are_resized_without_the_class_row():
     encoder = build("sam_vit_b", **SMALL | {"image_size": (40, 32)})
     report = load_weights(encoder, plain.state_dict())
     assert report.resized == [
-        "pos_embed resized from 6 x 6 to 10 x 8 by the rule of MAE, as no rule is published for it"
+        "pos_embed resized from 6 x 6 to 10 x 8 by the rule of MAE, because no rule is published for SAM"
     ]
     maps = plain.pos_embed[:, 1:].transpose(1, 2).unflatten(2, (6, 6))
     expected = torch.nn.functional.interpolate(maps, size=(10, 8), mode="bicubic").permute(0, 2, 3, 1)
@@ -164,9 +164,9 @@ def test_positions_of_a_plain_vit_are_resized_without_the_class_row():
     [
         ({"layer_scale": 0.1}, {}, "no layer scale .blocks.0.ls1.gamma"),
         ({"qk_norm": True}, {}, "no norms of queries"),
-        ({"qkv_bias": False}, {}, "Missing from the checkpoint: .*qkv.bias.*Settings to look at: qkv_bias"),
+        ({"qkv_bias": False}, {}, "Missing from the checkpoint: .*qkv.bias.*Encoder settings to look at: qkv_bias"),
         ({"mlp_ratio": 2.0}, {}, r"mlp.lin1.weight \(96, 48\), not \(192, 48\).*look at: mlp_ratio"),
-        ({"depth": 2}, {}, "48 wide with 2 blocks .* this encoder 48 wide with 3 blocks"),
+        ({"depth": 2}, {}, "width 48, 2 blocks .* This encoder has width 48, 3 blocks"),
         ({}, {"absolute_positions": False}, "Unknown to the encoder: pos_embed. .*look at: absolute_positions"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_vit_with_other_parts_is_refused(plain, settings, message):
         (lambda state: state.pop("image_encoder.pos_embed"), "Missing from the checkpoint: pos_embed. .*absolute_pos"),
         (
             lambda state: state.pop("image_encoder.patch_embed.proj.weight"),
-            "format of the weights is not recognised. Known: a ViT",
+            "format of the weights is not recognised. Known formats: a ViT",
         ),
         (lambda state: state.update({"image_encoder.norm.bias": torch.ones(2)}), "Unknown to the encoder: norm.bias"),
     ],
@@ -201,9 +201,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, message):
 def test_messages_say_what_would_fit():
     with torch.device("meta"):
         large = build("sam_vit_l", depth=24).state_dict()
-    with pytest.raises(ValueError, match=r"1024 wide with 24 blocks .* build sam_vit_l with patch_size=16"):
+    with pytest.raises(ValueError, match=r"width 1024, 24 blocks .* build sam_vit_l with patch_size=16"):
         load_weights(small(), large)
-    with pytest.raises(ValueError, match=r"heads 16 wide, this encoder 8. Build the encoder with heads=3"):
+    with pytest.raises(
+        ValueError, match=r"heads of width 16, and this encoder has heads of width 8. Build the encoder with heads=3"
+    ):
         load_weights(small(heads=6), small().state_dict())
     with pytest.raises(ValueError, match=r"neck.0.weight \(20, 48, 1, 1\), not \(30, .*look at: out_dim"):
         load_weights(small(out_dim=30), small().state_dict())

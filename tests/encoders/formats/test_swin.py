@@ -200,7 +200,7 @@ def test_positions_are_resized():
     with pytest.raises(ValueError, match="position table of 384 rows is unknown"):
         load_weights(encoder, other.state_dict())
     oblong = small(absolute_positions=True, image_size=(32, 128))
-    with pytest.raises(ValueError, match=r"may be 16 x 16 or the encoder's 8 x 32. Pass source"):
+    with pytest.raises(ValueError, match=r"may have a grid of 16 x 16, or the encoder's grid of 8 x 32. Pass source"):
         load_weights(oblong, encoder.state_dict())
     assert load_weights(oblong, oblong.state_dict(), "ours").resized == []
 
@@ -209,13 +209,13 @@ def test_positions_are_resized():
     ("settings", "message"),
     [
         ({"dim": 48}, r"build an encoder with dim=24, depths=\(2, 2, 3\), heads=\(1, 2, 4\) with patch_size=4"),
-        ({"depths": (2, 2, 2)}, r"this encoder 24 wide with depths \(2, 2, 2\)"),
+        ({"depths": (2, 2, 2)}, r"This encoder has width 24, depths \(2, 2, 2\)"),
         ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
         ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
         ({"patch_size": 2}, "with patch_size=4"),
-        ({"mlp_ratio": 2.0}, "Settings to look at: mlp_ratio"),
-        ({"qkv_bias": False}, "Settings to look at: qkv_bias"),
-        ({"patch_norm": False}, "Settings to look at: patch_norm"),
+        ({"mlp_ratio": 2.0}, "Encoder settings to look at: mlp_ratio"),
+        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
+        ({"patch_norm": False}, "Encoder settings to look at: patch_norm"),
     ],
 )
 def test_encoders_that_do_not_fit_are_left_as_they_were(settings, message):
@@ -275,7 +275,7 @@ def test_checkpoints_of_timm_and_microsoft_are_described():
     expected = {"variant": "swin_tiny", "dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 8}
     assert swin.describe(model.state_dict()) == swin.describe(official(model)) == expected
     oblong = timm_swin(window_size=8, img_size=(32, 64)).state_dict()
-    with pytest.raises(ValueError, match="do not belong to square windows"):
+    with pytest.raises(ValueError, match="No square window has"):
         swin.describe(oblong)
     broken = {name: tensor for name, tensor in model.state_dict().items() if "layers.2.blocks.0." not in name}
     with pytest.raises(ValueError, match="is incomplete"):
@@ -329,7 +329,7 @@ def test_official_models_need_few_options():
         ({"norm_eps": 1e-6}, "norm_eps is 1e-06"),
         ({"qk_scale": 0.5}, "qk_scale is set"),
         ({"image_size": 66}, "images of 66 x 66 pixels do not divide into patches of 4"),
-        ({"image_size": 72}, "images of 72 x 72 pixels need padding in windows of 4"),
+        ({"image_size": 72}, "images of 72 x 72 pixels need padding to fill windows of 4"),
     ],
 )
 def test_what_timm_does_not_have_is_refused(settings, message):

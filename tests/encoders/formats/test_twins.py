@@ -126,14 +126,19 @@ def test_published_variants_are_timms_own(name):
 def test_what_timm_does_not_have_is_refused_with_the_reason():
     encoder = small(qkv_bias=False, qk_scale=0.1, head_dim=16, norm_eps=1e-5, window_size=1)
     reasons = r"qkv_bias is not set, qk_scale is set, head_dim is set, norm_eps is 1e-05, .*, window_size is 1"
-    with pytest.raises(ValueError, match=f"timm has no equivalent of this Twins-SVT: .*{reasons}. Save it as ours"):
+    with pytest.raises(
+        ValueError, match=f"timm has no equivalent of this Twins-SVT: .*{reasons}. Export the encoder with --to ours"
+    ):
         formats.to_timm(encoder)
     with pytest.raises(ValueError, match='layout is "vit_pytorch"'):
         formats.to_timm(other())
     for settings, message in [
-        ({"image_size": (64, 72)}, "images of 64 x 72 pixels need. Stage 1 takes multiples of 16 pixels"),
-        ({"image_size": 80}, "Stage 2 takes multiples of 32 pixels"),
-        ({"image_size": 64, "reductions": (3, 1)}, "Stage 1 takes multiples of 48 pixels"),
+        (
+            {"image_size": (64, 72)},
+            "Images of 64 x 72 pixels need .* For stage 1, both sides must be multiples of 16 pixels",
+        ),
+        ({"image_size": 80}, "For stage 2, .* multiples of 32 pixels"),
+        ({"image_size": 64, "reductions": (3, 1)}, "For stage 1, .* multiples of 48 pixels"),
     ]:
         with pytest.raises(ValueError, match=message):
             formats.to_timm(small(**settings))
@@ -178,7 +183,7 @@ def test_description_of_vit_pytorch_and_of_unknown_heads():
         "reductions": (4, 2, 2, 2),
         "patch_size": 2,
     }
-    with pytest.raises(ValueError, match="The heads are unknown"):
+    with pytest.raises(ValueError, match="The number of heads is unknown"):
         formats.describe(small(dims=(24, 64)).state_dict())
     with pytest.raises(ValueError, match=r"Missing from the checkpoint: blocks.0.0.attn.proj.weight"):
         formats.describe({k: v for k, v in small().state_dict().items() if k != "blocks.0.0.attn.proj.weight"})
@@ -215,26 +220,28 @@ def test_missing_parts_of_vit_pytorch_are_named(missing):
 def test_messages_say_what_would_fit():
     with torch.device("meta"):
         base = build("twins_svt_base").state_dict()
-    with pytest.raises(ValueError, match=r"depths \(2, 2, 18, 2\), this encoder .* Build twins_svt_base.$"):
+    with pytest.raises(ValueError, match=r"depths \(2, 2, 18, 2\). This encoder .* Build twins_svt_base.$"):
         load_weights(small(), base)
     wider = small(dims=(64, 96), heads=(2, 3)).state_dict()
-    with pytest.raises(ValueError, match=r"stages \(64, 96\) wide .* Build .*dims=\(64, 96\), heads=\(2, 3\)"):
+    with pytest.raises(ValueError, match=r"dims \(64, 96\) and .* Build .*dims=\(64, 96\), heads=\(2, 3\)"):
         load_weights(small(), wider)
-    with pytest.raises(ValueError, match=r'has layout="vit_pytorch".* encoder layout="meituan".*twins_svt_vit_pytorch'):
+    with pytest.raises(
+        ValueError, match=r'has layout="vit_pytorch".* encoder has layout="meituan".*twins_svt_vit_pytorch'
+    ):
         load_weights(small(), vit_pytorch_twins().state_dict())
     with pytest.raises(
-        ValueError, match=r'has layout="meituan".* encoder layout="vit_pytorch".* Build twins_svt_small'
+        ValueError, match=r'has layout="meituan".* encoder has layout="vit_pytorch".* Build twins_svt_small'
     ):
         load_weights(other(), build("twins_svt_small", depths=(1, 1, 1, 1)).state_dict())
     same_sizes = build("twins_svt_vit_pytorch", dims=(32, 64), depths=(2, 2)).state_dict()
     with pytest.raises(ValueError, match=r'has layout="vit_pytorch".* Build twins_svt_vit_pytorch, dims=\(32, 64\)'):
         load_weights(small(), same_sizes)
     for settings, message in [
-        ({"qkv_bias": False}, "Settings to look at: qkv_bias"),
-        ({"reductions": (4, 1)}, "Settings to look at: reductions"),
-        ({"patch_size": 2}, "Settings to look at: patch_size"),
-        ({"mlp_ratios": 2.0}, "Settings to look at: mlp_ratios"),
-        ({"head_dim": 16}, "Settings to look at: head_dim"),
+        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
+        ({"reductions": (4, 1)}, "Encoder settings to look at: reductions"),
+        ({"patch_size": 2}, "Encoder settings to look at: patch_size"),
+        ({"mlp_ratios": 2.0}, "Encoder settings to look at: mlp_ratios"),
+        ({"head_dim": 16}, "Encoder settings to look at: head_dim"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_weights(small(**settings), timm_twins().state_dict())
@@ -246,7 +253,8 @@ def test_what_vit_pytorch_fixes_is_asked_of_the_encoder():
         with pytest.raises(ValueError, match="heads=8, head_dim=64, norm_eps=1e-05 and no qk_scale"):
             load_weights(other(**settings), state)
     with pytest.raises(
-        ValueError, match=r"patches of 2 pixels a side, this encoder of 4. Build the encoder with patch_size=2"
+        ValueError,
+        match=r"patches of side 2, and this encoder has patches of side 4. Build the encoder with patch_size=2",
     ):
         load_weights(other(patch_size=4), state)
 

@@ -79,7 +79,9 @@ def test_weights_of_vit_pytorch_load(tmp_path, theirs, ours, source):
     assert set(report.used) == set(encoder.state_dict())
     identity = ours.get("heads") == 1 and ours["head_dim"] is None
     assert report.resized == [
-        f"blocks.{i}.attn.proj.weight is the identity, vit-pytorch has no map there" for i in range(2) if identity
+        f"blocks.{i}.attn.proj.weight is the identity, because vit-pytorch has no projection there"
+        for i in range(2)
+        if identity
     ]
     assert_equals_lucidrains(encoder, model, images_of(2, theirs.get("channels", 3), 32, 32))
 
@@ -104,7 +106,7 @@ def test_what_does_not_fit_of_vit_pytorch_is_refused():
         ({"head_dim": 24}, r"qkv.weight \(180, 48\), not \(216, 48\).*look at: head_dim"),
         ({"qkv_bias": True}, r"Missing from the checkpoint: blocks.0.attn.qkv.bias.*qkv_bias"),
         ({"pool": "all", "class_token": False}, r"Unknown to the encoder: cls_token.*look at: class_token"),
-        ({"patch_size": 4}, r"patches of 8 pixels, this encoder .* patches of 4 pixels"),
+        ({"patch_size": 4}, r"patches of 8 pixels. This encoder .* patches of 4 pixels"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_weights(like_lucidrains(**settings), state)
@@ -113,7 +115,7 @@ def test_what_does_not_fit_of_vit_pytorch_is_refused():
     with pytest.raises(ValueError, match=r"Missing from the checkpoint: patch_embed.norm1.bias.*look at: .*patch_norm"):
         load_weights(small(patch_norm=True), small().state_dict())
     sam = build("sam_vit_b", **SMALL, window_size=0, mlp_ratio=100 / 48, qkv_bias=False)
-    with pytest.raises(ValueError, match=r"it has no norms of patches \(patch_embed.norm1"):
+    with pytest.raises(ValueError, match=r"which has no norms of patches \(patch_embed.norm1"):
         load_weights(sam, state)
 
 
@@ -193,8 +195,8 @@ def test_names_in_timm():
         ({"head_dim": 20}, r"head_dim is not dim / heads"),
         ({"qk_scale": 0.5}, "qk_scale is not"),
         ({"classes": 3, "representation_size": 10}, "representation_size is set"),
-        ({"distillation_token": True, "registers": 1}, "distillation_token excludes"),
-        ({"distillation_token": True, "pool": "mean"}, "distillation_token excludes"),
+        ({"distillation_token": True, "registers": 1}, "distillation_token is combined"),
+        ({"distillation_token": True, "pool": "mean"}, "distillation_token is combined"),
     ],
 )
 def test_what_timm_has_not_is_refused(settings, message):
@@ -235,7 +237,7 @@ def test_published_sizes_are_described_by_their_names():
             again = build(**vit.describe(encoder.state_dict()))
         assert again.settings == encoder.settings
     mae = small().state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
-    with pytest.raises(ValueError, match="heads that share 48 channels is unknown"):
+    with pytest.raises(ValueError, match="unknown for attention with 48 channels"):
         vit.describe(mae)
     tiny = small(dim=192).state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
     assert vit.describe(tiny)["mask_token"] is False
