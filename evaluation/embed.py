@@ -1,9 +1,9 @@
-"""Write the features of all images of some shards to one .npz file.
+"""Compute the features of all images in the given shards, and write them to one .npz file.
 
     python evaluation/embed.py --checkpoint OUTPUT --data SHARDS --output FILE.npz
 
-`numpy.load(FILE)` has `features` (N, D) float32 and `keys` (N,), the names `shard.tar/key` of the samples. It also has
-`labels` (N,) int64 if all samples have labels.
+The file holds the array `features` (N, D) of float32 and the array `keys` (N,), the names `shard.tar/key` of the
+samples. If all samples have labels, the file also holds the array `labels` (N,) of int64.
 """
 
 from contextlib import ExitStack
@@ -20,21 +20,21 @@ from runtime.settings import parse
 
 
 class EmbedSettings(FeatureSettings):
-    """Write an encoder's features of all images to a file."""
+    """Write the features that an encoder computes for all images to a file."""
 
     data: str | list[str]
     """SHARDS of the images to encode"""
     output: str
-    """file to write, .npz"""
+    """path of the .npz file to write"""
 
 
 def run(settings: EmbedSettings) -> None:
-    """Run the command."""
+    """Compute the features and write them to `settings.output`."""
     output = Path(settings.output)
     if output.suffix != ".npz":
         raise EvaluationError(f"--output {output} does not end in .npz. Choose a file name that does.")
     with ExitStack() as stack:
-        # open the output file first: a wrong path must fail before the features are computed, which may take hours
+        # open the output file first, so that a wrong path fails before the features are computed, which may take hours
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(atomic_write(output))

@@ -1,4 +1,4 @@
-"""Features of labelled shards: loading the encoder, preparing the images, and encoding all images.
+"""Compute the features of images in shards: load the encoder, prepare the images and encode them.
 
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
@@ -42,18 +42,18 @@ class FeatureSettings(Settings):
     """Settings of every command that computes features."""
 
     checkpoint: str
-    """run folder, checkpoint in a run folder, or exported encoder; `pixels` uses the pixels as features"""
+    """run folder, checkpoint in a run folder, or exported encoder; with `pixels`, the features are the pixels"""
     image_size: int | None = Field(None, ge=1)
     """side of the images in pixels; default: the size that the encoder was built for"""
     resize: int | None = Field(None, ge=1)
-    """short side of the resized images before the centre crop, in pixels; default: 8/7 of image_size if that is at
-    least 128, else image_size"""
+    """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
+    image_size is at least 128, else image_size"""
     channels: int = Field(3, ge=1)
-    """channels of the images for --checkpoint pixels; an encoder defines its own number of channels"""
+    """number of image channels for --checkpoint pixels; any other encoder defines the number of channels itself"""
     batch_size: int = Field(256, ge=1)
-    """images per forward pass in each process"""
+    """number of images per forward pass in each process"""
     workers: int | None = Field(None, ge=0)
-    """loader workers per process; default: one per free core, at most 8"""
+    """number of loader workers per process; default: one per free core, at most 8"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """precision of the encoder's forward pass"""
     source: SourceConfig = SourceConfig()
@@ -71,7 +71,7 @@ class FeatureSettings(Settings):
 
 
 class LabelledFeatures(NamedTuple):
-    """Features and labels of this process's part of a data set."""
+    """Features and labels of the part of a data set that belongs to this process."""
 
     features: Tensor
     """Features, (N, D) float32."""
@@ -91,29 +91,29 @@ class Extraction:
     """Options of `extract`."""
 
     image_size: int | None = None
-    """Side of the images in pixels. None: the size that the encoder was built for."""
+    """Side of the images in pixels. None selects the size that the encoder was built for."""
     resize: int | None = None
-    """Short side of the resized images before the centre crop, in pixels. None: see `resize_size`."""
+    """Short side to which images are resized before the centre crop, in pixels. None: see `resize_size`."""
     batch_size: int = 256
-    """Images per forward pass."""
+    """Number of images per forward pass."""
     workers: int | None = None
-    """Loader workers per process. None: one per free core, at most 8."""
+    """Number of loader workers per process. None selects one per free core, at most 8."""
     precision: str = "fp32"
-    """`fp32`, or `bf16` for autocast."""
+    """Precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast."""
     source: SourceConfig = DEFAULT
     """Options for reading remote shards."""
     feature: Callable[[Encoder, Tensor], Tensor] = pooled
     """Function that maps the encoder and its input (B, C, S, S) to features (B, D)."""
     transform: Transform | None = None
-    """Transform of the images. None: the centre crop."""
+    """Transform of the images. None selects the centre crop."""
     labels: bool = True
-    """True to read labels. If False, all labels are -1."""
+    """True if the labels are read. If False, all labels are -1."""
     progress: bool = True
-    """True to show a progress bar on the main process."""
+    """True if the main process shows a progress bar."""
 
 
 class Pixels(Encoder):
-    """An encoder whose features are the normalised pixels. Used to check an evaluation."""
+    """An encoder whose features are the normalised pixels. It is used to check an evaluation."""
 
     stride = 1
 
@@ -125,7 +125,7 @@ class Pixels(Encoder):
     def forward(self, images: Images, mask: object = None, *, drop: bool = False) -> Features:
         """Return the pixels of each image as its pooled features: (B, C, S, S) -> (B, C * S * S)."""
         if mask is not None or drop or not isinstance(images, Tensor):
-            raise ValueError("Pixels takes images of one size and no mask.")
+            raise ValueError("Pixels takes only images of one size, and takes no mask.")
         return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 
@@ -133,7 +133,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     """Return the `encoder.safetensors` of a run folder or of a checkpoint, or `path` itself if it is an exported
     encoder.
 
-    A run folder without `encoder.safetensors` belongs to an unfinished run; its newest checkpoint is used.
+    A run folder without `encoder.safetensors` belongs to an unfinished run. The newest checkpoint of the run is used.
 
     Raises:
         EvaluationError: there is no encoder at `path`.
@@ -155,14 +155,14 @@ def resolve_checkpoint(path: str | Path) -> Path:
 
 
 def load_encoder(settings: FeatureSettings) -> tuple[Encoder, Path | None]:
-    """Return the encoder of `--checkpoint` in eval mode, and its file. The file is None for `pixels`.
+    """Return the encoder of `--checkpoint` in eval mode, and the encoder's file. The file is None for `pixels`.
 
     Raises:
         EvaluationError: the encoder cannot be found or loaded.
     """
     if settings.checkpoint == PIXELS:
         if settings.image_size is None:
-            raise EvaluationError("--checkpoint pixels has no image size. Give --image_size (32 for CIFAR-10).")
+            raise EvaluationError("--checkpoint pixels needs an image size. Give --image_size (32 for CIFAR-10).")
         half = (0.5,) * settings.channels
         preprocessing = IMAGENET if settings.channels == IMAGENET.channels else Preprocessing(half, half)
         return Pixels(settings.image_size, preprocessing).eval(), None
@@ -191,12 +191,13 @@ def input_size(encoder: Encoder, image_size: int | None) -> int:
 
 
 def resize_size(size: int, resize: int | None) -> int:
-    """Return the short side before the centre crop, in pixels.
+    """Return the short side in pixels to which images are resized before a centre crop of `size` pixels.
 
-    The default is DINO's ratio of 256 to 224 for crops of 128 pixels or more. For smaller crops it is the crop size.
+    If `resize` is None, crops of 128 pixels or more use DINO's ratio: a short side of 256 for a crop of 224. The short
+    side for smaller crops is the crop size.
 
     Raises:
-        EvaluationError: `resize` is smaller than the crop.
+        EvaluationError: `resize` is smaller than `size`.
     """
     resize = resize or (round(size * 256 / 224) if size >= 128 else size)
     if resize < size:
@@ -207,14 +208,14 @@ def resize_size(size: int, resize: int | None) -> int:
 def extract(
     encoder: Encoder, shards: Shards, accelerator: Accelerator, extraction: Extraction | None = None
 ) -> LabelledFeatures:
-    """Compute the features of this process's part of `shards`, and return them on the CPU.
+    """Encode this process's part of the images in `shards`, and return the features on the CPU.
 
     Each process takes a contiguous part of the images, in order of rank. Images are resized, cropped at the centre and
-    normalised with `encoder.preprocessing`. The encoder stays on its device and in its mode.
+    normalised with `encoder.preprocessing`. The encoder's device and train or eval mode do not change.
 
     Raises:
         ShardError: the shards cannot be read, or `extraction.labels` is True and the shards have no labels.
-        EvaluationError: the encoder does not take images of this size.
+        EvaluationError: the encoder does not accept images of this size.
     """
     extraction = extraction or Extraction()
     size = input_size(encoder, extraction.image_size)
@@ -228,7 +229,7 @@ def extract(
         reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
     )
     totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
-    if len(totals) > 1:  # the processes count different numbers of images, so their parts would overlap or leave gaps
+    if len(totals) > 1:  # if the processes count different numbers of images, their parts overlap or leave gaps
         raise ShardError(
             f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
             "Some shards are missing on some nodes. Check the shards and start again."
@@ -241,12 +242,13 @@ def extract(
         features.append(_features(encoder, images, extraction))
         labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
-    # this process has no features: there are fewer images than processes, or all its images are corrupt
+    # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In
+    # this case, a black image is encoded, to get an empty tensor of the right width.
     if not features:
         empty = torch.zeros(1, encoder.preprocessing.channels, size, size, device=device)
         features = [_features(encoder, empty, extraction)[:0]]
         labels = [torch.zeros(0, dtype=torch.int64)]
-    # concatenate outside of inference mode, so that the results are normal tensors
+    # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
     return LabelledFeatures(torch.cat(features), torch.cat(labels), keys)  # (N, D), (N,)
 
 
@@ -254,23 +256,23 @@ def single_view(batch: Batch) -> Tensor:
     """Return the images (B, C, S, S) of a batch of centre crops."""
     (view,) = batch.views
     if not isinstance(view.images, Tensor):
-        raise TypeError("A batch of centre crops holds a tensor, not packed images.")
+        raise TypeError("The batch holds packed images. A batch of centre crops must hold one tensor.")
     return view.images
 
 
 def _features(encoder: Encoder, images: Tensor, extraction: Extraction) -> Tensor:
-    """Return the features of images on the CPU: (B, C, S, S) -> (B, D) float32."""
+    """Encode images, and return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
     bf16 = extraction.precision == "bf16"
     with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
         try:
             return extraction.feature(encoder, images).float().cpu()
         except (ValueError, NotImplementedError) as error:
             size = " x ".join(str(side) for side in images.shape[2:])
-            raise EvaluationError(f"{type(encoder).__name__} on images of {size} pixels: {error}") from error
+            raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
 
 
 def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:
-    """Open shards and check that all samples have labels, before any image is encoded.
+    """Open shards, and check that all samples have labels before any image is encoded.
 
     Raises:
         ShardError: a shard cannot be used, or a sample has no label.
@@ -281,37 +283,39 @@ def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator
 
 
 def check_disjoint(train: Shards, val: Shards) -> None:
-    """Check that no shard is in both sets.
+    """Check that the training set and the validation set have no shard in common.
 
     Raises:
         EvaluationError: a shard is in both sets.
     """
     seen = {os.path.realpath(path) for path in expand(train)}
     if both := [path for path in expand(val) if os.path.realpath(path) in seen]:
-        raise EvaluationError(f"{both[0]} is in both --train and --val. Hold out shards for --val.")
+        raise EvaluationError(f"{both[0]} is in both --train and --val. Choose other shards for --val.")
 
 
 def check_labels(train: Tensor, val: Tensor) -> None:
-    """Check the labels of all images of both sets.
+    """Check the labels of the training set and the validation set. The arguments hold the labels of all processes.
 
     Raises:
         EvaluationError: a set is empty, a label is negative, or a class of `val` is not in `train`.
     """
     for name, labels in (("train", train), ("val", val)):
         if not len(labels):
-            raise EvaluationError(f"--{name} has no readable image. Check it with `python -m data.check_shards`.")
+            raise EvaluationError(
+                f"--{name} has no readable image. Check the shards with `python -m data.check_shards`."
+            )
         if int(labels.min()) < 0:
             raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
     missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
     if missing:
         raise EvaluationError(
             f"{len(missing)} classes of --val are not in --train, for example {missing[0]}. "
-            "Check that both belong to the same data set."
+            "Check that --train and --val belong to the same data set."
         )
 
 
 def check_finite(train: Tensor, val: Tensor) -> None:
-    """Check the features of both sets on all processes.
+    """Check the training and validation features on all processes. Call this function on all processes.
 
     Raises:
         EvaluationError: a feature is NaN or infinite.

@@ -26,26 +26,27 @@ class HeadTraining:
     """Options of `train_heads`."""
 
     epochs: int
-    """Passes over the training images."""
+    """Number of passes over the training images."""
     batch_size: int
-    """Images per step over all processes. Learning rates are scaled by `batch_size` / 256."""
+    """Number of images per step, over all processes. Learning rates are multiplied by `batch_size` / 256."""
     seed: int
-    """Seed of the order of the images."""
+    """Seed of the random order of the images."""
     progress: bool = False
-    """True to show a progress bar."""
+    """True if a progress bar is shown."""
 
 
 class Heads:
     """R linear classifiers on the same features, one per learning rate.
 
-    The weights are one tensor (R, D + 1, C), and the last row is the bias. All classifiers start from the same weights,
-    N(0, 0.01). `step` computes the gradient of the mean cross-entropy in closed form: x^T (softmax - one-hot) / images.
+    The weights are one tensor (R, D + 1, C). The last of the D + 1 rows is the bias. All classifiers start from equal
+    random weights with standard deviation 0.01. The method `step` computes the gradient of the mean cross-entropy in
+    closed form: x^T (softmax - one-hot) / images.
     """
 
     def __init__(self, columns: slice, classes: int, rates: Sequence[float], seed: int, device: torch.device) -> None:
         """
         Args:
-            columns: columns of the features that these classifiers see.
+            columns: columns of the features that are the input of these classifiers.
             classes: number of classes.
             rates: learning rates, one per classifier.
             seed: seed of the initial weights.
@@ -60,17 +61,17 @@ class Heads:
         self.rates = torch.tensor(rates, device=device)[:, None, None]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits: (b, all columns) -> (R, b, C)."""
+        """Return the logits of all classifiers for features `x`: (b, all columns) -> (R, b, C)."""
         return F.pad(x[:, self.columns], (0, 1), value=1.0) @ self.weight
 
     def step(self, x: Tensor, labels: Tensor, images: int, factor: float) -> None:
         """Take one step of SGD with momentum.
 
         Args:
-            x: features (b, all columns) of this process's images of the step.
-            labels: labels (b,) of the same images.
-            images: number of images of the step over all processes.
-            factor: factor on the learning rates.
+            x: features (b, all columns) of the images that this process has in the step.
+            labels: labels (b,) of these images.
+            images: number of images in the step, over all processes.
+            factor: number by which the learning rates are multiplied.
         """
         error = self.logits(x).softmax(-1)  # (R, b, C)
         error[:, torch.arange(len(labels), device=labels.device), labels] -= 1
@@ -80,7 +81,7 @@ class Heads:
 
 
 def epoch_order(images: int, epoch: int, seed: int) -> Tensor:
-    """Return the order of the images in one epoch: a permutation (images,) that depends on the arguments only."""
+    """Return the order of the images in one epoch: a permutation (images,) that depends only on the arguments."""
     return torch.randperm(images, generator=torch.Generator().manual_seed(seed + 2**31 * (epoch + 1)))
 
 
@@ -93,14 +94,15 @@ def train_heads(
 ) -> None:
     """Train groups of heads, each group on the images that its mask selects. Call this function on all processes.
 
-    The images of a step do not depend on the number of processes. Each process computes the gradient for the images in
-    its own part, and the gradients are summed. The learning rates fall to 0 along a cosine.
+    The images of a step do not depend on the number of processes. Each process computes the gradient for its own images
+    of the step, and the gradients are summed over the processes. The learning rates fall to 0 along a cosine.
 
     Args:
-        features_of_epoch: function from the number of an epoch to the features and labels of this process's images in
-            that epoch, on any device.
+        features_of_epoch: function that returns the features and labels of this process's images for a given epoch
+            number. The tensors may be on any device.
         counts: number of images of each process.
-        groups: pairs of heads and a bool mask over the images of all processes.
+        groups: pairs of a list of heads and a bool mask. The mask selects training images of these heads among the
+            images of all processes.
         training: epochs, batch size and seed.
     """
     before = sum(counts[: rank()])
@@ -124,7 +126,7 @@ def train_heads(
 
 @torch.no_grad()
 def accuracy(heads: Heads, part: LabelledFeatures, chunk: int = 1024) -> Tensor:
-    """Return the top-1 and top-5 accuracy over all processes, 0 to 1, of each learning rate: (R, 2) float64."""
+    """Return the top-1 and top-5 accuracy (0 to 1) of each classifier over all processes: (R, 2) float64."""
     device = heads.weight.device
     correct = torch.zeros(len(heads.rates), 2, dtype=torch.float64)
     for features, labels in zip(part.features.split(chunk), part.labels.split(chunk), strict=True):
@@ -136,10 +138,11 @@ def accuracy(heads: Heads, part: LabelledFeatures, chunk: int = 1024) -> Tensor:
 
 
 def normaliser(train: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that normalises features in place with the mean and variance of `train` (N, D).
+    """Return a function that normalises features in place with the mean and variance of the training features.
 
-    Mean and variance are those of all processes. The function equals `BatchNorm1d(affine=False, eps=1e-6)` in training
-    mode with the whole of `train` as one batch.
+    The mean and the variance are computed once, over the training features `train` (N, D) of all processes. Applied to
+    `train`, the function equals `BatchNorm1d(affine=False, eps=1e-6)` in training mode with all training features as
+    one batch.
     """
     count = all_reduce_sum(torch.tensor(len(train)))
     mean = (all_reduce_sum(train.sum(0, dtype=torch.float64)) / count).float()  # (D,)

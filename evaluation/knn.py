@@ -1,14 +1,14 @@
-"""k-NN accuracy of frozen features with DINO's weighted vote (2104.14294). The bank of labelled neighbours is spread
-over all processes.
+"""k-NN accuracy of frozen features with DINO's weighted vote (2104.14294). The bank of labelled images, in which the
+neighbours are searched, is spread over all processes.
 
     accelerate launch evaluation/knn.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-A neighbour of cosine similarity s votes for its class with weight exp(s / 0.07). DINOv2 uses the softmax of s / 0.07
+A neighbour with cosine similarity s votes for its class with weight exp(s / 0.07). DINOv2 uses the softmax of s / 0.07
 over the neighbours, which gives the same ranking of the classes.
 
-`--checkpoint pixels` checks the evaluation itself. Its features are the normalised pixels minus the mean training
-image. (Without this subtraction all features point in nearly the same direction.) On CIFAR-10 at 32 pixels with 50,000
-images in the bank, 20-NN accuracy is 0.458.
+`--checkpoint pixels` serves to check the evaluation itself. The features are then the normalised pixels minus the mean
+training image. (Without this subtraction, all features point in nearly the same direction.) On CIFAR-10 at 32 pixels
+with 50,000 images in the bank, the 20-NN accuracy is 0.458.
 
 Shape letters: N images in this process's part of the bank, M images in its part of the queries, Q queries per pass, D
 features per image, K neighbours.
@@ -47,26 +47,26 @@ from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
 HEADLINE = 20
-"""k of the reported accuracy."""
+"""Number of neighbours k for which the accuracy is reported as `top1`."""
 LOW = 2**32 - 1
-"""Low 32 bits of a sort key, which hold the index in the bank."""
+"""Mask of the low 32 bits of a sort key. These bits hold the index of an image in the bank."""
 NONE = -(2**63)
-"""Sort key that is smaller than the keys of all neighbours."""
+"""Sort key of an empty entry. It is smaller than the sort key of any neighbour."""
 
 
 class KNNSettings(FeatureSettings):
     """k-NN accuracy of an encoder's frozen features."""
 
     train: str | list[str]
-    """labelled SHARDS of the bank"""
+    """labelled SHARDS of the bank, in which the neighbours are searched"""
     val: str | list[str]
-    """labelled SHARDS of the queries"""
+    """labelled SHARDS of the queries, which are classified"""
     k: list[int] = Field([10, 20, 100, 200], min_length=1)
-    """numbers of neighbours k; `top1` in the result is for k = 20, or for the first k if 20 is not given"""
+    """numbers of neighbours k; `top1` in the result is for k = 20, or for the first k if 20 is not among them"""
     temperature: float = Field(0.07, gt=0)
-    """temperature of the vote: a neighbour has weight exp(similarity / temperature)"""
+    """temperature of the vote; each neighbour has the weight exp(similarity / temperature)"""
     output: str | None = None
-    """JSON file; default: evaluation/knn.json in the run folder, or a file next to the encoder"""
+    """JSON result file; default: evaluation/knn.json in the run folder, or a file next to the encoder"""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class KNNProtocol:
     """Options of `knn_accuracy`."""
 
     k: Sequence[int] = (10, 20, 100, 200)
-    """Numbers of neighbours."""
+    """Numbers of neighbours k for which the accuracy is computed."""
     temperature: float = 0.07
-    """Temperature of the vote. A neighbour has weight exp(similarity / temperature)."""
+    """Temperature of the vote. Each neighbour has the weight exp(similarity / temperature)."""
     classes: int | None = None
-    """Number of classes. None: the largest label plus one."""
+    """Number of classes. None selects the largest label plus one."""
     queries: int = 2048
-    """Number of queries that are compared at a time."""
+    """Number of queries that are compared with the bank at a time."""
     chunk: int = 8192
-    """Number of bank images that are compared at a time."""
+    """Number of images of the bank that are compared with the queries at a time."""
 
 
 def knn_accuracy(
@@ -91,18 +91,18 @@ def knn_accuracy(
     protocol: KNNProtocol | None = None,
     accelerator: Accelerator | None = None,
 ) -> dict[int, tuple[float, float]]:
-    """Return the top-1 and top-5 accuracy, 0 to 1, for each k. Call this function on all processes.
+    """Return the top-1 and top-5 accuracy (0 to 1) for each k. Call this function on all processes.
 
-    The parts of the processes, in order of rank, form the bank and the queries. The computation is in float32 on the
-    accelerator's device, and its memory does not grow with the bank. Ties between neighbours go to the first image in
-    the bank, and ties between classes to the lowest class, so that the result does not depend on the number of
-    processes.
+    The bank and the queries are the parts of all processes, joined in order of rank. The computation is in float32 on
+    the accelerator's device, and the memory that it needs does not grow with the bank. Ties between neighbours go to
+    the first image in the bank, and ties between classes go to the lowest class, so that the result does not depend on
+    the number of processes.
 
     Args:
         train: features (N, D) and labels (N,) of this process's part of the bank.
         val: features (M, D) and labels (M,) of this process's part of the queries.
         protocol: numbers of neighbours and temperature.
-        accelerator: None for one process on the device of the features.
+        accelerator: accelerator of all processes. None selects a single process on the device of the features.
 
     Raises:
         EvaluationError: k is larger than the bank, a set is empty, a label is out of range, or a feature is not finite.
@@ -134,7 +134,7 @@ def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
     k, classes = protocol.k, protocol.classes
     if not len(labels) or not len(targets):
         raise EvaluationError(
-            f"The bank has {len(labels)} images and there are {len(targets)} queries. Give at least one of each."
+            f"The bank has {len(labels)} images, and there are {len(targets)} queries. Give at least one of each."
         )
     if min(k) < 1 or max(k) > len(labels):
         raise EvaluationError(
@@ -143,12 +143,15 @@ def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
     both = torch.cat([labels, targets])
     largest = int(both.max())
     if int(both.min()) < 0 or (classes is not None and largest >= classes):
-        raise EvaluationError(f"The labels run from {int(both.min())} to {largest} and do not fit {classes} classes.")
+        raise EvaluationError(
+            f"The labels run from {int(both.min())} to {largest}. They must be at least 0 and less than `classes` "
+            f"({classes})."
+        )
     return largest + 1 if classes is None else classes
 
 
 def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
-    """Return the index of this process's first image in the bank of all processes."""
+    """Return the index that the first image of this process has in the bank of all processes."""
     if accelerator is None:
         return 0
     counts = all_gather(torch.tensor([len(labels)], device=accelerator.device))
@@ -157,7 +160,7 @@ def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
 
 @contextmanager
 def _full_float32() -> Iterator[None]:
-    """Multiply float32 matrices without TF32, whose low precision would change the neighbours."""
+    """Disable TF32 in matrix products within a `with` block, because low precision would change the neighbours."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -169,7 +172,10 @@ def _full_float32() -> Iterator[None]:
 def _queries(
     val: LabelledFeatures, size: int, device: torch.device, accelerator: Accelerator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the queries of all processes, `size` at a time, on every process: unit vectors (Q, D) and labels (Q,)."""
+    """Yield the queries of all processes as unit vectors (Q, D) and labels (Q,), at most `size` queries at a time.
+
+    Every process gets the same queries.
+    """
     features = val.features.float()
     rank, processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     counts = [len(labels) for labels in all_gather(val.labels)]
@@ -189,8 +195,10 @@ def _queries(
 
 
 def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Tensor:
-    """Return the k nearest images of this process's part of the bank, as unsorted sort keys: (Q, D), (N, D) -> (Q, K)
-    int64."""
+    """Return the sort keys of the k nearest images in this process's part of the bank: (Q, D), (N, D) -> (Q, K) int64.
+
+    The keys of a query are in no particular order.
+    """
     best = query.new_full((len(query), k), NONE, dtype=torch.int64)
     for start in range(0, len(bank), chunk):
         part = F.normalize(bank[start : start + chunk].to(query.device), dim=1)
@@ -201,13 +209,14 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 
 
 def _pack(similarity: Tensor, offset: int) -> Tensor:
-    """Pack similarity and index in the bank into one integer, the sort key: (Q, chunk) float32 -> (Q, chunk) int64.
+    """Pack the similarity and the index of a bank image into a sort key: (Q, chunk) float32 -> (Q, chunk) int64.
 
-    The key is larger for a nearer image and, among equally near images, for an earlier one. All keys differ, so the
-    largest keys do not depend on how the bank is split. `similarity` is overwritten.
+    A more similar image has a larger key. Among equally similar images, an image that comes earlier in the bank has a
+    larger key. All keys of a query differ, so the largest keys do not depend on how the bank is split over processes.
+    `similarity` is overwritten.
     """
     bits = similarity.add_(0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # afterwards the integers have the same order as the floats
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # now the integers have the same order as the floats
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
     return bits.to(torch.int64).mul_(2**32).add_(LOW - index)
 
@@ -219,14 +228,16 @@ def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, protocol: KNNProtocol) -> dict[int, Tensor]:
-    """Return the rank of the true class (Q,) for each k. `similarity` and `labels` (Q, K) have the nearest neighbour
-    first."""
+    """Return the rank of the true class (Q,) for each k.
+
+    `similarity` and `labels` (Q, K) are sorted: the nearest neighbour comes first.
+    """
     votes = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
     # dividing all weights by the largest weight prevents overflow
     relative = similarity.double() - similarity[:, :1].double()
     weights = (relative / protocol.temperature).exp()
     found = {}
-    for n in range(1, max(protocol.k) + 1):  # adding one neighbour at a time fixes the order of the sums
+    for n in range(1, max(protocol.k) + 1):  # one neighbour at a time, so that the order of the sums is fixed
         votes.scatter_add_(1, labels[:, n - 1 : n], weights[:, n - 1 : n])
         if n in protocol.k:
             rank = true_class_rank(votes, target)
@@ -236,14 +247,14 @@ def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, prot
 
 
 def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract the mean of the bank over all processes from both sets: (N, D), (M, D)."""
+    """Subtract the mean of the bank of all processes from the bank and from the queries: (N, D), (M, D)."""
     count = all_reduce_sum(torch.tensor(len(train), dtype=torch.float64))
     mean = all_reduce_sum(train.sum(0, dtype=torch.float64)) / count  # (D,)
     return train - mean.float(), val - mean.float()
 
 
 def run(settings: KNNSettings) -> None:
-    """Compute the k-NN accuracy, print it and write it to a file."""
+    """Compute the k-NN accuracy, print the result and write it to a file."""
     accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
     train_shards = open_labelled(settings.train, settings.source, accelerate)

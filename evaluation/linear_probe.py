@@ -1,23 +1,24 @@
-"""Linear probe of frozen features: DINO's protocol (2104.14294) over DINOv2's grid of rates and inputs (2304.07193).
+"""Linear probe of frozen features, with DINO's protocol (2104.14294) and DINOv2's grid of classifiers (2304.07193).
 
     accelerate launch evaluation/linear_probe.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-Linear classifiers, one for each learning rate and input, are trained together by SGD with momentum 0.9 and without
-weight decay. The rates fall to 0 along a cosine. Every epoch uses new random crops (area 0.08 to 1) and flips. With
-`--no-augment` the encoder runs only once over the centre crops, which is faster by about the number of epochs.
+The grid has one linear classifier for each combination of learning rate and input. All classifiers are trained together
+by SGD with momentum 0.9 and without weight decay. The learning rates fall to 0 along a cosine. Every epoch uses new
+random crops (area 0.08 to 1) and flips. With `--no-augment`, the encoder runs only once over the centre crops, which
+reduces its work by a factor of about the number of epochs.
 
-Rate and input are chosen on a held-out part of `--train`, by classifiers that are not trained on that part. The
-reported accuracy is that of a classifier with this rate and input that is trained on all of `--train`. `--val` is never
-used to choose. (DINO and DINOv2 report the best of all epochs or classifiers on the reported set itself, which is
-optimistic.) Published inputs:
+Learning rate and input are chosen by their accuracy on a held-out part of `--train`, with classifiers that are not
+trained on this part. The reported accuracy is that of a classifier with the chosen learning rate and input that is
+trained on all of `--train`. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
+classifiers on the test set, which is optimistic.) Published inputs:
 
     DINO ViT-S      --blocks 4
     DINO ViT-B      --blocks 1 --average_pool yes
     DINOv2          --blocks 1,4 --average_pool both --epochs 10 --head_batch_size 1024
     MAE             --blocks 1 --batch_norm
 
-`--batch_norm` uses the mean and variance of the centre crops of the whole training set; MAE uses the mean and variance
-of each batch of 16,384 images. The optimizer is still SGD; MAE uses LARS.
+There are two differences from MAE. `--batch_norm` uses the mean and variance of the centre crops of the whole training
+set, and MAE uses those of each batch of 16,384 images. The optimizer here is SGD, and MAE uses LARS.
 """
 
 import hashlib
@@ -56,44 +57,44 @@ from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
 
 RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]
-"""Learning rates of DINOv2."""
+"""Grid of learning rates in DINOv2."""
 
 
 class ProbeSettings(FeatureSettings):
-    """Accuracy of linear classifiers on an encoder's frozen features."""
+    """Measure the accuracy of linear classifiers on an encoder's frozen features."""
 
     train: str | list[str]
     """labelled SHARDS to train on"""
     val: str | list[str]
     """labelled test SHARDS; never used to choose hyperparameters"""
     blocks: list[int] = Field([1], min_length=1)
-    """inputs to try: the concatenated pooled outputs (class tokens) of this many last blocks"""
+    """numbers of blocks to try; for each number n, the input is the concatenated pooled outputs of the last n blocks"""
     average_pool: Literal["no", "yes", "both"] = "no"
-    """append the mean of the last block's tokens to the input; both: try with and without"""
+    """append the mean of the last block's tokens to the input; `both` tries inputs with and without the mean"""
     augment: bool = True
     """true: encode new random crops and flips in every epoch; false: encode the centre crops once"""
     batch_norm: bool = False
     """normalise each feature to mean 0 and variance 1"""
     rates: list[float] = Field(RATES, min_length=1)
-    """learning rates to try, for 256 images per step: scaled by head_batch_size / 256"""
+    """learning rates to try; each learning rate is multiplied by head_batch_size / 256"""
     epochs: int = Field(100, ge=1)
-    """passes over the training images"""
+    """number of passes over the training images"""
     head_batch_size: int = Field(256, ge=1)
-    """images per step of the classifiers, over all processes"""
+    """number of images in a training step of the classifiers, over all processes"""
     holdout: float = Field(0.1, ge=0, lt=1)
-    """share of the training images that is held out to choose rate and input"""
+    """share of the training images that is held out to choose the learning rate and the input"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initial weights and of the order of the images"""
     output: str | None = None
-    """JSON file; default: evaluation/linear_probe.json in the run folder, or a file next to the encoder"""
+    """JSON result file; default: evaluation/linear_probe.json in the run folder, or a file next to the encoder"""
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """The input of a classifier: neighbouring columns of the extracted features."""
+    """Input of a classifier: a range of columns of the extracted features."""
 
     blocks: int
-    """Number of last blocks."""
+    """Number of last blocks whose pooled outputs are part of the input."""
     average_pool: bool
     """True if the mean of the last block's tokens is part of the input."""
     columns: slice
@@ -101,7 +102,7 @@ class HeadInput:
 
 
 class LastBlocks:
-    """Features of the last blocks: (B, C, H, W) -> (B, (blocks + average) * dim).
+    """Function that computes features from the last blocks: (B, C, H, W) -> (B, (blocks + average) * dim).
 
     The features are the pooled outputs of the last `blocks` blocks in order of depth, followed by the mean of the last
     block's tokens if `average` is true.
@@ -121,7 +122,7 @@ class LastBlocks:
 
 
 def head_inputs(blocks: Sequence[int], average_pool: str, dim: int) -> list[HeadInput]:
-    """Return all inputs to try, as columns of the features of `LastBlocks(max(blocks), ...)`.
+    """Return all inputs to try. Their columns refer to the features that `LastBlocks(max(blocks), ...)` computes.
 
     Raises:
         EvaluationError: a number of blocks is less than 1.
@@ -138,13 +139,16 @@ def head_inputs(blocks: Sequence[int], average_pool: str, dim: int) -> list[Head
 
 
 def held_out(keys: Sequence[str], share: float) -> Tensor:
-    """Return a mask (N,) bool of the samples that are held out. The choice depends only on the name of each sample."""
+    """Return a bool mask (N,) that is True for held-out samples, which are about the fraction `share` of all samples.
+
+    The choice depends only on the name of each sample.
+    """
     digests = (hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys)
     return torch.tensor([int.from_bytes(digest) < share * 2**64 for digest in digests], dtype=torch.bool)
 
 
 class EpochCrop:
-    """A random crop that depends on the seed, the epoch and the index of the image."""
+    """Random crop that is determined by the seed, the epoch and the index of the image."""
 
     packing = None
 
@@ -153,7 +157,7 @@ class EpochCrop:
         self.views, self.seed, self.epoch = (ViewShape(1, size),), seed, epoch
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw the crop of an image of `size` (H, W)."""
+        """Draw a random crop for an image of `size` (H, W)."""
         return self.crop.draw(size, np.random.default_rng([self.seed, self.epoch, int(rng.integers(2**63))]))
 
 
@@ -165,20 +169,20 @@ def probe(
     accelerator: Accelerator | None,
     features_of_epoch: Callable[[int], LabelledFeatures] | None = None,
 ) -> dict[str, Any]:
-    """Train the classifiers, choose one and return its accuracy on `val`. Call this function on all processes.
+    """Train all classifiers, choose one of them and return its accuracy on `val`. Call this function on all processes.
 
     Args:
         train: this process's part of the training set, including the held-out images.
         val: this process's part of the test set.
         settings: settings of the command.
         dim: width of the encoder's output.
-        accelerator: None for one process.
-        features_of_epoch: function that returns `train` with the features of a given epoch. None: every epoch uses the
-            features in `train`.
+        accelerator: accelerator of all processes. None selects a single process.
+        features_of_epoch: function that returns `train` with the features of a given epoch. With None, every epoch uses
+            the features in `train`.
 
     Raises:
-        EvaluationError: there is a choice between classifiers, and no training image is held out or none remains to
-            train on.
+        EvaluationError: there are several classifiers to choose from, and either no training image or every training
+            image is held out.
     """
     tried = head_inputs(settings.blocks, settings.average_pool, dim)
     choose = len(tried) * len(settings.rates) > 1
@@ -187,7 +191,8 @@ def probe(
     if choose and not 0 < int(everywhere.sum()) < len(everywhere):
         raise EvaluationError(
             f"--holdout {settings.holdout} holds out {int(everywhere.sum())} of {len(everywhere)} training images. "
-            "Some images must be held out and some must remain. Change --holdout, or give one input and one of --rates."
+            "Some images must be held out, and some must remain. Change --holdout, or give only one input and one "
+            "learning rate."
         )
     train_labels, val_labels = (all_gather(part.labels) for part in (train, val))
     classes = int(torch.cat([*train_labels, *val_labels]).max()) + 1
@@ -217,7 +222,7 @@ def probe(
 def _chosen(
     tried: Sequence[HeadInput], rates: Sequence[float], by_val: list[Tensor], by_holdout: list[Tensor] | None
 ) -> dict[str, Any]:
-    """Return all classifiers with their accuracies, and the one that is best on the held-out images."""
+    """Return the accuracies of all classifiers, and the classifier that is best on the held-out images."""
     rows = []
     for number, one in enumerate(tried):
         for rate, (top1, top5) in zip(rates, by_val[number].tolist(), strict=True):
@@ -231,7 +236,7 @@ def _chosen(
 
 
 def run(settings: ProbeSettings) -> None:
-    """Compute the linear-probe accuracy, print it and write it to a file."""
+    """Compute the linear-probe accuracy, print the result and write it to a file."""
     accelerate = make_accelerator()
     check_disjoint(settings.train, settings.val)
     train_shards = open_labelled(settings.train, settings.source, accelerate)
@@ -261,7 +266,7 @@ def run(settings: ProbeSettings) -> None:
 
 
 def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> None:
-    """Print and write the result of the encoder in `file`."""
+    """Print the result, and write it to `settings.output` or to the default path for the encoder in `file`."""
     columns = ["blocks", "average_pool", "rate", "holdout_top1", "top1", "top5"]
     rows = []
     for row in result["all"]:

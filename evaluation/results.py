@@ -1,4 +1,4 @@
-"""Results of an evaluation: accuracy counts, file locations, tables."""
+"""Results of evaluations: rank of the true class, paths of result files, and printed tables."""
 
 import datetime
 import importlib.metadata
@@ -17,14 +17,14 @@ from runtime.files import atomic_write
 
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 UNRANKED = 2**31
-"""Rank of a true class that has no valid score. It is larger than every number of classes."""
+"""Rank of a true class without a valid score. This rank is larger than any number of classes."""
 
 
 def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the rank of the true class, 0 for the highest score: (B, classes), (B,) -> (B,) int64.
+    """Return the rank of the true class: (B, classes), (B,) -> (B,) int64. The highest score has rank 0.
 
-    The lower class wins a tie. A NaN counts as higher than all other scores, and a true class with a NaN score is
-    `UNRANKED`, so that a diverged classifier is never correct by accident.
+    Among equal scores, the class with the smaller number ranks first. NaN ranks before all other scores, and a true
+    class whose score is NaN gets the rank `UNRANKED`. A diverged classifier is therefore never correct by accident.
     """
     own = scores.gather(1, labels[:, None])  # (B, 1)
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (B, classes)
@@ -33,13 +33,13 @@ def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def result_path(encoder: Path | None, name: str) -> Path | None:
-    """Return the result file `name` of an encoder file, or None if `encoder` is None.
+    """Return the path of the result file of evaluation `name` for an encoder file, or None if `encoder` is None.
 
-    | encoder | result |
+    | file `encoder` | path of the result |
     |---|---|
     | encoder of a run | OUTPUT/evaluation/NAME.json |
     | encoder of a checkpoint | OUTPUT/evaluation/step-00001000/NAME.json |
-    | any other encoder file | ENCODER.NAME.json next to the encoder |
+    | any other encoder file | ENCODER.NAME.json in the folder of the encoder file |
     """
     if encoder is None:
         return None
@@ -54,7 +54,7 @@ def result_path(encoder: Path | None, name: str) -> Path | None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the time, the package versions and the device."""
+    """Return the current time, the versions of Python and of packages, and the name of the device."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
@@ -70,11 +70,12 @@ def _version(package: str) -> str | None:
 
 
 def report(path: Path | None, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a result as a table, and write it with the environment to `path`. Call this function on the main process
-    only.
+    """Print a result as a table, and write it to `path` together with the return value of `environment`.
+
+    Call this function only on the main process.
 
     Args:
-        path: JSON file. None: the result is only printed.
+        path: JSON file to write. With None, the result is only printed.
         result: numbers and settings of the evaluation.
         columns: headings of the table.
         rows: cells of the table. Floats are accuracies from 0 to 1, printed in percent.

@@ -4,9 +4,9 @@ There are two differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
   printed after the trainer's last message.
-- SIGTERM and SIGUSR1 are forwarded to the trainers, which may take as long as they need to save. `accelerate launch` is
-  killed by SIGUSR1. After SIGTERM, it leaves the trainer running if there is only one, and kills several trainers after
-  30 seconds.
+- SIGTERM and SIGUSR1 are forwarded to the trainers, which may take as long as they need to save. In contrast, SIGUSR1
+  kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves a single trainer running, and kills several
+  trainers after 30 seconds.
 
 Before the trainers start, both signals end the launcher as they end any program, because nothing needs saving yet.
 """
@@ -27,14 +27,14 @@ from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 STOPPED_AND_SAVED = 75
-"""Exit code of a trainer that a signal stopped and that has saved a checkpoint."""
+"""Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def exec_trainer(args: argparse.Namespace) -> NoReturn:
-    """Replace this process by the only trainer, so that signals and the exit code need no forwarding.
+    """Replace this process by the only trainer. Signals and the exit code then need no forwarding.
 
-    This function replaces accelerate's launcher for a single process.
+    This function replaces the function with which accelerate starts a single process.
     """
     command, environment = prepare_simple_launcher_cmd_env(args)
     sys.stdout.flush()
@@ -43,7 +43,7 @@ def exec_trainer(args: argparse.Namespace) -> NoReturn:
 
 
 class Trainers:
-    """Trainer processes of this machine, started by torch's elastic agent inside this process."""
+    """Trainer processes of this machine. Torch's elastic agent, which runs in this process, starts them."""
 
     def __init__(self) -> None:
         self.context: PContext | None = None
@@ -54,7 +54,7 @@ class Trainers:
         """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
         if self.received:  # `--max_restarts` must not restart trainers that were told to stop
             sys.exit(STOPPED_AND_SAVED)
-        # torch versions that read this variable never install a SIGTERM handler of their own
+        # because of this variable, newer versions of torch install no SIGTERM handler of their own
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
         self._listen()
         self._start(context)
@@ -68,9 +68,9 @@ class Trainers:
             signal.signal(number, self.forward)
 
     def forward(self, number: int, _: FrameType | None) -> None:
-        """Send a signal to the trainers only.
+        """Forward a signal to the trainers, but not to their loader workers.
 
-        Each trainer leads a process group that also contains its loader workers, which must not receive the signal.
+        A trainer and its loader workers share a process group, so the signal is sent to the trainer's process id.
         """
         self.received = signal.Signals(number)
         for process in self.context.pids().values() if self.context else ():
@@ -94,13 +94,14 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     """Return one exit code for all trainers of this machine.
 
     Args:
-        codes: exit codes other than 0, in the order in which the trainers ended. A negative code is the signal that
-            killed the trainer. Once one trainer has ended, the agent sends SIGTERM to the others.
-        received: signal that was forwarded to the trainers, if any.
+        codes: exit codes other than 0, in the order in which the trainers ended. A negative code -N means that
+            signal N killed the trainer. Once one trainer has ended, the elastic agent sends SIGTERM to the other
+            trainers.
+        received: signal that was forwarded to the trainers, or None.
     """
     codes = list(codes)
     own = [code for code in codes if code != -signal.SIGTERM] or codes
-    # the signal killed the trainers before they installed their handlers
+    # if the signal killed all trainers, they had not yet installed their handlers, and nothing needed saving
     if received and all(code in (-received, -signal.SIGTERM) for code in codes):
         return STOPPED_AND_SAVED
     code = next((code for code in own if code != STOPPED_AND_SAVED), STOPPED_AND_SAVED)

@@ -1,4 +1,4 @@
-"""Check a node before a job starts there: its packages, its GPUs, the run folder and the shards.
+"""Check a node before a job starts there: the Python packages, the GPUs, the run folder and the shards.
 
     python launch/check_node.py [--sees FILE] [--writes FOLDER] -- FLAGS OF THE JOB
 
@@ -26,17 +26,17 @@ from webdataset.shardlists import expand_urls
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
 """Names of the settings that hold shards, in pretraining and in evaluations."""
 MAX_OPENED = 64
-"""Largest number of shards that a node opens. Opening more shards would make many nodes wait for one disk."""
+"""Largest number of shards that a node opens. If many nodes opened more shards, they would wait for the shared disk."""
 MIN_FREE_BYTES = 1e9
-"""Least free space for a run whose checkpoint size is not known yet."""
+"""Smallest free disk space in bytes with which a run may start, even if its checkpoints are smaller."""
 PACKAGES = ("torch", "accelerate", "runtime", "encoders", "data", "evaluation", "pretrain")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 if the node is fine, 2 if there is a problem."""
     parser = argparse.ArgumentParser(description="Check this node before a job starts.", allow_abbrev=False)
-    parser.add_argument("--sees", type=Path, metavar="FILE", help="file that the first node wrote on the shared disk")
-    parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job")
+    parser.add_argument("--sees", type=Path, metavar="FILE", help="file of the first node that this node must see")
+    parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job, which must be writable")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the job, which name its shards")
     arguments = sys.argv[1:] if argv is None else argv
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -52,22 +52,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def node() -> str:
-    """Return the name of this node in SLURM, or else its host name."""
+    """Return the name that this node has in SLURM, or the host name outside of SLURM."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def check_packages() -> Iterator[str]:
-    """Yield a problem if the node's Python lacks packages."""
+    """Yield a problem if Python packages are missing on this node."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         yield f"{sys.executable} has no {', '.join(missing)}. Put the environment on a disk that this node sees"
 
 
 def check_gpus(count: int) -> Iterator[str]:
-    """Yield the problems of the `count` GPUs that SLURM allocated. Each GPU is tested with a matrix product."""
+    """Yield a problem for each GPU that fails a matrix product, and one if torch sees fewer than `count` GPUs."""
     if not count:
         return
-    import torch  # imported here, because the import takes seconds and a node without GPUs does not need torch
+    import torch  # imported here, because the import takes seconds and nodes without GPUs need no torch
 
     seen = torch.cuda.device_count()
     if seen < count:
@@ -87,7 +87,7 @@ def check_gpus(count: int) -> Iterator[str]:
 
 
 def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
-    """Yield the problems of the run folder: it is not shared between nodes, it is not writable, or its disk is full.
+    """Yield a problem if the run folder is not shared between nodes, is not writable, or is on a full disk.
 
     Args:
         sees: file that the first node wrote and that this node must see.
@@ -115,8 +115,10 @@ def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
 
 
 def appears(file: Path, seconds: float = 10) -> bool:
-    """Wait until a file exists and return True. Return False if the file is missing after `seconds`. A network disk may
-    show new files late."""
+    """Return True as soon as a file exists, or False if the file does not exist after `seconds`.
+
+    The function waits, because a network disk may show new files late.
+    """
     end = time.monotonic() + seconds
     while not file.exists():
         if time.monotonic() > end:
@@ -150,12 +152,13 @@ def check_shards(flags: list[str]) -> Iterator[str]:
 
 
 def shard_patterns(flags: list[str]) -> Iterator[str]:
-    """Yield the paths, globs and brace ranges of shards in the flags, or in the settings file if the flags name no
-    shards.
+    """Yield the paths, globs and brace ranges of the shards that the job reads.
+
+    Flags take precedence over the settings file.
 
     Raises:
         OSError, yaml.YAMLError: the settings file cannot be read.
-        ValueError: the settings file holds no settings, or a flag holds broken JSON.
+        ValueError: the settings file does not hold settings, or the value of a flag is invalid JSON.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in SHARD_SETTINGS:
@@ -170,7 +173,7 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
         file = file if file.exists() else None
     settings = (yaml.safe_load(Path(file).read_text()) if file else None) or {}
     if not isinstance(settings, dict):
-        raise ValueError(f"{file} does not hold `name: value` lines")
+        raise ValueError(f"the settings file {file} does not hold `name: value` lines")
     for name in SHARD_SETTINGS:
         yield from as_patterns(given.get(name) or look_up(settings, name))
 
@@ -184,7 +187,10 @@ def look_up(settings: dict[str, Any], name: str) -> Any:
 
 
 def as_patterns(value: Any) -> list[str]:
-    """Return the patterns in a setting: a pattern, a list, a mapping from patterns to weights, or JSON of these."""
+    """Return the shard patterns in the value of a setting.
+
+    The value is one pattern, a list of patterns, a mapping from patterns to weights, or one of these as JSON text.
+    """
     if value is None:
         return []
     if isinstance(value, dict):
@@ -196,7 +202,7 @@ def as_patterns(value: Any) -> list[str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the paths that a pattern matches. A URL is returned unchanged, because the node cannot list its server."""
+    """Return the paths that a pattern matches. URLs are returned unchanged, because servers do not list files."""
     pattern = os.path.expanduser(pattern)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", pattern) or os.path.exists(pattern):
         return [pattern]
@@ -208,14 +214,14 @@ def expand(pattern: str) -> list[str]:
 
 
 def sample(paths: list[str]) -> list[str]:
-    """Return at most `MAX_OPENED` evenly spaced paths, including the first and the last."""
+    """Return at most `MAX_OPENED` of the paths, evenly spaced and including the first and the last path."""
     if len(paths) <= MAX_OPENED:
         return paths
     return [paths[number * (len(paths) - 1) // (MAX_OPENED - 1)] for number in range(MAX_OPENED)]
 
 
 def why_unreadable(path: str) -> str | None:
-    """Return the reason why a file cannot be read, or None if its first bytes can be read. URLs are not opened."""
+    """Return the reason why a file cannot be read, or None if it can be read. URLs are not opened and give None."""
     if "://" in path or path.startswith("pipe:"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Jobs of a run: their sbatch command lines, the record of what was submitted, and their states in SLURM."""
+"""SLURM jobs of a run: sbatch command lines, the record of the submitted jobs, and their states in SLURM."""
 
 import json
 import os
@@ -15,7 +15,8 @@ import yaml
 
 LAUNCH = Path(__file__).resolve().parent
 EVALUATIONS = {"knn": "knn", "probe": "linear_probe"}
-"""Evaluations: name on the command line -> stem of the script's file name and of the result's file name."""
+"""Map from the name of an evaluation on the command line to the stem of file names. The script of an evaluation is
+STEM.sbatch, and the result is STEM.json."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
@@ -23,24 +24,24 @@ FORGOTTEN = "over (SLURM has forgotten how; see its log)"
 
 
 class LaunchError(RuntimeError):
-    """Request that cannot be carried out. The message tells the user what to do."""
+    """Raised when a request cannot be carried out. The message tells the user what to do."""
 
 
 @dataclass
 class Job:
-    """A job and its sbatch command line."""
+    """A SLURM job, with all parts of its sbatch command line."""
 
     name: str
     options: list[str]
     """Options of sbatch."""
     script: str
-    """File name of the script in launch/."""
+    """File name of the job's script in launch/."""
     flags: list[str]
     """Flags of the Python program that the script runs."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that the script reads."""
     after: str | None = None
-    """Name of the job that has to succeed before this job starts."""
+    """Name of the job that has to succeed before this job starts, or None."""
     id: str = ""
     """Id that SLURM gave to the job. Empty before the job is submitted."""
 
@@ -49,7 +50,7 @@ class Job:
 
         Args:
             hold: submit the job without starting it.
-            dependency: id of the job `after`.
+            dependency: id of the job that has to succeed before this job starts.
         """
         words = ["sbatch", "--parsable"]
         if hold:
@@ -59,7 +60,10 @@ class Job:
         return [*words, *self.options, str(LAUNCH / self.script), *self.flags]
 
     def shell_line(self, *, hold: bool = False) -> str:
-        """Return the command as a shell line. The shell variable named after the job `after` holds that job's id."""
+        """Return the sbatch command as a shell line.
+
+        If this job depends on a job NAME, the line takes the id of that job from the shell variable `$NAME`.
+        """
         words = self.command(hold=hold, dependency="ID" if self.after else None)
         line = shlex.join(words).replace("--dependency=afterok:ID", f'--dependency=afterok:"${self.after}"', 1)
         environment = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
@@ -70,15 +74,15 @@ class Record(TypedDict):
     """Settings of the evaluations of a run, stored in jobs.json together with the jobs."""
 
     every_checkpoint: list[str]
-    """Names of the evaluations that each checkpoint gets."""
+    """Names of the evaluations that run for each checkpoint."""
     options: list[str]
-    """Options of sbatch for evaluations."""
+    """Options of sbatch for every evaluation."""
     flags: dict[str, list[str]]
-    """Flags of each evaluation."""
+    """Flags of the Python program of each evaluation."""
 
 
 def log_option(folder: Path, name: str) -> str:
-    """Return the option of sbatch that names the log of a job. SLURM replaces %j by the job's id."""
+    """Return the option of sbatch that sets the log file of a job. SLURM replaces %j by the job's id."""
     return f"--output={str(folder).replace('%', '%%')}/{name}-%j.log"
 
 
@@ -89,7 +93,8 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
         kind: key of `EVALUATIONS`.
         record: options and flags of the evaluation.
         output: run folder.
-        step: name of the checkpoint folder, whose encoder is in OUTPUT/evaluation/STEP.
+        step: name of the checkpoint folder, such as `step-00001000`. The checkpoint's encoder must be in
+            OUTPUT/evaluation/STEP. None selects the finished run.
     """
     result = EVALUATIONS[kind]
     source, name, after = ["--checkpoint", str(output)], kind, "pretrain"
@@ -107,18 +112,18 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
     Raises:
         LaunchError: SLURM refuses the job. The message quotes SLURM.
     """
-    # if a job submits another job, the new job must not inherit the SLURM variables of the first job's allocation
+    # a job that is submitted by another job must not inherit the SLURM variables of that job's allocation
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
     command = job.command(hold=hold, dependency=dependency)
     done = _run(command, inherited | job.environment)
     if done.returncode:
         answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
         raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {shlex.join(command)}")
-    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters sbatch prints ID;CLUSTER
+    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters, sbatch prints ID;CLUSTER
 
 
 def submit_chain(jobs: Sequence[Job]) -> None:
-    """Submit all jobs. If SLURM refuses one job, cancel the jobs that were submitted before.
+    """Submit all jobs. If SLURM refuses one job, cancel the jobs that were submitted before it.
 
     Raises:
         LaunchError: SLURM refuses a job.
@@ -135,7 +140,7 @@ def submit_chain(jobs: Sequence[Job]) -> None:
 
 
 def release(jobs: Sequence[Job]) -> None:
-    """Let the first job of a chain start.
+    """Let the first job of a chain start. `submit_chain` has submitted this job on hold.
 
     Raises:
         LaunchError: SLURM does not release the job.
@@ -147,7 +152,7 @@ def release(jobs: Sequence[Job]) -> None:
 
 
 def scancel(ids: Sequence[str]) -> None:
-    """Cancel jobs. Jobs that have ended already are not an error.
+    """Cancel jobs. Jobs that have already ended cause no error.
 
     Raises:
         LaunchError: SLURM does not cancel a job. The message quotes SLURM.
@@ -159,7 +164,7 @@ def scancel(ids: Sequence[str]) -> None:
 
 
 def states(ids: Sequence[str]) -> dict[str, str]:
-    """Return the state of each job as SLURM names it. A pending job has SLURM's reason in parentheses.
+    """Return the state of each job as SLURM names it. For a pending job, the reason follows in parentheses.
 
     Raises:
         LaunchError: SLURM does not answer.
@@ -174,7 +179,7 @@ def states(ids: Sequence[str]) -> dict[str, str]:
         number, state, reason = line.split("|", 2)
         found[number] = f"{state} ({reason})" if state == "PENDING" else state
     gone = [number for number in ids if found[number] == FORGOTTEN]
-    if gone and shutil.which("sacct"):  # squeue forgets a job some minutes after its end; sacct still knows its state
+    if gone and shutil.which("sacct"):  # squeue forgets a job some minutes after its end, but sacct knows its state
         done = _run(
             ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(gone)}", "-o", "JobID,State"]
         )
@@ -188,7 +193,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> subpr
     try:
         return subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not found. Call slurm.py where SLURM is installed") from error
+        raise LaunchError(f"the command {command[0]} is not found. Call slurm.py on a machine with SLURM") from error
 
 
 def is_over(state: str) -> bool:
@@ -213,7 +218,7 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
 
 
 def write_record(folder: Path, record: Record, jobs: Sequence[Job]) -> None:
-    """Write jobs.json into OUTPUT/submitted. Readers see the old file or the new one, never a partial file."""
+    """Write jobs.json into OUTPUT/submitted. Readers see either the old file or the complete new file."""
     temporary = folder / ".jobs.json.part"
     entries = [asdict(job) | {"command": job.command()} for job in jobs]
     temporary.write_text(json.dumps({**record, "jobs": entries}, indent=1) + "\n")
@@ -224,14 +229,16 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a YAML file of settings.
 
     Raises:
-        LaunchError: the file cannot be read, or does not hold a mapping.
+        LaunchError: the file cannot be read, or it does not hold a mapping.
     """
     try:
         settings = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     if not isinstance(settings or {}, dict):
-        raise LaunchError(f"{path} holds a {type(settings).__name__}. It must hold `name: value` lines")
+        raise LaunchError(
+            f"the settings file {path} holds a {type(settings).__name__}. It must hold `name: value` lines"
+        )
     return settings or {}
 
 
@@ -239,8 +246,8 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
     """Return the name and the text of each settings file that the jobs will read.
 
     Args:
-        config: settings of pretrain/run.py.
-        engine: accelerate's file.
+        config: settings file of pretrain/run.py.
+        engine: engine file, which accelerate takes as `--config_file`.
         folder: OUTPUT/submitted, to which the files will be copied.
 
     Raises:
@@ -253,7 +260,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
     if deepspeed:
         if not Path(deepspeed).is_file():
             raise LaunchError(
-                f"{engine} names {deepspeed}, which does not exist. Submit from the folder that contains this file"
+                f"{engine} names the missing file {deepspeed}. Submit from the folder to which this path is relative"
             )
         texts["deepspeed.json"] = Path(deepspeed).read_text()
         settings["deepspeed_config"] = section | {"deepspeed_config_file": str(folder / "deepspeed.json")}
@@ -263,7 +270,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """Make `folder` empty for a `with` block. Restore the previous contents of the folder if the block raises.
+    """Make `folder` empty for a `with` block. If the block raises, the previous contents of the folder are restored.
 
     Raises:
         LaunchError: the folder cannot be made.

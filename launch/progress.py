@@ -15,8 +15,8 @@ def follow(output: Path) -> None:
     """Submit the missing evaluations of all complete checkpoints, one job per checkpoint and evaluation.
 
     The encoder of each checkpoint is kept in OUTPUT/evaluation/step-..., because pretraining may remove the checkpoint
-    before its evaluation starts. The encoder is removed once all its results exist. Only one process may call this
-    function at a time. Repeated calls do not submit an evaluation twice.
+    before its evaluation starts. This copy is removed once all evaluations of the checkpoint have results. Only one
+    process may call this function at a time. Repeated calls do not submit an evaluation twice.
 
     Raises:
         LaunchError: SLURM refuses a job. The next call submits that job again.
@@ -47,7 +47,10 @@ def _evaluated(kept: Path, kinds: list[str]) -> bool:
 
 
 def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
-    """Link a checkpoint's encoder into OUTPUT/evaluation. Return False if there is nothing to evaluate."""
+    """Link a checkpoint's encoder into OUTPUT/evaluation.
+
+    Return False if the checkpoint already has all results, or if pretraining has removed the checkpoint.
+    """
     kept = output / "evaluation" / checkpoint.name
     if _evaluated(kept, kinds):
         return False
@@ -56,13 +59,13 @@ def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
         if not (kept / name).exists():
             try:
                 _link(checkpoint / name, kept / name)
-            except FileNotFoundError:  # pretraining has removed this checkpoint in the meantime
+            except FileNotFoundError:  # pretraining has meanwhile removed the checkpoint
                 return False
     return True
 
 
 def _link(file: Path, name: Path) -> None:
-    """Make a hard link to a file, or copy the file if the disk has no hard links."""
+    """Make a hard link `name` to a file, or copy the file if the disk does not support hard links."""
     try:
         os.link(file, name)
     except FileNotFoundError:
@@ -92,7 +95,7 @@ def status(output: Path) -> None:
 
 
 def _position(output: Path) -> str:
-    """Return a phrase with the last recorded step, the number of steps and the newest checkpoint."""
+    """Return a phrase that names the last recorded step, the total number of steps and the newest checkpoint."""
     settings = read_settings(output / "config.yaml") if (output / "config.yaml").exists() else {}
     checkpoints = sorted(folder.name for folder in (output / "checkpoints").glob("step-*"))
     recorded = _last_record(output / "metrics.jsonl").get("step", 0)
@@ -105,7 +108,7 @@ def _position(output: Path) -> str:
 
 
 def _last_record(path: Path) -> dict[str, Any]:
-    """Return the last complete line of metrics.jsonl. A killed run may leave a partial line at the end of the file."""
+    """Return the record in the last complete line of metrics.jsonl. A killed run may leave a partial last line."""
     lines = path.read_text().splitlines() if path.exists() else []
     for line in reversed(lines):
         try:
@@ -116,7 +119,7 @@ def _last_record(path: Path) -> dict[str, Any]:
 
 
 def _results(output: Path) -> list[list[str]]:
-    """Return the name and the accuracy of each evaluation. Evaluations of checkpoints come first."""
+    """Return a row with name and accuracy for each result. The results of checkpoints come first."""
     rows = []
     for path in sorted((output / "evaluation").rglob("*.json"), key=lambda path: (len(path.parts) * -1, path)):
         result = json.loads(path.read_text())

@@ -5,9 +5,9 @@
     python launch/slurm.py status OUTPUT
     python launch/slurm.py cancel OUTPUT
 
-OUTPUT/submitted/ holds copies of the settings file and of the engine file, which the jobs read. It also holds the jobs
-with their ids and command lines (jobs.json) and their logs. An engine file is a file that accelerate takes as
-`--config_file`, such as those in configs/accelerate/.
+The jobs read copies of the settings file and of the engine file, which are in the folder OUTPUT/submitted/. This folder
+also holds the logs of the jobs, and jobs.json with the id and the command line of each job. An engine file is a file
+that accelerate takes as `--config_file`, such as the files in configs/accelerate/.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from progress import follow, status
 CPUS_PER_GPU = 8
 DDP = LAUNCH.parent / "configs" / "accelerate" / "ddp.yaml"
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
-"""Flags of pretrain/run.py that are options of `submit`, given before the separator `--`."""
+"""Flags of pretrain/run.py that must be given as options of `submit`, before the separator `--`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,15 +70,15 @@ def parser() -> argparse.ArgumentParser:
     add_submit_options(
         commands.add_parser(
             "submit",
-            help="submit the scripts in launch/",
+            help="submit pretraining and its evaluations",
             epilog="Flags of pretrain/run.py follow after --.",
             allow_abbrev=False,
         )
     )
     for name, meaning in (
-        ("status", "show the jobs, the position and the results of a run"),
+        ("status", "show the current step, the jobs and the results of a run"),
         ("cancel", "cancel all jobs of a run"),
-        ("follow", "submit the missing evaluations of checkpoints; the pretraining job does this by itself"),
+        ("follow", "submit the missing evaluations of checkpoints (the pretraining job calls this command)"),
     ):
         commands.add_parser(name, help=meaning).add_argument("output", type=Path, metavar="OUTPUT", help="run folder")
     return top
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_submit_options(new: argparse.ArgumentParser) -> None:
     """Add the options of the command `submit`."""
-    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings of pretrain/run.py")
+    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings file of pretrain/run.py")
     new.add_argument("--output", type=Path, help="run folder (default: a new folder under runs/)")
     new.add_argument("--resume", action="store_true", help="continue the run in --output")
     new.add_argument(
@@ -98,34 +98,37 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
     )
     new.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     new.add_argument("--gpus", type=int, default=1, help="GPUs per node; 0 trains on CPUs (default: 1)")
-    new.add_argument("--processes", type=int, help="trainers per node with --gpus 0 (default: 1)")
+    new.add_argument("--processes", type=int, help="trainers per node; only with --gpus 0 (default: 1)")
     new.add_argument("--cpus", type=int, help=f"CPUs per node (default: {CPUS_PER_GPU} per GPU)")
-    new.add_argument("--mem", help="memory per node of pretraining, such as 200G")
+    new.add_argument("--mem", help="memory per node for pretraining, such as 200G")
     new.add_argument(
-        "--time", help="time limit of pretraining, such as 24:00:00; evaluations use their scripts' limits"
+        "--time", help="time limit of pretraining, such as 24:00:00; the limit of an evaluation is in its script"
     )
     for name in ("partition", "account", "qos"):
-        new.add_argument(f"--{name}", help=f"{name} of all jobs")
+        new.add_argument(f"--{name}", help=f"SLURM {name} of all jobs")
     new.add_argument(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTIONS",
-        help="further options of sbatch for all jobs: --sbatch='--constraint=a100 --reservation=x'",
+        help="further options of sbatch for all jobs, such as --sbatch='--constraint=a100 --reservation=x'",
     )
     names = ",".join(EVALUATIONS)
-    new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations of the finished run")
-    new.add_argument("--every-checkpoint", default="", metavar=names, help="evaluations of each checkpoint")
+    new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations to run after pretraining")
+    new.add_argument("--every-checkpoint", default="", metavar=names, help="evaluations to run for each checkpoint")
     new.add_argument("--evaluation-gpus", type=int, help="GPUs per evaluation (default: 1, or 0 with --gpus 0)")
     for kind in EVALUATIONS:
         new.add_argument(
-            f"--{kind}-flags", default="", metavar="FLAGS", help=f"flags of {kind}: --{kind}-flags='--workers 2'"
+            f"--{kind}-flags",
+            default="",
+            metavar="FLAGS",
+            help=f"flags of {kind}, such as --{kind}-flags='--workers 2'",
         )
-    new.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
+    new.add_argument("--dry_run", "--dry-run", action="store_true", help="print the commands instead of running them")
 
 
 def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
-    """Copy the settings and submit all jobs of a run. With `--dry_run`, only print what would be done.
+    """Copy the settings and submit all jobs of a run. With `--dry_run`, only print the commands.
 
     Raises:
         LaunchError: an option is missing or wrong, the folder holds another run, SLURM is not installed, or SLURM
@@ -152,12 +155,12 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     with fresh_folder(output / "submitted") as folder:
         for name, text in frozen_files(options.config, options.accelerate, folder).items():
             (folder / name).write_text(text)
-        write_record(folder, record, [])  # the pretraining job reads jobs.json
+        write_record(folder, record, [])  # jobs.json must exist before the pretraining job starts
         submit_chain(jobs)
         try:
             write_record(folder, record, jobs)
             release(jobs)
-        except BaseException:  # without jobs.json, `cancel` could not find the submitted jobs
+        except BaseException:  # if jobs.json is not written, `cancel` cannot find the submitted jobs
             scancel([job.id for job in jobs])
             raise
     for job in jobs:
@@ -166,7 +169,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def evaluation_names(text: str) -> list[str]:
-    """Split a list of evaluations such as `probe,knn`.
+    """Split a comma-separated list of evaluations, such as `probe,knn`, into names.
 
     Raises:
         LaunchError: the list names an unknown evaluation.
@@ -179,7 +182,7 @@ def evaluation_names(text: str) -> list[str]:
 
 
 def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: list[str]) -> None:
-    """Check options and flags before submission, because a job may wait for days before it finds a mistake.
+    """Check options and flags before submission, because a job may wait for days before it can report a mistake.
 
     Raises:
         LaunchError: an option or a flag is missing, misplaced or out of range.
@@ -202,7 +205,8 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
             raise LaunchError(f"--{name.replace('_', '-')} is {value}. It must be {least} or more")
     if options.processes and options.gpus:
         raise LaunchError(
-            "--processes is only for nodes without GPUs (--gpus 0). Each GPU has one trainer. Remove --processes"
+            "--processes is only for nodes without GPUs (--gpus 0), because each GPU has exactly one trainer. Remove "
+            "--processes"
         )
 
 
@@ -226,7 +230,7 @@ def check_queue(output: Path) -> None:
 
 
 def flag_values(name: str, flags: Sequence[str]) -> list[str]:
-    """Return the values of a flag, given as `--name value` or `--name=value`."""
+    """Return all values that `flags` give for a flag, either as `--name value` or as `--name=value`."""
     found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}=")]
     return found + [value for flag, value in pairwise(flags) if flag == f"--{name}"]
 
@@ -235,7 +239,8 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
     """Return `--train SHARDS --val SHARDS` from the flags, or else from the settings file.
 
     Raises:
-        LaunchError: the shards are not named. The pretraining shards are no substitute: they may have no labels.
+        LaunchError: neither the flags nor the settings file name the shards. The pretraining shards are not used
+            instead, because they may have no labels.
     """
     section = settings.get("evaluation")
     arguments = []
@@ -258,7 +263,7 @@ def common_options(options: argparse.Namespace) -> list[str]:
 
 
 def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str]) -> Job:
-    """Return the pretraining job."""
+    """Return the pretraining job, with its sbatch options and its flags of pretrain/run.py."""
     submitted = output / "submitted"
     cpus = options.cpus or CPUS_PER_GPU * max(options.gpus, 1)
     wanted = [f"--job-name={output.name}", log_option(submitted, "pretrain"), f"--nodes={options.nodes}"]
@@ -276,7 +281,7 @@ def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str])
 
 
 def evaluation_options(options: argparse.Namespace) -> list[str]:
-    """Return the options of sbatch for an evaluation on one node, with CPUs in proportion to its GPUs."""
+    """Return the options of sbatch for evaluations. The number of CPUs is proportional to the number of GPUs."""
     gpus = min(options.gpus, 1) if options.evaluation_gpus is None else options.evaluation_gpus
     cpus = CPUS_PER_GPU * max(gpus, 1)
     if options.cpus:
@@ -288,7 +293,7 @@ def evaluation_options(options: argparse.Namespace) -> list[str]:
 
 
 def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], record: Record) -> None:
-    """Print shell lines that do the work of `submit`."""
+    """Print shell commands that do the same as `submit`."""
     folder = output / "submitted"
     print(f"# the settings that the jobs will read\nmkdir -p {shlex.quote(str(folder))}")
     for name, text in frozen_files(options.config, options.accelerate, folder).items():
@@ -305,7 +310,7 @@ def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], recor
 
 
 def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
-    """Return the command that starts the pretraining without SLURM."""
+    """Return the command with which users start the pretraining on machines without SLURM."""
     trainers = options.nodes * (options.gpus or options.processes or 1)
     words = ["accelerate", "launch", "--config_file", str(options.accelerate), "--num_processes", str(trainers)]
     heading = ""
@@ -324,9 +329,9 @@ def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
 
 
 def cancel(output: Path) -> None:
-    """Cancel all jobs of a run."""
+    """Cancel all jobs of a run that have not ended."""
     cancelled: list[str] = []
-    for _ in range(2):  # the pretraining job may submit evaluations until it ends
+    for _ in range(2):  # the second pass cancels evaluations that the pretraining job has submitted during the first
         _, jobs = read_record(output)
         known = states([job.id for job in jobs])
         active = [number for number, state in known.items() if not is_over(state) and number not in cancelled]

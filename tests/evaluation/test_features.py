@@ -85,7 +85,7 @@ def test_an_encoder_that_does_not_take_the_images_is_named(shards):
     def feature(encoder, images):
         raise ValueError("sides must be multiples of 32")
 
-    with pytest.raises(EvaluationError, match="Pixels on images of 16 x 16 pixels: sides must"):
+    with pytest.raises(EvaluationError, match="Pixels cannot encode images of 16 x 16 pixels: sides must"):
         extract(Pixels(16), str(shards / "val-0.tar"), make_accelerator(), Extraction(feature=feature))
 
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_scored_is_refused():
     for k, message in (((31,), "from 1 to 30"), ((0,), "from 1 to")):
         with pytest.raises(EvaluationError, match=message):
             accuracy(train, train_labels, val, val_labels, k=k)
-    with pytest.raises(EvaluationError, match="do not fit 3 classes"):
+    with pytest.raises(EvaluationError, match=r"less than `classes` \(3\)"):
         accuracy(train, train_labels, val, val_labels, classes=3, k=(5,))
     with pytest.raises(EvaluationError, match="Give at least one of each"):
         accuracy(train, train_labels, val[:0], val_labels[:0], k=(5,))

@@ -145,7 +145,7 @@ def test_the_command_is_the_same_with_two_processes(shards, encoder, tmp_path):
 def test_mistakes_end_with_a_message(shards, encoder, capsys):
     given = {"checkpoint": str(encoder), "train": str(shards / "train-0.tar"), "val": str(shards / "val-0.tar")}
     given |= {"workers": 0, "epochs": 1}
-    cases = [({"blocks": [5]}, "ViT on images of 16 x 16"), ({"train": str(shards / "bare-0.tar")}, "label")]
+    cases = [({"blocks": [5]}, "ViT cannot encode images of 16 x 16"), ({"train": str(shards / "bare-0.tar")}, "label")]
     cases += [({"checkpoint": "pixels", "image_size": 16, "average_pool": "yes"}, "--average_pool no")]
     for changed, message in cases:
         with pytest.raises(SystemExit) as stopped, exit_on_user_error():
