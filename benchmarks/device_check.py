@@ -1,13 +1,15 @@
 """Checks and measurements that need a CUDA device: `python benchmarks/device_check.py --data 'shards/*.tar'`.
 
-1. Every method with every `*_micro` encoder: the losses in bf16 on the device compared with float32 on the CPU.
-2. ViT-S/16 and ViT-B/16 under every method with its default settings: images per second, peak memory, and the time of
-   cutting and colour augmentation as a share of a step. With --data, the table also has the time that the device waits
-   for the loader.
-3. Every method with an encoder of every family (benchmarks/pairs.py).
-4. With --cifar, a short run of each method that has a preset configs/cifar10_METHOD.yaml, with k-NN before and after.
+1. The losses in bf16 on the device are compared with the losses in float32 on the CPU, for every method with every
+   `*_micro` encoder.
+2. The speed of ViT-S/16 and ViT-B/16 is measured under every method with its default settings. The table shows images
+   per second, peak memory, and the time of cutting and colour augmentation as a share of a step. With --data, the table
+   also shows the time that the device waits for the loader.
+3. Every method is measured with an encoder of every family (benchmarks/pairs.py).
+4. With --cifar, each method that has a preset configs/cifar10_METHOD.yaml trains for a short time. The k-NN accuracy is
+   measured before and after this training.
 
-The tables are written to benchmarks/results/. Without CUDA the script prints a line and exits with 0.
+The tables are written to benchmarks/results/. Without CUDA, the script prints a message and exits with code 0.
 """
 
 import copy
@@ -48,16 +50,16 @@ ROOT = Path(__file__).parent.parent
 
 
 class DeviceCheck(Settings):
-    """Check and measure on a CUDA device."""
+    """Check the training and measure its speed on a CUDA device."""
 
     data: str | None = None
-    """SHARDS of full-size images for measuring the loader; default: the loader is not measured"""
+    """SHARDS of full-size images, to measure the wait for the loader; default: the loader is not measured"""
     cifar: str | None = None
-    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz; default: no training runs"""
+    """folder with the CIFAR-10 shards cifar10-{train,test}-*.tar.gz; default: no training on CIFAR-10"""
     steps: int = Field(default=20, ge=1)
-    """steps of each measurement"""
+    """number of training steps in each measurement"""
     batch_size: int = Field(default=128, ge=2)
-    """images per step of ViT-S/16; ViT-B/16 takes half as many"""
+    """number of images per step of ViT-S/16; ViT-B/16 takes half of this number"""
     workers: int = Field(default=14, ge=0)
     """number of loader workers"""
     output: Path = ROOT / "benchmarks" / "results" / "device_check.md"
@@ -67,7 +69,7 @@ class DeviceCheck(Settings):
 def build(
     name: str, variant: str, batch_size: int, steps: int, **settings: Any
 ) -> tuple[Method, ResolvedOptim, Transform]:
-    """Return a method with a new encoder, its resolved optimizer settings, and its transform."""
+    """Return a method with a new encoder, the resolved optimizer settings, and the transform of the method."""
     torch.manual_seed(0)
     kind = METHODS[name]
     config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), 50_000, batch_size, steps)
@@ -78,14 +80,14 @@ def build(
 
 
 def random_batch(transform: Transform, images: int, seed: int) -> Batch:
-    """Return a batch of noise images as the loader gives it: uint8, on the CPU."""
+    """Return a batch of noise images in the format of the loader: uint8 tensors on the CPU."""
     rng = np.random.default_rng(seed)
     pictures = [torch.from_numpy(rng.integers(0, 256, (3, 256, 256), dtype=np.uint8)) for _ in range(images)]
     return collate(transform, pictures, [rng] * images)
 
 
 def whole_images(transform: Transform, images: int) -> Batch:
-    """Return a batch of uncropped noise images of ImageNet's size. The device cuts the crops."""
+    """Return a batch of uncropped noise images of 375 x 500 pixels. The crops are cut later, on the device."""
     rng, builder = np.random.default_rng(0), RawBuilder()
     for _ in range(images):
         with BytesIO() as file:
@@ -97,7 +99,7 @@ def whole_images(transform: Transform, images: int) -> Batch:
 
 
 def milliseconds(work: Callable[[], object], times: int) -> float:
-    """Return the median time of a call on the device, after three warm-up calls."""
+    """Return the median time in milliseconds of a call that runs on the device, after three warm-up calls."""
     taken = []
     for _ in range(times + 3):
         torch.cuda.synchronize()
@@ -110,18 +112,18 @@ def milliseconds(work: Callable[[], object], times: int) -> float:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Training steps without an engine."""
+    """Runs training steps in a single process, without a distributed engine."""
 
     method: Method
     optimizer: torch.optim.Optimizer
     optim: ResolvedOptim
     steps: int
-    """Number of steps of the run."""
+    """Number of steps in the run."""
     bf16: bool
-    """Run the forward pass in bfloat16 autocast."""
+    """True if the forward pass runs in bfloat16 autocast."""
 
     def step(self, batch: Batch, number: int) -> Tensor:
-        """Train on a batch of the loader and return the loss, a scalar."""
+        """Train on a batch that comes from the loader, and return the loss, a scalar."""
         device = next(self.method.parameters()).device
         return self.train(to_model_input(batch.to(device, non_blocking=True)), number)
 
@@ -141,7 +143,7 @@ class Trainer:
 
 
 def agreement(settings: DeviceCheck) -> list[str]:
-    """Compare the losses in bf16 on the device with float32 on the CPU, for equal weights and batches."""
+    """Return a table that compares losses in bf16 on the device with losses in float32 on the CPU."""
     lines = ["| method | encoder | steps | first loss, CPU | largest difference |", "|---|---|---|---|---|"]
     for name in METHODS:
         for variant in (variant for variant in encoders.VARIANTS if variant.endswith("_micro")):
@@ -159,7 +161,7 @@ def agreement(settings: DeviceCheck) -> list[str]:
 
 
 def throughput(settings: DeviceCheck) -> list[str]:
-    """Measure training steps on prepared batches, and cutting and colour augmentation as a share of a step."""
+    """Return a table of the speed of training steps, and of the share of cutting and colour augmentation in a step."""
     lines = [
         "| method | encoder | images | images/s | ms a step | copy and cut | photometric | peak memory | data wait |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -193,7 +195,7 @@ def throughput(settings: DeviceCheck) -> list[str]:
 
 
 def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, images: int) -> str:
-    """Return the share of time in which the device waits for the loader, or `-` if no shards are given."""
+    """Return as text the share of time in which the device waits for the loader, or `-` if no shards are given."""
     if settings.data is None:
         return "-"
     steps = settings.steps + 5
@@ -202,7 +204,7 @@ def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, i
     waited = 0.0
     start = before = time.perf_counter()
     for number, batch in enumerate(batches):
-        if number == 5:  # start the clock when the loader workers have started
+        if number == 5:  # start to measure when the loader workers are running
             start, waited = before, 0.0
         waited += time.perf_counter() - before
         replace(trainer, steps=steps).step(batch, number).item()
@@ -219,7 +221,7 @@ def pairs(settings: DeviceCheck) -> list[str]:
 
 
 def cifar(settings: DeviceCheck) -> list[str]:
-    """Pretrain on CIFAR-10 with each method that has a preset configs/cifar10_METHOD.yaml."""
+    """Pretrain on CIFAR-10 with each method that has a preset configs/cifar10_METHOD.yaml, and return a table."""
     if settings.cifar is None:
         return ["not run; give --cifar FOLDER"]
     lines = ["| method | step | images | loss | 20-NN | s, evaluations included |", "|---|---|---|---|---|---|"]

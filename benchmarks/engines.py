@@ -1,12 +1,12 @@
-"""Memory, time and traffic of a training step under every engine, measured on this machine and estimated for many GPUs.
+"""Measure memory, time and traffic of a training step under every engine, and estimate them for many GPUs.
 
     python benchmarks/engines.py [--output benchmarks/results/engines.md]
 
-Every row of the table is a separate launch with a file of configs/accelerate/. Each launch trains on noise images in
-memory. The benchmark measures the memory of a process between steps and at the peak, and the time of a step. On a GPU
-memory is what torch allocated; on a CPU it is the growth of the process's resident memory since before the method was
-built. On Linux without a GPU the benchmark also counts the bytes sent over the loopback device, which no other program
-should use. The function `costs` implements the formulas of docs/scaling.md.
+Every row of the table comes from a separate launch with an engine file of configs/accelerate/. Each launch trains on
+noise images in memory. The benchmark measures the memory of a process between steps and at the peak, and the time of a
+step. On a GPU, "memory" is the memory that torch has allocated. On a CPU, "memory" is the growth of the process's
+resident memory since just before the method was built. On Linux without a GPU, the benchmark also counts the bytes sent
+over the loopback device, so no other program should use this device. The estimates use the formulas of docs/scaling.md.
 """
 
 import ctypes
@@ -44,11 +44,11 @@ PAPER = {
     "ViT-g/14": (1.1e9, 60e6, 40),
     "ViT-7B/16": (6.7e9, 100e6, 40),
 }
-"""Number of parameters of the encoder, number of parameters of DINO's head, and number of blocks."""
+"""Number of encoder parameters, number of parameters in DINO's head, and number of blocks, for each encoder."""
 PAPER_PASSES = 2
-"""Forward passes of DINO's student in a step, one for each size of crop."""
+"""Number of forward passes of DINO's student in a step, one for each crop size."""
 KEPT = 1e9
-"""Default of stage3_max_live_parameters: parameters that DeepSpeed's ZeRO-3 keeps gathered at once."""
+"""Default of DeepSpeed's stage3_max_live_parameters: largest number of parameters that ZeRO-3 keeps gathered."""
 GPUS = (8, 64, 256)
 
 
@@ -60,39 +60,41 @@ class EnginesBenchmark(Settings):
     methods: tuple[str, ...] = tuple(METHODS)
     """pretraining methods"""
     engines: tuple[str, ...] = ENGINES
-    """names of files in configs/accelerate/"""
+    """engines: names of files in configs/accelerate/, without .yaml"""
     processes: int = Field(default=2, ge=1)
-    """processes per launch"""
+    """number of processes per launch"""
     images: int = Field(default=2, ge=1)
-    """images per process and step; few, so that activations do not hide the sharded state"""
+    """images per process and step; the default is small, so that activations do not hide the sharded state"""
     steps: int = Field(default=3, ge=1)
-    """timed steps, after two steps of warm-up"""
+    """number of timed steps, after two warm-up steps"""
     output: Path | None = None
     """Markdown file for the tables"""
     measure: str | None = None
-    """internal: JSON file for the measurements of one launch"""
+    """for internal use: JSON file for the measurements of one launch"""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Memory of a process for float32 weights, gradients and moments, and its traffic, in bytes."""
+    """Memory and network traffic of one process in bytes. Weights, gradients and moments are float32."""
 
     held: float
     """Memory that stays allocated between steps: weights, teacher, moments, and copies that the engine keeps."""
     step: float
     """Additional memory during a step, without activations: gradients and gathered weights."""
     sent: float
-    """Bytes that a process sends in a step, with ring algorithms for reduction and gathering."""
+    """Bytes that a process sends in a step, if reduction and gathering use ring algorithms."""
 
 
 def costs(engine: str, trained: float, teacher: float, block: float, processes: int, passes: int) -> Costs:
     """Return the costs of a training step according to the formulas of docs/scaling.md.
 
     Args:
+        engine: name of the engine.
         trained: number of parameters with gradients.
         teacher: number of parameters without gradients.
-        block: number of parameters of the largest unit that FSDP2 gathers at once.
-        passes: forward passes of the trained encoder in a step.
+        block: number of parameters in the largest unit that FSDP2 gathers as a whole.
+        processes: number of processes.
+        passes: number of forward passes of the trained encoder in a step.
     """
     n, ring = processes, 4 * (processes - 1) / processes
     if engine == "ddp":  # DDP keeps gradients allocated in its buckets
@@ -100,7 +102,7 @@ def costs(engine: str, trained: float, teacher: float, block: float, processes: 
     if engine in ("zero1", "zero2"):  # ZeRO-1 and ZeRO-2 all-reduce gradients and all-gather weights
         step = 4 * trained / n + (4 * trained if engine == "zero1" else 0)
         return Costs(4 * trained + 12 * trained / n + 4 * teacher, step, 3 * ring * trained)
-    if engine == "zero3":  # ZeRO-3 keeps gradients allocated, and weights of the next pass gathered
+    if engine == "zero3":  # ZeRO-3 keeps gradients allocated, and keeps weights gathered
         gathered = min(4 * (trained + teacher), 4 * KEPT)
         return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
     # FSDP2 gathers the student's weights in each forward and each backward pass, gathers the teacher's weights once,
@@ -154,7 +156,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
 
 
 def count_passes(parts: list[nn.Module]) -> list[int]:
-    """Return a list whose only element counts the forward passes of the encoder in `parts` after this call."""
+    """Start to count the forward passes of the encoder in `parts`. The returned list holds only the current count."""
     count = [0]
 
     def increment(*_: object) -> None:
@@ -166,7 +168,7 @@ def count_passes(parts: list[nn.Module]) -> list[int]:
 
 
 def resident() -> int:
-    """Return the memory that this process holds, in bytes."""
+    """Return the memory in bytes that this process currently uses."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     if sys.platform == "linux":
@@ -191,13 +193,13 @@ def status(field: str) -> int:
 
 
 def loopback() -> int:
-    """Return the bytes sent over the loopback device since the machine started."""
+    """Return the number of bytes sent over the loopback device since the machine was started."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return sum(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
 def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -> dict[str, float]:
-    """Return the measurements of one launch."""
+    """Start one launch, and return its measurements."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
@@ -212,7 +214,7 @@ def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -
 
 
 def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
-    """Return the headings and one row for each launch."""
+    """Return the table of measurements: the headings, then one row for each launch."""
     headings = ["method", "encoder", "engine", "held, MB", "by formula", "peak, MB", "sent a step, MB", "by formula"]
     rows = [[*headings, "ms a step", "time / ddp"]]
     for method in settings.methods:
@@ -231,7 +233,7 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
 
 
 def paper_rows() -> list[list[str]]:
-    """Return the headings and rows with the costs of DINO on many GPUs, by the formulas of `costs`."""
+    """Return the table of DINO's estimated costs on many GPUs: the headings, then a row for each encoder and engine."""
     rows = [["encoder", "engine", *(f"{count} GPUs: held + step, GB" for count in GPUS), "sent a step, GB"]]
     for name, (encoder, head, blocks) in PAPER.items():
         both = encoder + head

@@ -1,10 +1,11 @@
-"""Fuzz test of the reader with a hundred thousand damaged and hostile shards, images and indices.
+"""Fuzz test of the shard reader with a hundred thousand damaged and hostile shards, images and indices.
 
     pip install -e ".[test]" && python benchmarks/fuzz.py
 
-Hypothesis draws the cases. Each case must give samples, or a ShardError or ImageError that names the file. If only some
-images of a tar are damaged, the others must be delivered unchanged, and the counts must be correct. Any other result of
-a case stops the run. Hypothesis then prints the smallest example that it finds.
+The library Hypothesis generates the test cases. In each case, the reader must return samples, or raise a ShardError or
+an ImageError that names the file. If some images of a tar are damaged, the reader must return the other images
+unchanged, and the counts must be correct. Any other result of a case stops the run. Hypothesis then prints the smallest
+case that it finds for this failure.
 """
 
 import io
@@ -40,22 +41,22 @@ MOST_PIXELS = 2**20
 CASES_PER_CHUNK = 1000  # number of cases between two updates of the progress bar
 MEMORY = 2**31  # memory limit in bytes, in addition to the memory of the imported libraries
 FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
-"""Fields of a tar header: offset and size in bytes."""
+"""Offset and size in bytes of some fields of a tar header."""
 
 
 class FuzzBenchmark(Settings):
-    """Fuzz test of the reader with damaged shards, images and indices."""
+    """Fuzz test of the shard reader with damaged shards, images and indices."""
 
     cases: int = Field(default=100_000, ge=1)
     """total number of cases"""
     seed: int = Field(default=0, ge=0)
-    """seed of the first thousand cases; each further thousand uses the next seed"""
+    """seed of the first thousand cases; every further thousand cases use the next larger seed"""
     output: Path | None = None
     """Markdown file for the result"""
 
 
 def corpus() -> list[tuple[str, bytes]]:
-    """Return good images of all supported kinds: (extension, file)."""
+    """Return valid images of all supported kinds, as pairs of file extension and file content."""
     colors = np.random.default_rng(0).integers(0, 256, (12, 20, 4), dtype=np.uint8)
     picture = Image.fromarray(colors).resize((40, 24), Image.Resampling.BICUBIC)
     turned = Image.Exif()
@@ -106,7 +107,7 @@ header = st.one_of(
 
 
 def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
-    """Return a damaged copy of a file, with bytes overwritten, inserted, removed, repeated, or cut off at the end."""
+    """Return a damaged copy of a file. Each change overwrites, inserts, removes, repeats or cuts off bytes."""
     for kind, where, what in changes:
         place = int(where * len(content))
         if kind == "set":
@@ -123,7 +124,7 @@ def damaged(content: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
 
 
 def with_false_headers(tar: bytes, changes: list[tuple[int, str, bytes]]) -> bytes:
-    """Return a copy of a tar in which fields of some headers are overwritten, but the header checksums are correct."""
+    """Return a copy of a tar in which some header fields are overwritten and the header checksums are valid."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         headers = [member.offset for member in archive]
     raw = bytearray(tar)
@@ -147,12 +148,12 @@ def tar(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> byt
 
 
 def members(kinds: list[int]) -> list[tuple[str, bytes]]:
-    """Return the names and contents of the files of a tar, with images of the given kinds from `CORPUS`."""
+    """Return names and contents for the files of a tar. The contents are images of `CORPUS`, given by their indices."""
     return [(f"sample{number}.{CORPUS[kind][0]}", CORPUS[kind][1]) for number, kind in enumerate(kinds)]
 
 
 def images(folder: Path) -> Callable[..., None]:
-    """Return a test of valid tars in which some images are damaged."""
+    """Return a test case for valid tars in which some images are damaged."""
 
     @given(
         st.lists(st.tuples(st.integers(0, len(CORPUS) - 1), st.none() | st.lists(damage, min_size=1, max_size=3)),
@@ -255,7 +256,10 @@ def indices(folder: Path) -> Callable[..., None]:
 
 
 def fuzz(cases: int, first_seed: int, *, progress: bool = False) -> int:
-    """Run about `cases` cases and return their number: 50 % damaged images, 40 % damaged tars, 10 % damaged indices."""
+    """Run about `cases` cases and return the exact number of cases.
+
+    Half of the cases have damaged images, 40 % have damaged tars and 10 % have damaged indices.
+    """
     kinds = {images: 5, tars: 4, indices: 1}
     chunks = range(first_seed, first_seed + max(1, cases // CASES_PER_CHUNK))
     size = min(cases, CASES_PER_CHUNK)

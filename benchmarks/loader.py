@@ -1,11 +1,11 @@
-"""Measure how many images per second the loader reads, decodes and crops, in comparison with Pillow and torchvision.
+"""Measure how many images per second the loader reads, decodes and crops, compared with Pillow and torchvision.
 
     python benchmarks/loader.py --data 'shards/*.tar' [--output benchmarks/results/loader.md]
 
 Single stages run in one process with one thread. The whole loader, from shards to batches, runs with worker processes.
-All rows are measured one after the other, in several rounds, so that other work on the machine affects all rows. The
-table shows medians over rounds. "ms of a core" is processor time per image, of one worker if there are workers. Ratios
-compare this time within a round.
+In each of several rounds, all rows are measured one after the other, so that other work on the machine affects all rows
+alike. The table shows medians over rounds. "ms of a core" is the processor time per image. With workers, this is only
+the time of the workers. Ratios compare the processor times of two rows within a round.
 """
 
 import multiprocessing
@@ -47,7 +47,7 @@ from runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 BATCH = 32
-"""Number of images in a batch. A stage processes the same number of images per pass."""
+"""Number of images in a batch. Each pass of a single stage also processes this number of images."""
 LARGE = (4000, 3000)
 """Width and height of a large photo, 12 million pixels."""
 DECODE, PILLOW_DINO = "decode", "Pillow: decode, all of DINO's augmentation"
@@ -62,24 +62,24 @@ HEADINGS = [
     "times Pillow",
     "of decode",
 ]
-"""Headings of the table. "kB moved" is the size of a batch per image. "of decode" is the speed relative to decoding
-alone."""
+"""Headings of the table. "kB moved" is the size of a batch divided by its number of images. "of decode" is the speed
+relative to decoding alone."""
 
 DINO, MAE = MultiCrop(MultiCropConfig()), MaskedCrop(RandomCrop(RandomCropConfig()), 16, "random", 0.75)
 NAVIT = MaskedCrop(NativeCrop(RandomCropConfig(), 16, 128, 1024), 16, "random", 0.75)
 
 
 class LoaderBenchmark(Settings):
-    """Images per second of the stages of the loader, and of the whole loader."""
+    """Measure the images per second of the loader's stages and of the whole loader."""
 
     data: str
     """shards: a path, a glob or a brace range"""
     seconds: float = Field(default=5.0, gt=0)
-    """seconds of measurement per row, over all rounds"""
+    """duration of the measurement of a row in seconds, summed over all rounds"""
     rounds: int = Field(default=5, ge=1)
     """number of rounds"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
-    """largest number of worker processes of the whole loader"""
+    """largest number of worker processes with which the whole loader is measured"""
     output: Path | None = None
     """Markdown file for the table"""
 
@@ -91,11 +91,11 @@ class Measured:
     wall: float
     """Seconds of wall-clock time."""
     core: float | None = None
-    """Seconds of processor time of a worker, or of the only process; None if a GPU does the work."""
+    """Seconds of processor time of the workers, or of the only process. None if a GPU does the work."""
     main: float | None = None
-    """Seconds of processor time of the main process; None without workers."""
+    """Seconds of processor time of the main process. None if there are no workers."""
     moved: float | None = None
-    """Bytes of a batch per image. The main process copies a batch once, into pinned memory if there is a GPU."""
+    """Size of a batch in bytes, divided by its number of images. The main process copies each batch once."""
 
 
 @dataclass
@@ -104,9 +104,9 @@ class Row:
 
     name: str
     measure: Callable[[list[bytes], float], Measured]
-    """Function that measures the row's work on encoded images for a given number of seconds."""
+    """Function that takes encoded images and a number of seconds, and measures the row's work for this time."""
     baseline: str | None = None
-    """Name of the row in which Pillow does the same work."""
+    """Name of the row in which Pillow does the same work, or None."""
 
 
 def main(settings: LoaderBenchmark) -> None:
@@ -174,7 +174,7 @@ def loaders(settings: LoaderBenchmark) -> list[Row]:
 
 
 def cameras(files: list[bytes]) -> list[Row]:
-    """Return the rows of large photos, which are decoded as small as their crops allow."""
+    """Return the rows for large photos. One row decodes them at a reduced size, as small as the crops allow."""
     large = []
     for file in files[:8]:
         with BytesIO() as encoded:
@@ -206,8 +206,7 @@ def cameras(files: list[bytes]) -> list[Row]:
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:
-    """Repeat `work` for some seconds and return the time per image. `work` returns the number of images it
-    processed."""
+    """Repeat `work` for some seconds, and return the time per image. `work` returns its number of images."""
     work()
     done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
@@ -236,14 +235,14 @@ def drawing() -> Callable[[bytes], object]:
 
 
 def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures reading the first images of the first shard from the page cache."""
+    """Return a function that measures how the first images of a shard are read from the page cache."""
     opened = open_shards(shards)
     reader, count = Reader(opened), min(int(opened.counts[0]), BATCH)
     return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
 
 
 def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures a batch builder on decoded images. All batches reuse the same memory."""
+    """Return a function that measures how a batch builder adds decoded images. All batches reuse the same memory."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         images, rng = [decode(file) for file in files], np.random.default_rng(0)
@@ -272,7 +271,7 @@ def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder
 
 
 def collating(files: list[bytes], seconds: float) -> Measured:
-    """Measure the completion of a batch after all crops are cut."""
+    """Measure how a batch is completed after all crops have been cut."""
     builder = filled(CropBuilder(DINO.views, BATCH), files)
     return timed(lambda: len(builder.build()[0]), seconds)
 
@@ -282,14 +281,14 @@ def device() -> torch.device:
 
 
 def change(batch: Batch) -> None:
-    """Apply the colour changes of a batch."""
+    """Apply the colour changes of a batch to its images."""
     for view in batch.views:
         if view.color is not None and isinstance(view.images, Tensor):
             augment_colors(view.images, view.color)
 
 
 def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures `work` on a batch of whole images on the device, or of crops if `cut` is True."""
+    """Return a function that measures `work` on the device, on a batch of whole images or, with `cut`, of crops."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         batch = filled(RawBuilder(), files).build()[0].to(device())
@@ -313,14 +312,13 @@ def worker_counts(most: int) -> list[int]:
 
 
 def by(crops: str, count: int) -> str:
-    """Return the end of a row's name: the number of workers, and the processor (workers or device) that cuts the
-    crops."""
+    """Return the end of a row's name: the number of workers, and whether workers or the device cut the crops."""
     workers = "1 worker" if count == 1 else f"{count} workers"
     return f"{workers}, which cut" if crops == "workers" else f"{workers}, the device to cut"
 
 
 def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures the time per image of training batches."""
+    """Return a function that measures the whole loader on training batches, in time per image."""
     config = LoaderConfig.model_validate({"crops": crops})
 
     def measure(_files: list[bytes], seconds: float) -> Measured:
@@ -331,7 +329,7 @@ def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callab
 
 
 def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
-    """Measure a loader. The batches that its workers prepared before the measurement are not counted."""
+    """Measure a loader. Batches that the loader's workers prepared before the measurement are not counted."""
     batch = next(batches)
     for _ in range(3 * workers):
         next(batches)
@@ -345,7 +343,7 @@ def running(batches: Iterator[Batch], workers: int, seconds: float) -> Measured:
 
 
 def spent(pids: list[int]) -> float:
-    """Return the processor time that some processes have used, in seconds."""
+    """Return the total processor time in seconds that some processes have used since their start."""
     stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 

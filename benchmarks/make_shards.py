@@ -1,12 +1,15 @@
-"""Time and memory of `data.make_shards` for a million files.
+"""Measure the time and memory that `data.make_shards` needs for a million files.
 
     python benchmarks/make_shards.py [--files 1000000] [--output benchmarks/results/make_shards.md]
 
 The benchmark writes two folders of class folders and removes them at the end. The first folder holds empty files and
-one JPEG. The second folder holds hard links to a few small JPEGs. "To the first shard" is the time from the start of
-the command to the start of the first shard: imports, listing, labels, split and names. "Whole" is the time of the whole
-command, including the report, which lists every empty file. "Memory" is the largest resident set of any process.
-"Imports" is the resident set of a process that only imports the command.
+one JPEG. The second folder holds hard links to a few small JPEGs. The table has these columns:
+
+- "to the first shard": time from the start of the command until it starts to write the first shard. This time includes
+  imports, listing, labels, split and names.
+- "whole": time of the whole command, including the report, which lists every empty file.
+- "memory": largest resident set of any process.
+- "imports": resident set of a process that only imports the command.
 """
 
 import os
@@ -35,14 +38,14 @@ SIDE = 32  # pixels
 
 
 class MakeShardsBenchmark(Settings):
-    """Time and memory of `data.make_shards`."""
+    """Measure the time and memory of `data.make_shards`."""
 
     files: int = Field(default=1_000_000, ge=1000)
     """number of files in each of the two folders"""
     folder: Path = Path(tempfile.gettempdir())
-    """folder for the files; each file takes an inode or a directory entry"""
+    """folder in which the files are created; each file takes an inode or a directory entry"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
-    """number of processes"""
+    """number of worker processes of `data.make_shards`"""
     output: Path | None = None
     """Markdown file for the table"""
 
@@ -81,7 +84,10 @@ def photos(folder: Path) -> list[Path]:
 
 
 def fill(folder: Path, files: int, pictures: list[Path]) -> None:
-    """Write class folders of empty files, or of hard links to a few pictures: ext4 allows 65,000 links to a file."""
+    """Write class folders of empty files, or of hard links to `pictures`.
+
+    A few pictures are needed for many links, because ext4 allows at most 65,000 links to a file.
+    """
     for n in range(files):
         path = folder / f"class{n % FOLDERS:04d}" / f"photo_{n:08d}.jpg"
         if n < FOLDERS:

@@ -1,10 +1,11 @@
-"""Fill of NaViT's sequences: images at their native aspect ratio, packed to a budget of tokens.
+"""Measure how well images of any aspect ratio fill NaViT's sequences, which have a fixed budget of tokens.
 
     python benchmarks/packing.py --data 'shards/*.tar' [--output benchmarks/results/packing.md]
 
-The crops are those of MAE with `--mae.native true`: patch 16, area of 224 x 224 pixels, scale 0.2 to 1. "Fill" is the
-number of tokens divided by the product of the budget and the number of sequences. "One a sequence" is the fill without
-packing, with one image per sequence. The last sequence of a batch is rarely full, so larger batches have a better fill.
+The crops are those of MAE with `--mae.native true`: patches of 16 pixels, an area of 224 x 224 pixels, and scales from
+0.2 to 1. "Fill" is the number of tokens divided by the product of the budget and the number of sequences. "One a
+sequence" is the fill without packing, with one image per sequence. The last sequence of a batch is rarely full, so
+larger batches have a better fill.
 """
 
 from pathlib import Path
@@ -27,12 +28,12 @@ HEADINGS = ("images a batch", "sizes", "budget", "best fit", "first fit", "one a
 
 
 class PackingBenchmark(Settings):
-    """Share of the token budget that packed sequences use."""
+    """Measure the share of the token budget that packed sequences use."""
 
     data: str
     """shards: a path, a glob or a brace range"""
     images: int = Field(default=1536, ge=256)
-    """number of images for each row of the table"""
+    """number of images with which each row of the table is measured"""
     output: Path | None = None
     """Markdown file for the table"""
 
@@ -48,8 +49,10 @@ def main(settings: PackingBenchmark) -> None:
 
 
 def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[PackedImages]:
-    """Return packed batches of the loader. An image has the area of a square with a side of `smallest` to `SIZE`
-    pixels."""
+    """Return packed batches of the loader.
+
+    Each image has the area of a square whose side is between `smallest` and `SIZE` pixels.
+    """
     crop = NativeCrop(RandomCropConfig(size=SIZE), PATCH, smallest, LARGEST)
     steps = settings.images // batch_size
     try:
@@ -57,7 +60,7 @@ def batches(settings: PackingBenchmark, smallest: int, batch_size: int) -> list[
             settings.data, crop, BatchSampler(batch_size, steps=steps), seed=0, reading=Reading(workers=1)
         )
     except (ShardError, ValueError) as error:
-        raise SystemExit(f"the benchmark needs images: {error}") from None
+        raise SystemExit(f"The images for the benchmark cannot be read: {error}") from None
     return [view.images for batch in loader for view in batch.views if isinstance(view.images, PackedImages)]
 
 

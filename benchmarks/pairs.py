@@ -1,12 +1,13 @@
-"""Time and memory of every encoder under every method, and the time that dropping hidden tokens saves.
+"""Measure the time and memory of every encoder under every method, and the time that dropping hidden tokens saves.
 
     python benchmarks/pairs.py [--output benchmarks/results/pairs.md]
 
-A step is everything that training does on noise images in memory: colour and blur on the device, forward and backward
-pass, clipping, AdamW, the teacher. Every method has its default settings: DINO has 2 crops of 224 pixels, 8 crops of 96
-pixels and 8,192 prototypes; MAE has one crop of 224 pixels, of whose tokens three quarters are hidden. Drop path is
-off. The precision is bf16 on a GPU and float32 on a CPU. The rows take turns in rounds, so that other work on the
-machine affects all of them. Each turn is a process of its own. The tables show medians.
+A step is a full training step on noise images in memory: colour changes and blur on the device, forward and backward
+pass, gradient clipping, AdamW, and the update of the teacher. Every method has its default settings. DINO uses 2 crops
+of 224 pixels, 8 crops of 96 pixels and 8,192 prototypes. MAE uses one crop of 224 pixels and hides three quarters of
+the tokens. Drop path is off. The precision is bf16 on a GPU and float32 on a CPU. Each round measures every row of the
+table once, so that other work on the machine affects all rows alike. Each measurement of training steps runs in a new
+process. The tables show medians.
 """
 
 import multiprocessing
@@ -37,34 +38,34 @@ from runtime.settings import Settings, parse
 PUBLISHED = ("vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
 RATIOS = (0.5, 0.75, 0.9)
 IMAGES = {"cpu": 4, "cuda": 64}
-"""Images per step."""
+"""Default number of images per step for each type of device."""
 FORWARD_IMAGES = {"cpu": 8, "cuda": 64}
 PASSES = 3
-"""Forward passes per turn."""
+"""Number of timed forward passes for each measurement."""
 
 
 def one_per_family() -> tuple[str, ...]:
-    """Return the `PUBLISHED` variants, and the first variant of every other family."""
+    """Return the variants in `PUBLISHED`, followed by the first variant of every family that is not in `PUBLISHED`."""
     covered = {encoders.family(variant) for variant in PUBLISHED}
     first = {encoders.family(variant): variant for variant in reversed(encoders.VARIANTS)}
     return (*PUBLISHED, *(variant for family, variant in first.items() if family not in covered))
 
 
 class PairsBenchmark(Settings):
-    """Time and memory of a step of every encoder under every method."""
+    """Measure the time and memory of a training step of every encoder under every method."""
 
     encoders: tuple[str, ...] = Field(default_factory=one_per_family)
-    """encoder variants; each is compared with the first one; default: one per family"""
+    """encoder variants; the time of each is compared with the time of the first; default: one variant per family"""
     methods: tuple[str, ...] = Field(default_factory=lambda: tuple(METHODS))
-    """methods; mae adds the table of dropped tokens; default: all"""
+    """pretraining methods; with mae, the table of dropped tokens is also measured; default: all"""
     dropping: tuple[str, ...] = ("vit_base", "navit_base")
     """encoder variants in the table of dropped tokens"""
     batch_size: int | None = Field(default=None, ge=1)
-    """images per step; default: 4 on a CPU and 64 on a GPU"""
+    """number of images per step; default: 4 on a CPU and 64 on a GPU"""
     steps: int = Field(default=1, ge=1)
-    """steps per turn, after one warm-up step"""
+    """number of timed steps per row and round, after one warm-up step"""
     rounds: int = Field(default=3, ge=1)
-    """number of turns of every row"""
+    """number of rounds; each round measures every row once"""
     output: Path | None = None
     """Markdown file for the tables"""
 
@@ -76,9 +77,9 @@ class Turn:
     encoder_parameters: int
     trained_parameters: int
     tokens: str
-    """Tokens per image of the first view."""
+    """Number of tokens per image in the first view, as text for the table."""
     seconds: list[float]
-    """Seconds of each step."""
+    """Duration of each step in seconds."""
     memory: int
     """Peak memory in bytes."""
 
@@ -101,7 +102,7 @@ def main(settings: PairsBenchmark) -> None:
 
 
 def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
-    """Return the headings and a row for each encoder under each method."""
+    """Return the table of training steps: the headings, then a row for each method and encoder."""
     pairs = [(method, variant) for method in settings.methods for variant in settings.encoders]
     turns: dict[tuple[str, str], list[Turn]] = {pair: [] for pair in pairs}
     spawn = multiprocessing.get_context("spawn")
@@ -128,7 +129,7 @@ def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
 
 
 def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Turn:
-    """Measure some steps of one encoder under one method, in a new process."""
+    """Measure some training steps of one encoder under one method. Call this function in a new process."""
     method, optim, transform = build(method_name, variant, batch_size, steps + 1)
     method.to(device())
     optimizer = adamw(method, optim, method.frozen(), method.lr_factors())
@@ -153,8 +154,11 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
 
 
 def peak_memory(before: int) -> int:
-    """Return the peak memory in bytes: the memory allocated by torch on a GPU, else the process's memory minus
-    `before`."""
+    """Return the peak memory in bytes.
+
+    On a GPU, this is the memory allocated by torch. On a CPU, this is the peak resident memory of the process minus
+    `before`.
+    """
     if device().type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -162,13 +166,13 @@ def peak_memory(before: int) -> int:
 
 
 def wait() -> None:
-    """Wait until the device has finished."""
+    """Wait until the device has finished all work."""
     if device().type == "cuda":
         torch.cuda.synchronize()
 
 
 def dropping_rows(settings: PairsBenchmark) -> list[list[str]]:
-    """Return the headings and a row for each encoder and share of hidden tokens."""
+    """Return the table of dropped tokens: the headings, then a row for each encoder and share of hidden tokens."""
     rounds = settings.rounds
     count = FORWARD_IMAGES[device().type]
     images = torch.randn(count, 3, 224, 224, device=device())
@@ -194,7 +198,7 @@ def dropping_rows(settings: PairsBenchmark) -> list[list[str]]:
 
 
 def masks(encoder: Encoder, images: Tensor, ratio: float) -> Mask:
-    """Return a mask that hides random tokens of each image."""
+    """Return a mask that hides the fraction `ratio` of the tokens of each image, chosen at random."""
     rng, grids = np.random.default_rng(0), encoder.grids(images)
     hidden = [random_mask((int(rows), int(columns)), ratio, rng).flatten() for rows, columns in grids]
     return Mask.from_hidden(torch.from_numpy(np.concatenate(hidden)), grids).to(device())
@@ -214,7 +218,7 @@ def forward_seconds(encoder: Encoder, images: Tensor, mask: Mask | None) -> floa
 
 
 def show(tables: dict[str, list[list[str]]], settings: PairsBenchmark, seconds: float) -> None:
-    """Print the tables as Markdown, and write them to `settings.output`."""
+    """Print the tables as Markdown, and write them to a file if `--output` is given."""
     cuda = device().type == "cuda"
     threads = f"{os.cpu_count()} cores, threads of torch: {torch.get_num_threads()}"
     machine = torch.cuda.get_device_name() if cuda else f"{processor()}, {threads}"

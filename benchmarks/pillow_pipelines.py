@@ -1,4 +1,4 @@
-"""The usual pipelines of a loader worker: Pillow and torchvision, one crop at a time, with colour changes."""
+"""Usual image pipelines of a loader worker, built from Pillow and torchvision, for comparison with the loader."""
 
 import random
 from collections.abc import Callable
@@ -19,13 +19,12 @@ def pillow_decode(encoded: bytes) -> Image.Image:
 
 
 def pillow_then(transform: Callable[[Image.Image], object]) -> Callable[[bytes], object]:
-    """Return a pipeline that decodes an image and transforms it."""
+    """Return a pipeline that decodes an image and then applies `transform`."""
     return lambda encoded: transform(pillow_decode(encoded))
 
 
 class PillowMultiCrop:
-    """DINO's augmentation as in the official code: the loader worker makes one crop at a time, colour changes
-    included."""
+    """DINO's augmentation as in the official code: one crop at a time, with the colour changes on the CPU."""
 
     def __init__(self) -> None:
         jitter = [

@@ -1,11 +1,11 @@
-"""Quality of the shuffle: the distance in an epoch between samples that are neighbours in a shard.
+"""Measure the quality of the shuffle: the distance in an epoch between samples that are neighbours in a shard.
 
     python benchmarks/shuffle.py
 
 A shard often holds one class or one video, so neighbours in a shard should not share a batch more often than by chance.
-The order of the sampler is compared with two others. A full shuffle of all samples would read every sample from another
-position. The usual method reads shards in random order and then uses a buffer of 5,000 samples. The benchmark computes
-positions only and reads no shards.
+The order of this project's sampler is compared with two other orders. The first is a full shuffle of all samples, which
+would have to read each sample from a random position. The second is the usual method, which reads shards in random
+order and then uses a shuffle buffer of 5,000 samples. The benchmark only computes positions and reads no shards.
 """
 
 import random
@@ -32,12 +32,12 @@ LEGEND = (
 
 
 class ShuffleBenchmark(Settings):
-    """Distances in the shuffled order between samples that are neighbours in a shard."""
+    """Measure the distances in the shuffled order between samples that are neighbours in a shard."""
 
     data_sets: list[tuple[int, int]] = Field(default=[(40, 250), (1000, 1281), (10_000, 1000)])
-    """number of shards and of samples in each shard, one pair per data set"""
+    """one pair per data set: the number of shards, and the number of samples in each shard"""
     batch_size: int = Field(default=1024, ge=1)
-    """images in a batch"""
+    """number of images in a batch"""
     seed: int = Field(default=0, ge=0)
     """seed of the orders"""
     output: Path | None = None
@@ -45,20 +45,20 @@ class ShuffleBenchmark(Settings):
 
 
 def ours(counts: np.ndarray, seed: int) -> np.ndarray:
-    """Return the samples in the order of the first epoch: (N,) int64."""
+    """Return the samples in the order of the sampler's first epoch: (N,) int64."""
     _, shards, samples = ShuffledSampler(counts, seed)(np.arange(counts.sum()))
     return (np.cumsum(counts) - counts)[shards] + samples
 
 
 def full(counts: np.ndarray, seed: int) -> np.ndarray:
-    """Return the samples in an order drawn from all orders with equal probability: (N,) int64."""
+    """Return the samples in a uniformly random order: (N,) int64."""
     return np.random.default_rng(seed).permutation(int(counts.sum()))
 
 
 def buffered(counts: np.ndarray, seed: int) -> np.ndarray:
-    """Return the samples after a shuffle of shards and a shuffle buffer: (N,) int64.
+    """Return the samples in the order that a shuffle of the shards and a shuffle buffer give: (N,) int64.
 
-    For each sample that enters the full buffer, a random sample leaves the buffer.
+    When the buffer is full, each new sample takes the place of a random sample, which comes next in the order.
     """
     rng = random.Random(seed)
     starts, shards = np.cumsum(counts) - counts, list(range(len(counts)))
@@ -81,7 +81,7 @@ def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str
     turns = np.empty_like(order)
     turns[order] = np.arange(len(order))  # position of each sample in the epoch
     inside = np.ones(len(order), dtype=bool)
-    inside[np.cumsum(counts) - 1] = False  # the last sample of a shard has no next neighbour
+    inside[np.cumsum(counts) - 1] = False  # the last sample of a shard has no neighbour after it
     here, after = turns[inside[: len(turns)]], turns[1:][inside[:-1]]
     distance = np.abs(here - after)
     shards = np.repeat(np.arange(len(counts)), counts)[order]
@@ -95,7 +95,7 @@ def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str
 
 
 def places(counts: np.ndarray, name: str) -> str:
-    """Return the number of shard positions that a shuffle reads at the same time."""
+    """Return as text the number of positions in shards from which a shuffle reads at the same time."""
     if name == "full shuffle":
         return f"{counts.sum():,}"
     order = ShuffledSampler(counts, 0)
