@@ -1,0 +1,150 @@
+"""Curves of k-NN accuracy over steps, and linear probes, for every method and several seeds.
+
+    python benchmarks/learning.py --train TRAIN_SHARDS --val VAL_SHARDS --run '--encoder vit_tiny --steps 2000' \\
+        [--methods dino mae] [--seeds 0 1 2] [--output TABLE.md] [--picture CURVES.png]
+
+Each row of the table is one run of `pretrain/run.py`, with evaluations at equal distances, followed by
+`evaluation/linear_probe.py`. The run folders stay in `--folder`, and a finished run is not repeated.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from loader import processor
+from pydantic import Field
+
+from runtime.files import atomic_write
+from runtime.processes import exit_on_user_error
+from runtime.settings import Settings, SettingsError, parse
+
+ROOT = Path(__file__).parent.parent
+
+
+class LearningBenchmark(Settings):
+    """Measure how fast the methods learn on labelled shards."""
+
+    train: str
+    """labelled SHARDS to train on, without labels, and the bank of the k-NN evaluation"""
+    val: str
+    """labelled SHARDS that are scored"""
+    methods: tuple[str, ...] = ("dino", "mae")
+    """methods to run"""
+    seeds: tuple[int, ...] = (0,)
+    """seeds to run"""
+    run: str = ""
+    """further flags of pretrain/run.py, as one string"""
+    points: int = Field(default=6, ge=1)
+    """evaluations after the one before training; --run must name --steps"""
+    folder: Path = Path("runs/learning")
+    """folder of the run folders"""
+    output: Path | None = None
+    """Markdown file for the table"""
+    picture: Path | None = None
+    """PNG file for the curves; needs matplotlib"""
+
+
+def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
+    """Pretrain, unless the run folder holds a finished run. Return the run folder."""
+    output = settings.folder / f"{method}-{seed}"
+    if (output / "encoder.safetensors").exists():
+        return output
+    flags = shlex.split(settings.run)
+    if "--steps" not in flags:
+        raise SettingsError("--run must name --steps, so that the evaluations can be spread over the run")
+    every = max(int(flags[flags.index("--steps") + 1]) // settings.points, 1)
+    command = ["--method", method, "--seed", str(seed), "--output", str(output), "--evaluate_every", str(every)]
+    command += ["--data", settings.train, "--evaluation.val", settings.val, *flags]
+    started = time.perf_counter()
+    _call("pretrain/run.py", *command)
+    with atomic_write(output / "seconds.json") as part:
+        part.write_text(json.dumps(time.perf_counter() - started))
+    return output
+
+
+def probe(settings: LearningBenchmark, run: Path) -> dict[str, Any]:
+    """Return the result of the linear probe of a run on centre crops."""
+    path = run / "evaluation" / "linear_probe.json"
+    if not path.exists():
+        shards = ("--train", settings.train, "--val", settings.val)
+        _call("evaluation/linear_probe.py", "--checkpoint", str(run), *shards, "--no-augment", "--batch_norm")
+    return json.loads(path.read_text())
+
+
+def _call(script: str, *arguments: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, env=environment)
+
+
+def curve(run: Path) -> dict[int, float]:
+    """Return the k-NN accuracy at each evaluated step."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["knn_top1"] for record in records if "knn_top1" in record}
+
+
+def table(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> str:
+    """Return the Markdown table: one row per run, one column per evaluated step."""
+    first = next(iter(runs.values()))
+    records = (json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines())
+    pixels = next(record["knn_pixels"] for record in records if "knn_pixels" in record)
+    steps = list(curve(first))
+    lines = [
+        f"`{shlex.join(['python', 'benchmarks/learning.py', *sys.argv[1:]])}`",
+        "",
+        f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}. "
+        f"20-NN accuracy in percent at each step; raw pixels: {100 * pixels:.1f}.",
+        "",
+        f"| method | seed | {' | '.join(str(step) for step in steps)} | linear probe | minutes |",
+        "|---|--:|" + "--:|" * (len(steps) + 2),
+    ]
+    for (method, seed), run in runs.items():
+        shown = [f"{100 * accuracy:.1f}" for accuracy in curve(run).values()]
+        top1 = probe(settings, run)["top1"]
+        minutes = json.loads((run / "seconds.json").read_text()) / 60
+        lines.append(f"| {method} | {seed} | {' | '.join(shown)} | {100 * top1:.1f} | {minutes:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, runs: dict[tuple[str, int], Path]) -> None:
+    """Draw the curves of all runs, one colour per method, and the accuracy of the raw pixels."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6), dpi=150)
+    methods = list(dict.fromkeys(method for method, _ in runs))
+    for (method, _), run in runs.items():
+        points = curve(run)
+        fresh = method not in axes.get_legend_handles_labels()[1]
+        accuracies = [100 * accuracy for accuracy in points.values()]
+        axes.plot(list(points), accuracies, f"C{methods.index(method)}o-", label=method if fresh else None)
+    first = next(iter(runs.values()))
+    records = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    axes.axhline(100 * records[0]["knn_pixels"], color="gray", linestyle="--", label="raw pixels")
+    axes.set(xlabel="step", ylabel="20-NN accuracy, %")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Run everything and print the table."""
+    settings = parse(LearningBenchmark)
+    runs = {(method, seed): pretrain(settings, method, seed) for method in settings.methods for seed in settings.seeds}
+    text = table(settings, runs)
+    print(text)
+    if settings.output:
+        with atomic_write(settings.output) as part:
+            part.write_text(text)
+    if settings.picture:
+        draw(settings.picture, runs)
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()
