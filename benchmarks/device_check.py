@@ -42,7 +42,7 @@ from data.loader import Reading, training_batches
 from data.resample import cut_views
 from data.sampler import BatchSampler
 from pretrain.methods import METHODS
-from pretrain.methods.base import Method, supported
+from pretrain.methods.base import Method, RunSize, supported
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients, parameter_groups
 from runtime.settings import Settings, parse
 
@@ -72,9 +72,10 @@ def build(
     """Return a method with a new encoder, the resolved optimizer settings, and the transform of the method."""
     torch.manual_seed(0)
     kind = METHODS[name]
-    config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), 50_000, batch_size, steps)
+    size = RunSize(50_000, batch_size, steps)
+    config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), size)
     family = encoders.family(variant)
-    defaults = kind.encoder_defaults(config, family) | supported(family, {"drop_path": 0.0})
+    defaults = kind.encoder_defaults(config, family, size) | supported(family, {"drop_path": 0.0})
     method = kind(encoders.build(variant, **defaults), config, steps)
     return method, optim, method.transform()
 

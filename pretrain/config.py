@@ -5,6 +5,7 @@ derived from other settings and from the data.
 """
 
 import inspect
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from data.loader import LoaderConfig, StreamConfig
 from data.shards import SourceConfig
 from encoders.base import IMAGENET, Preprocessing
 from pretrain.methods import METHODS
+from pretrain.methods.base import RunSize
 from pretrain.monitoring.collapse import HealthConfig
 from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
@@ -138,8 +140,8 @@ class RunConfig(Settings, frozen=True):
     """run folder; default: a new folder under runs/"""
     steps: int | None = Field(default=None, ge=1)
     """length of the run in optimizer steps; default: 100 epochs"""
-    batch_size: int = Field(default=512, ge=1)
-    """number of images per optimizer step, summed over all processes"""
+    batch_size: int | None = Field(default=None, ge=1)
+    """number of images of an optimizer step over all processes; default: 512, or less for fewer than 25,000 images"""
     accumulate: int = Field(default=1, ge=1)
     """number of forward passes per optimizer step in each process (gradient accumulation)"""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -189,6 +191,7 @@ class ResolvedRun(RunConfig, frozen=True):
 
     data: ResolvedData = Field()
     steps: int = Field()
+    batch_size: int = Field()
     optim: ResolvedOptim = Field()
 
 
@@ -269,9 +272,11 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
     Raises:
         SettingsError: a setting is invalid, or two settings contradict each other.
     """
-    steps = config.steps or max(100 * images // config.batch_size, 1)
+    batch_size = config.batch_size or default_batch_size(images)
+    steps = config.steps or max(100 * images // batch_size, 1)
+    size = RunSize(images, batch_size, steps)
     method = METHODS[config.method]
-    method_config, optim = method.resolve(config.method_config, config.optim, images, config.batch_size, steps)
+    method_config, optim = method.resolve(config.method_config, config.optim, size)
     if optim.warmup_steps >= steps:
         raise SettingsError(
             f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
@@ -282,15 +287,18 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
             method_config = colors_for(method_config, data.channels)
         except ValueError as error:
             raise SettingsError(f"{config.method}: {error}") from error
-    encoder = _resolved_encoder(config, method.encoder_defaults(method_config, _family(config)), data.channels)
+    defaults = method.encoder_defaults(method_config, encoders.family(config.encoder.variant), size)
+    encoder = _resolved_encoder(config, defaults, data.channels)
     model = create_model("ResolvedRun", __base__=(ResolvedRun, type(config)), encoder=(type(encoder), encoder))
     given = {name: getattr(config, name) for name in config.model_fields_set}
-    own = {"steps": steps, "optim": optim, "data": data, "encoder": encoder, config.method: method_config}
+    own = {"steps": steps, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
+    own[config.method] = method_config
     return cast(ResolvedRun, validate(model, given | own))
 
 
-def _family(config: RunConfig) -> type[encoders.Encoder]:
-    return encoders.family(config.encoder.variant)
+def default_batch_size(images: int) -> int:
+    """Return the power of two nearest to 1 / 64 of the images, at least 64 and at most 512."""
+    return 2 ** round(math.log2(min(max(images / 64, 64), 512)))
 
 
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,7 +15,31 @@ from encoders.base import Encoder
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
 from runtime.settings import Section
 
+LARGE = 100_000
+"""Number of images from which the published recipes apply."""
 ResolvedT = TypeVar("ResolvedT", bound=Section)
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Size of a run, from which settings without a value are derived."""
+
+    images: int
+    """Number of training images."""
+    batch_size: int
+    """Number of images per optimizer step."""
+    steps: int
+    """Number of optimizer steps."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of steps per epoch, at least 1."""
+        return max(self.images // self.batch_size, 1)
+
+    @property
+    def large(self) -> bool:
+        """True if the published recipes, which were found on ImageNet, apply."""
+        return self.images >= LARGE
 
 
 class Method(nn.Module):
@@ -39,26 +64,23 @@ class Method(nn.Module):
     process before each call."""
 
     @staticmethod
-    def resolve(
-        config: Any, optim: OptimConfig, images: int, batch_size: int, steps: int
-    ) -> tuple[Section, ResolvedOptim]:
+    def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, ResolvedOptim]:
         """Return the settings of the method and of the optimizer, with values for all settings that were not given.
 
         A method may give a default to any setting of the optimizer; see `fill`.
 
         Args:
             config: The method's settings as the user gave them, of type `Config`.
-            images: Number of training images.
-            batch_size: Number of images per optimizer step.
-            steps: Number of steps of the run.
+            optim: The optimizer's settings as the user gave them.
+            size: Size of the data set, of the batch and of the run.
         """
         raise NotImplementedError
 
     @staticmethod
-    def encoder_defaults(config: Any, family: type[Encoder]) -> dict[str, Any]:
+    def encoder_defaults(config: Any, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         """Return the method's defaults for encoder settings, which the user may override. `config` holds the method's
         resolved settings."""
-        del config, family
+        del config, family, size
         return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.images import Images, pack
-from pretrain.methods.base import Method, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
@@ -74,29 +74,26 @@ class ResolvedDINO(DINOConfig, frozen=True):
     momentum: float = Field()
 
 
-def resolve(
-    config: DINOConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
-) -> tuple[ResolvedDINO, ResolvedOptim]:
+def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[ResolvedDINO, ResolvedOptim]:
     """Return the settings of DINO and of the optimizer, with derived values for settings that are not given.
 
     For data sets of ImageNet's size, the result is the published recipe. For a smaller data set, the number of
     prototypes decreases with the number of images. For a shorter run, the momentum is lower, and the warm-ups and the
     freezing of the prototypes are shorter. With the published constants, the loss would stay at ln K on small data.
     """
-    epoch = max(images // batch_size, 1)
-    large = images >= 100_000
-    long = large and steps >= 200 * epoch
+    epoch, steps = size.epoch, size.steps
+    long = size.large and steps >= 200 * epoch
     optim_defaults = {
         "lr": 5e-4,
         "min_lr": 1e-6,
         "warmup_steps": min(10 * epoch, steps // 10),
         "weight_decay": 0.04,
-        "weight_decay_end": 0.4 if large else 0.04,
+        "weight_decay_end": 0.4 if size.large else 0.04,
         "betas": (0.9, 0.999),
         "clip": 3.0,
     }
     defaults = {
-        "prototypes": 2 ** round(math.log2(min(max(images / 8, 256), 65536))),
+        "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
         "freeze_steps": min(epoch, steps // 20),
         "teacher_temperature": 0.07 if long else 0.04,
         "teacher_temperature_steps": min(30 * epoch, steps // 3),
@@ -259,7 +256,7 @@ class DINO(Method):
         self.train()
 
     @staticmethod
-    def encoder_defaults(config: DINOConfig, family: type[Encoder]) -> dict[str, Any]:
+    def encoder_defaults(config: DINOConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         return supported(family, {"image_size": config.global_size, "drop_path": 0.1})
 
     def transform(self) -> MultiCrop:

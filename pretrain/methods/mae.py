@@ -23,7 +23,7 @@ from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.segments import Segments, copy_to_device, token_positions
 from encoders.vit import Block, ViT
-from pretrain.methods.base import Method, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
@@ -66,9 +66,7 @@ class MAEConfig(RandomCropConfig):
     vary"""
 
 
-def resolve(
-    config: MAEConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
-) -> tuple[MAEConfig, ResolvedOptim]:
+def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAEConfig, ResolvedOptim]:
     """Return the settings of MAE and of the optimizer. Missing settings get the values of the published recipe.
 
     The published warm-up is 40 of 800 epochs. Shorter runs have a shorter warm-up.
@@ -76,7 +74,7 @@ def resolve(
     defaults = {
         "lr": 1.5e-4,
         "min_lr": 0.0,
-        "warmup_steps": min(40 * max(images // batch_size, 1), steps // 20),
+        "warmup_steps": min(40 * size.epoch, size.steps // 20),
         "weight_decay": 0.05,
         "weight_decay_end": 0.05,
         "reach_lr_in_warmup": False,
@@ -234,7 +232,7 @@ class MAE(Method):
         self._pooled: Tensor | None = None  # pooled features (B, D) of the last forward pass, for health()
 
     @staticmethod
-    def encoder_defaults(config: MAEConfig, family: type[Encoder]) -> dict[str, Any]:
+    def encoder_defaults(config: MAEConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         drop = family.can_drop if config.drop is None else config.drop
         # the long side of a native image, which is at most four times as long as wide, is at most twice `size`
         longest = config.size * 2 if config.native else config.size

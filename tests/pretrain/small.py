@@ -14,13 +14,13 @@ from pretrain.checkpoints.save import Saver
 from pretrain.config import CheckpointConfig
 from pretrain.engines.ddp import DDP
 from pretrain.methods import METHODS
-from pretrain.methods.base import Method
+from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig
 from runtime.settings import Section
 
 STEPS = 10
 _resolved = {
-    name: method.resolve(method.Config(**method.small_settings), OptimConfig(), 1000, 4, STEPS)
+    name: method.resolve(method.Config(**method.small_settings), OptimConfig(), RunSize(1000, 4, STEPS))
     for name, method in METHODS.items()
 }
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}

@@ -17,7 +17,7 @@ from data.masking import random_mask
 from encoders.base import Encoder, Features
 from encoders.images import Images, Mask
 from pretrain.methods import METHODS
-from pretrain.methods.base import Method, fill, freeze, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, supported
 from pretrain.optim import ema
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
@@ -100,14 +100,12 @@ class Toy(Method):
         self.predictor = nn.Sequential(nn.Linear(encoder.dim, width), nn.GELU(), nn.Linear(width, encoder.dim))
 
     @staticmethod
-    def resolve(
-        config: ToyConfig, optim: OptimConfig, images: int, batch_size: int, steps: int
-    ) -> tuple[ToyConfig, ResolvedOptim]:
+    def resolve(config: ToyConfig, optim: OptimConfig, size: RunSize) -> tuple[ToyConfig, ResolvedOptim]:
         defaults = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "weight_decay_end": 0.0}
         return config, fill(optim, ResolvedOptim, defaults | {"betas": (0.9, 0.999), "clip": 0.0})
 
     @staticmethod
-    def encoder_defaults(config: ToyConfig, family: type[Encoder]) -> dict[str, Any]:
+    def encoder_defaults(config: ToyConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         return supported(family, {"image_size": config.size, "mask_token": True})
 
     def transform(self) -> TwoViews:

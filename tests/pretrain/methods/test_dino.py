@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import encoders
 from data.batch import Batch
+from pretrain.methods.base import RunSize
 from pretrain.methods.dino import DINO, BatchNorm, DINOConfig, Head, dino_loss, resolve, sinkhorn
 from pretrain.optim.adamw import OptimConfig, parameter_groups
 from tests.views import batch_of, crops_of
@@ -25,7 +26,7 @@ def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:
         "local_size": 8,
         "local_crops": 3,
     }
-    config, _ = resolve(DINOConfig(**(given | settings)), OptimConfig(), 1000, images, steps)
+    config, _ = resolve(DINOConfig(**(given | settings)), OptimConfig(), RunSize(1000, images, steps))
     method = DINO(encoders.build("vit_micro", depth=2, dim=24, heads=2), config, steps)
     generator = torch.Generator().manual_seed(1)
     views = [torch.randn(n * images, 3, s, s, generator=generator) for n, s in ((2, 16), (config.local_crops, 8))]
@@ -152,7 +153,7 @@ def test_every_trained_parameter_gets_a_gradient_and_the_teacher_none() -> None:
 
 
 def test_parts_that_dino_does_not_use_are_frozen() -> None:
-    config, _ = resolve(DINOConfig(prototypes=8, global_size=16, local_size=8), OptimConfig(), 1000, 4, 10)
+    config, _ = resolve(DINOConfig(prototypes=8, global_size=16, local_size=8), OptimConfig(), RunSize(1000, 4, 10))
     method = DINO(encoders.build("vit_micro", depth=1, mask_token=True, classes=3), config, 10)
     method(batch_of([torch.randn(8, 3, 16, 16), torch.randn(32, 3, 8, 8)], (2, 8)), 0)[0].backward()
     assert [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
@@ -193,13 +194,13 @@ def test_batch_norm_equals_torch() -> None:
 
 
 def test_settings_scale_with_the_data() -> None:
-    imagenet, optim = resolve(DINOConfig(), OptimConfig(), 1_281_167, 512, 250_200)
+    imagenet, optim = resolve(DINOConfig(), OptimConfig(), RunSize(1_281_167, 512, 250_200))
     assert (imagenet.prototypes, imagenet.momentum, imagenet.teacher_temperature) == (65536, 0.996, 0.04)
     assert (optim.lr, optim.warmup_steps, optim.weight_decay_end) == (5e-4, 25_020, 0.4)
-    small, _ = resolve(DINOConfig(), OptimConfig(), 1437, 64, 600)
+    small, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600))
     assert small.prototypes == 256
     assert small.momentum == 0.99
-    given, _ = resolve(DINOConfig(prototypes=99), OptimConfig(), 1437, 64, 600)
+    given, _ = resolve(DINOConfig(prototypes=99), OptimConfig(), RunSize(1437, 64, 600))
     assert given.prototypes == 99
 
 

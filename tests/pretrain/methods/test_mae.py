@@ -12,6 +12,7 @@ from data.augment import to_model_input
 from data.batch import Batch
 from data.collate import collate
 from encoders.images import Mask, PackedImages, pack
+from pretrain.methods.base import RunSize
 from pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
 from pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of
@@ -37,9 +38,9 @@ NAMES = {
 
 def make(variant: str = "vit_micro", encoder: dict | None = None, **settings) -> MAE:
     torch.manual_seed(0)
-    config, _ = resolve(MAEConfig(**(SMALL | settings)), OptimConfig(), 1000, 4, 10)
+    config, _ = resolve(MAEConfig(**(SMALL | settings)), OptimConfig(), RunSize(1000, 4, 10))
     family = encoders.family(variant)
-    defaults = MAE.encoder_defaults(config, family)
+    defaults = MAE.encoder_defaults(config, family, RunSize(1000, 4, 10))
     return MAE(encoders.build(variant, **(defaults | (TINY if encoder is None else encoder))), config, 10)
 
 
@@ -125,9 +126,10 @@ def test_published_parameter_counts_of_encoder_and_decoder() -> None:
     """Less the decoder's table of positions, which is a constant here and a parameter without gradient there."""
     counts = {"vit_base": 111_907_840, "vit_large": 329_541_888, "vit_huge": 657_074_508}
     for variant, expected in counts.items():
-        config, _ = resolve(MAEConfig(), OptimConfig(), 1000, 4, 10)
+        config, _ = resolve(MAEConfig(), OptimConfig(), RunSize(1000, 4, 10))
         with torch.device("meta"):
-            encoder = encoders.build(variant, **MAE.encoder_defaults(config, encoders.family(variant)))
+            defaults = MAE.encoder_defaults(config, encoders.family(variant), RunSize(1000, 4, 10))
+            encoder = encoders.build(variant, **defaults)
             method = MAE(encoder, config, 10)
         table = 512 * (1 + (224 // encoder.stride) ** 2)
         assert sum(p.numel() for p in method.parameters()) + table == expected, variant
@@ -248,7 +250,7 @@ def test_native_sizes_that_cannot_be_are_refused() -> None:
 
 
 def test_the_published_recipe_is_what_is_not_set() -> None:
-    config, optim = resolve(MAEConfig(), OptimConfig(), 1_281_167, 4096, 312 * 800)
+    config, optim = resolve(MAEConfig(), OptimConfig(), RunSize(1_281_167, 4096, 312 * 800))
     assert (config.size, config.scale, config.flip, config.mask_ratio) == (224, (0.2, 1.0), 0.5, 0.75)
     assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.weight_decay) == (1.5e-4, 0.0, 40 * 312, 0.05)
     assert (optim.weight_decay_end, optim.betas, optim.clip) == (0.05, (0.9, 0.95), 0.0)
