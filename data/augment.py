@@ -1,9 +1,10 @@
 """Colour augmentation of DINO (2104.14294): parameters are drawn on the CPU and applied to batches on any device.
 
-Shapes: N crops have C channels and H x W pixels. An operation changes n of the N crops. A blur kernel has D taps. The
-default settings are those of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in
-torchvision: values are clamped after each change, contrast changes the distance to the mean of the gray image, hue is
-shifted in HSV. The gray image of a crop that is not RGB is the mean of its channels.
+The default settings are those of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in
+torchvision: values are clamped after each change, contrast scales the distance of each value from the mean of the gray
+image, and the hue is shifted in HSV. The gray image of a crop that is not RGB is the mean of its channels.
+
+Shapes: N crops have C channels and H x W pixels. An operation changes n of the N crops. A blur kernel has D taps.
 """
 
 import logging
@@ -24,22 +25,22 @@ from encoders.images import Images, PackedImages
 from runtime.settings import Section
 
 COLOR_DRAWS = 13
-"""Number of random numbers that are drawn for each crop."""
+"""Number of random values that are drawn for the colour changes of each crop."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 RGB_ONLY = ("saturation", "hue", "grayscale")
-"""Names of the settings whose operations need RGB images."""
+"""Names of the colour settings whose operations need RGB images."""
 
 log = logging.getLogger(__name__)
 
 
 def ascending(pair: tuple[float, float]) -> tuple[float, float]:
-    """Check that `pair` is a range (low, high), and return the pair.
+    """Check that `pair` is a range (low, high), and return `pair` unchanged.
 
     Raises:
-        ValueError: `low` is above `high`.
+        ValueError: the first value is greater than the second value.
     """
     if not pair[0] <= pair[1]:
-        raise ValueError(f"The range must ascend, but {pair[0]} is above {pair[1]}.")
+        raise ValueError(f"The range starts at {pair[0]} and ends at {pair[1]}. Give the smaller value first.")
     return pair
 
 
@@ -49,20 +50,20 @@ Sigmas = Annotated[tuple[Strength, Strength], AfterValidator(ascending)]
 
 
 class ColorConfig(Section, frozen=True):
-    """Colour changes that are the same for all views."""
+    """Settings of the colour changes that all views share."""
 
     brightness: Strength = 0.4
-    """brightness factor, drawn from 1 - value to 1 + value"""
+    """strength of the brightness change: the brightness factor is drawn from 1 - strength to 1 + strength"""
     contrast: Strength = 0.4
-    """contrast factor, drawn from 1 - value to 1 + value"""
+    """strength of the contrast change: the contrast factor is drawn from 1 - strength to 1 + strength"""
     saturation: Strength = 0.2
-    """saturation factor, drawn from 1 - value to 1 + value"""
+    """strength of the saturation change: the saturation factor is drawn from 1 - strength to 1 + strength"""
     hue: float = Field(default=0.1, ge=0, le=0.5)
-    """largest shift of the hue, in turns of the colour circle"""
+    """largest shift of the hue in either direction, in turns of the colour circle"""
     jitter: Share = 0.8
-    """probability of changing brightness, contrast, saturation and hue, in random order"""
+    """probability that brightness, contrast, saturation and hue of a crop are changed, in random order"""
     grayscale: Share = 0.2
-    """probability of a gray crop"""
+    """probability that a crop is converted to gray"""
     blur_sigma: Sigmas = (0.1, 2.0)
     """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop"""
 
@@ -71,19 +72,23 @@ ColorConfigT = TypeVar("ColorConfigT", bound=ColorConfig)
 
 
 def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
-    """Return the settings for images of `channels` channels. Defaults that need RGB images become 0 for other images.
+    """Return the colour settings for images of `channels` channels.
+
+    If the images are not RGB, the settings that need RGB images (`RGB_ONLY`) are set to 0.
 
     Raises:
-        ValueError: the user asked for an operation that needs RGB images.
+        ValueError: the images are not RGB, but the user asked for an operation that needs RGB images.
     """
     names = [name for name in RGB_ONLY if getattr(config, name) > 0] if channels != 3 else []
     if given := [name for name in names if name in config.model_fields_set]:
         raise ValueError(
-            f"These settings need RGB images, but the images have {channels} channels: {', '.join(given)}. Set them to "
-            "0, or leave them out."
+            f"The number of image channels is {channels}, but these settings need RGB images: {', '.join(given)}. "
+            "Set them to 0, or leave them out."
         )
     if names:
-        log.warning("images of %d channels are not RGB: %s are left out", channels, ", ".join(names))
+        log.warning(
+            "Images of %d channels are not RGB. These colour changes are turned off: %s", channels, ", ".join(names)
+        )
     return config.model_copy(update=dict.fromkeys(names, 0.0))
 
 
@@ -92,9 +97,8 @@ def draw_colors(
 ) -> ColorParameters:
     """Draw the colour changes of N crops.
 
-    `blur` and `solarize` hold the probabilities of these operations for each crop.
-
-    The function always draws N * `COLOR_DRAWS` numbers from `rng`, one crop after another, for any settings.
+    Crop i is blurred with probability `blur[i]` and solarised with probability `solarize[i]`. For any settings, the
+    function draws N * `COLOR_DRAWS` values from `rng`, one crop after another.
     """
     u = rng.random((len(blur), COLOR_DRAWS))  # (N, COLOR_DRAWS)
     spread = np.array([config.brightness, config.contrast, config.saturation, config.hue])
@@ -121,14 +125,17 @@ def draw_colors(
 def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET) -> Tensor:
     """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
-    The operations are applied in the order jitter, gray, blur, solarise. The CPU never waits for the device: it sends
-    one table of factors and one list of crop indices, and skips operations that no crop needs.
+    The operations are applied in the order jitter, gray, blur, solarise. Operations that no crop needs are skipped. The
+    CPU never waits for the device, because it decides from the parameters in its own memory which crops need which
+    operation, and only sends factors and crop indices to the device.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
     """
     if images.shape[1] != 3 and bool(((p.saturation != 1) | (p.hue != 0) | p.grayscale).any()):
-        raise ValueError(f"Saturation, hue and grayscale need RGB images, not images of {images.shape[1]} channels.")
+        raise ValueError(
+            f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels."
+        )
     x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     hue_places = [(p.order[:, place] == HUE) & (p.hue != 0) for place in range(4)]
     *hues, gray, blurred, solarized = _chosen([*hue_places, p.grayscale, p.blur > 0, p.solarize], x.device)
@@ -154,7 +161,9 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
-    """Turn uint8 views into float views: cut the crops if the batch holds whole images, change colours, and normalise.
+    """Convert the uint8 views of a batch to normalised float views.
+
+    If the batch holds whole images, the crops are cut first. Then colours are changed and values are normalised.
 
     Raises:
         ValueError: the views are already floats, or a view of packed images has colour changes.
@@ -166,15 +175,15 @@ def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Images:
-    """Apply the colour changes of a view, and normalise its images."""
+    """Return the images of a view with colour changes applied and values normalised."""
     images = view.images
     pixels = images.patches if isinstance(images, PackedImages) else images
     if pixels.is_floating_point():
-        raise ValueError("The views of this batch are floats already. Pass the uint8 views of the loader.")
+        raise ValueError("The views of this batch are floats already. Pass a batch of the loader, with uint8 views.")
     if isinstance(images, PackedImages):
         if view.color is not None:
-            raise ValueError("Packed images cannot have colour changes.")
-        # The channel index varies fastest in a patch.
+            raise ValueError("Packed images cannot have colour changes. Use a transform that draws no colour changes.")
+        # Within a patch, the channel index varies fastest, so that the last axis after `view` is the channel.
         x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
         return replace(images, patches=_normalize(x, preprocessing).to(dtype).view_as(pixels))
     if view.color is not None:
@@ -184,16 +193,19 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
 
 
 def gray_image(x: Tensor) -> Tensor:
-    """Return the ITU-R 601 luminance of RGB images, or the channel mean of others: (N, C, H, W) -> (N, 1, H, W)."""
+    """Return the ITU-R 601 luminance of RGB images, or the channel mean of other images.
+
+    Shapes: (N, C, H, W) -> (N, 1, H, W).
+    """
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     return (x[:, 0:1] * 0.299).add_(x[:, 1:2], alpha=0.587).add_(x[:, 2:3], alpha=0.114)
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """Shift the hue by `turns` of the colour circle: (N, 3, H, W), (N,) -> (N, 3, H, W).
+    """Shift the hue of crop i by `turns[i]` turns of the colour circle: (N, 3, H, W), (N,) -> (N, 3, H, W).
 
-    The shift preserves value and saturation.
+    In HSV, only the hue changes. Saturation and value stay constant.
     """
     red, green, blue = x.unbind(1)  # (N, H, W)
     value, chroma = x.amax(1), x.amax(1) - x.amin(1)
@@ -210,9 +222,10 @@ def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Blur each crop with its own `sigma`, and repeat edge pixels: (N, C, H, W), (N,) -> (N, C, H, W).
+    """Apply a Gaussian blur of standard deviation `sigma[i]` to crop i: (N, C, H, W), (N,) -> (N, C, H, W).
 
-    The kernel reaches four standard deviations to each side, but at most `radius` pixels. Its weights sum to one.
+    The kernel reaches four standard deviations to each side, but at most `radius` pixels. The kernel weights sum to
+    one. Outside the crop, the kernel sees repeated edge pixels.
     """
     with exact(x.device):
         rows, columns = (_blur_matrix(sigma, length, radius) for length in x.shape[-2:])  # (N, H, H), (N, W, W)
@@ -221,14 +234,14 @@ def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
 
 
 def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
-    """Return one matrix per `sigma`, which blurs a line of `length` pixels: (n,) -> (n, length, length)."""
+    """Return for each standard deviation a matrix that blurs lines of `length` pixels: (n,) -> (n, length, length)."""
     offsets = torch.arange(-radius, radius + 1, device=sigma.device)  # (D,)
     weights = torch.exp(-0.5 * (offsets / sigma[:, None]).square())  # (n, D)
     weights = weights * (offsets.abs() <= torch.ceil(4 * sigma[:, None]))
     weights = weights / weights.sum(1, keepdim=True)
     pixels = torch.arange(length, device=sigma.device)
     sources = (pixels + offsets[:, None]).clamp_(0, length - 1)  # (D, length)
-    # (D, length, length): entry [d, i, j] is 1 if tap d of pixel i reads pixel j.
+    # (D, length, length): entry [d, i, j] is 1 if tap d of output pixel i takes its value from input pixel j.
     taps = (sources[:, :, None] == pixels).to(weights.dtype)
     return (weights @ taps.flatten(1)).unflatten(1, (length, length))
 
@@ -238,8 +251,9 @@ def _blends(p: ColorParameters) -> Tensor:
 
     The first axis holds the factor of the image, the factor of its gray image, and the factor of the mean of the gray
     image. Brightness, saturation and contrast compute x * f + (1 - f) * r, where r is black for brightness, the gray
-    image for saturation, and the mean of the gray image for contrast. Crops with different orders can therefore be
-    computed together. The factors of a hue change leave the image unchanged.
+    image for saturation, and the mean of the gray image for contrast. Because these three changes have the same form,
+    one operation can change crops that have different orders of changes. For a hue change, the factors are those of a
+    blend that leaves the image unchanged.
     """
     factors = torch.stack([p.brightness, p.contrast, p.saturation, torch.ones_like(p.hue)], dim=1)  # (N, 4)
     factors = factors.gather(1, p.order)
@@ -248,16 +262,19 @@ def _blends(p: ColorParameters) -> Tensor:
 
 
 def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the indices of the true values of each tensor in `flags`, on `device`.
+    """Return, for each tensor in `flags`, the indices of its true values, as a tensor on `device`.
 
-    Each tensor is (N,) bool on the CPU. A single copy moves the indices of all tensors to the device.
+    Each tensor in `flags` is (N,) bool on the CPU. A single copy moves the indices of all tensors to the device.
     """
     places = [flag.nonzero().squeeze(1) for flag in flags]
     return list(_to_device(torch.cat(places), device).split([len(p) for p in places]))
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting. For CUDA, the tensor is pinned first, because other copies wait."""
+    """Copy a tensor to a device without waiting for the end of the copy.
+
+    For CUDA, the tensor is pinned first, because a copy from memory that is not pinned blocks the CPU.
+    """
     return (
         tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
     )

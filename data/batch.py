@@ -1,8 +1,8 @@
 """The batch that the loader yields, and the random parameters that a transform draws for one image.
 
 Shapes: a batch has B images with C channels and H x W pixels. A view has n crops of each image, N = n * B crops in
-total. They are crop-major: crop c of image b is row c * B + b. Crops of different sizes are packed, and a packed view
-has one crop of each image.
+total. Crops are stored in crop-major order: crop c of image b is row c * B + b. Crops of different sizes are packed
+into sequences, and a packed view has one crop of each image.
 """
 
 from collections.abc import Sequence
@@ -19,31 +19,32 @@ from encoders.images import Images, Mask, PackedImages
 
 @dataclass
 class ColorParameters:
-    """Random colour changes of N crops, which `data.augment.augment_colors` applies on any device.
+    """Random colour changes of N crops. `data.augment.augment_colors` applies the changes on any device.
 
-    All tensors are (N,) float32 unless noted. The tensors stay on the CPU, where the code decides which crops need
+    All tensors are (N,) float32 unless noted. The tensors stay on the CPU, so that the CPU can decide which crops need
     which operation without waiting for a device.
     """
 
     brightness: Tensor
-    """Brightness factor; 1 for no change."""
+    """Brightness factor of each crop. The factor 1 leaves the brightness unchanged."""
     contrast: Tensor
-    """Contrast factor; 1 for no change."""
+    """Contrast factor of each crop. The factor 1 leaves the contrast unchanged."""
     saturation: Tensor
-    """Saturation factor; 1 for no change."""
+    """Saturation factor of each crop. The factor 1 leaves the saturation unchanged."""
     hue: Tensor
-    """Shift of the hue in turns of the colour circle, -0.5 to 0.5; 0 for no change."""
+    """Shift of the hue of each crop, from -0.5 to 0.5 turns of the colour circle; 0 leaves the hue unchanged."""
     order: Tensor
-    """(N, 4) int64: order in which brightness (0), contrast (1), saturation (2) and hue (3) are changed."""
+    """(N, 4) int64: order in which brightness (0), contrast (1), saturation (2) and hue (3) of a crop are changed."""
     grayscale: Tensor
-    """bool: True for a crop that becomes gray."""
+    """(N,) bool: True for each crop that is converted to gray."""
     blur: Tensor
-    """Standard deviation of the Gaussian blur in pixels; 0 for no blur."""
+    """Standard deviation of the Gaussian blur of each crop, in pixels; 0 for a crop that is not blurred."""
     solarize: Tensor
-    """bool: True for a solarised crop, in which values of 0.5 and above are inverted."""
+    """(N,) bool: True for each crop that is solarised. Solarising inverts values of 0.5 and above."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes send NumPy arrays by value. A tensor would need a block of shared memory and an open file.
+        # Tensors are pickled as NumPy arrays, because worker processes send arrays by value. To send a tensor, a worker
+        # would need a block of shared memory and an open file.
         return {name: value.numpy(force=True) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,40 +52,43 @@ class ColorParameters:
 
     @classmethod
     def stack(cls, images: Sequence["ColorParameters"]) -> "ColorParameters":
-        """Stack the parameters of B images, each (n, ...), into those of a batch, (n * B, ...) in crop-major order."""
+        """Combine the parameters of B images, each (n, ...), into parameters (n * B, ...) in crop-major order."""
         columns = ([getattr(image, f.name) for image in images] for f in fields(cls))
         return cls(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns))
 
 
 @dataclass
 class CropParameters:
-    """Boxes of N crops, and the operations that turn each box into a crop: resize, window, mirror, rotate."""
+    """Boxes of N crops, and the operations that turn each box into a crop: resize, cut a window, mirror, rotate."""
 
     boxes: np.ndarray
     """(N, 4) int64: top, left, height and width of each box, in pixels of the image."""
     size: tuple[int, int]
-    """Height and width of a box after the resize."""
+    """Height and width to which each box is resized, in pixels."""
     flips: np.ndarray
-    """(N,) bool: True for a box that is mirrored left to right after the resize."""
+    """(N,) bool: True for each box that is mirrored left to right after the resize."""
     degrees: np.ndarray | None = None
-    """(N,): counter-clockwise rotation in degrees, after mirroring; None for no rotation."""
+    """(N,): counter-clockwise rotation of each crop in degrees, applied after mirroring; None for no rotation."""
     window: tuple[int, int, int, int] | None = None
     """Top, left, height and width of the part of the resized box that becomes the crop; None for the whole box."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Height and width of a crop."""
+        """Height and width of a crop in pixels."""
         return self.size if self.window is None else self.window[2:]
 
     def shrunk(self, shrink: int) -> "CropParameters":
-        """Return the boxes scaled to an image of 1 / `shrink` of the size, with edges rounded to whole pixels."""
+        """Return the parameters for an image that was shrunk by the factor `shrink`.
+
+        The edges of the scaled boxes are rounded to whole pixels.
+        """
         start, end = self.boxes[:, :2], self.boxes[:, :2] + self.boxes[:, 2:]
         start, end = ((2 * edge + shrink) // (2 * shrink) for edge in (start, end))
         return replace(self, boxes=np.concatenate([start, end - start], axis=1))
 
     @classmethod
     def stack(cls, images: Sequence["CropParameters"]) -> "CropParameters":
-        """Stack the parameters of B images, each (n, ...), into those of a batch, (n * B, ...) in crop-major order."""
+        """Combine the parameters of B images, each (n, ...), into parameters (n * B, ...) in crop-major order."""
         stacked = [np.stack(column, axis=1) for column in ([p.boxes for p in images], [p.flips for p in images])]
         boxes, flips = (column.reshape(-1, *column.shape[2:]) for column in stacked)
         degrees = [image.degrees for image in images if image.degrees is not None]
@@ -97,9 +101,9 @@ class ViewParameters:
 
     boxes: CropParameters
     color: ColorParameters | None = None
-    """Colour changes of the crops; None for no change."""
+    """Colour changes of the crops; None if the colours do not change."""
     masks: tuple[np.ndarray, ...] = ()
-    """Masks of the crops: any number of bool arrays (n, h, w), in which True marks a hidden token."""
+    """Masks of the crops: any number of bool arrays (n, h, w). True marks a hidden token."""
 
 
 SampleParameters = Sequence[ViewParameters]
@@ -109,8 +113,8 @@ SampleParameters = Sequence[ViewParameters]
 def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
     """Return the largest factor, 1, 2, 4 or 8, by which an image of `size` (H, W) can shrink before it is cropped.
 
-    No box may become smaller than its crop. The factor is 1 if a view keeps only a window of the resized box, as in
-    evaluation.
+    The factor is limited so that no box becomes smaller than the crop that is cut from the box. If a view keeps only a
+    window of the resized box, as in evaluation, the factor is 1.
     """
     most = min(min(size[0] // view.boxes.size[0], size[1] // view.boxes.size[1]) for view in views)
     if most < 2 or any(view.boxes.window for view in views):
@@ -121,44 +125,53 @@ def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """Settings for packing crops of different sizes."""
+    """Settings for packing crops of different sizes into sequences."""
 
     patch: int
     """Side of a patch in pixels."""
     budget: int
-    """Maximum number of patches of a packed sequence. Several images can share a sequence."""
+    """Maximum number of patches in a packed sequence. A sequence can contain several images."""
 
 
 @dataclass
 class RawImages:
-    """Whole images of a batch, stored in `Batch.memory`. `data.resample.cut_views` cuts their crops on a device."""
+    """Sizes and byte positions of whole images, whose pixels are in `Batch.memory`.
+
+    `data.resample.cut_views` cuts the crops of these images on a device.
+    """
 
     sizes: np.ndarray
     """(B, 2) int64: height and width of each image."""
     starts: np.ndarray
-    """(B,) int64: index in `Batch.memory` of the first byte of each image. The memory order is row, column, channel."""
+    """(B,) int64: index in `Batch.memory` of the first byte of each image.
+
+    The pixels of an image are stored in the order row, column, channel.
+    """
 
 
 @dataclass
 class View:
-    """One view of a batch: n crops of each of B images. Either all crops have the same size, or they are packed."""
+    """One view of a batch: n crops of each of B images. The crops either all have the same size or are packed."""
 
     images: Images
     """Crops (n * B, C, H, W) in crop-major order, or packed images. The loader yields uint8 values, and
     `data.augment.to_model_input` returns normalised floats. The tensor is empty before the crops are cut from
     `Batch.raw`."""
     crops: int
-    """Crops per image (n)."""
+    """Number of crops per image (n)."""
     masks: tuple[Mask, ...] = ()
-    """Masks of all n * B crops, in crop-major order. Methods without masks have none; I-JEPA has several."""
+    """Masks, each of which covers all n * B crops in crop-major order. The tuple is empty for methods without masks,
+    and can hold several masks for methods such as I-JEPA."""
     color: ColorParameters | None = None
-    """Colour changes that have not been applied yet; None if there are none."""
+    """Colour changes that still have to be applied to the crops; None if there are no such changes."""
     boxes: CropParameters | None = None
-    """Boxes of crops that must still be cut from `Batch.raw`; None once the crops are cut."""
+    """Boxes of the crops that still have to be cut from `Batch.raw`; None if the crops are already cut."""
 
     @classmethod
     def from_samples(cls, images: Images, samples: Sequence[ViewParameters], *, raw: bool = False) -> "View":
-        """Return a view from its images and the parameters of each image. It keeps the crop boxes if `raw` is true.
+        """Return a view made from crops and from the random parameters of each image.
+
+        If `raw` is true, the crops are cut later on a device, and the view stores the crop boxes for this purpose.
 
         Raises:
             ValueError: the images have different numbers of masks, or a mask has a wrong shape.
@@ -174,7 +187,7 @@ class View:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "View":
-        """Return a copy on a device. Random parameters stay on the CPU."""
+        """Return a copy of the view on a device. Colour changes and crop boxes stay on the CPU."""
         masks = tuple(mask.to(device, non_blocking) for mask in self.masks)
         return replace(self, images=self.images.to(device, non_blocking=non_blocking), masks=masks)
 
@@ -183,18 +196,26 @@ class View:
 
 
 def _stack_masks(images: Sequence[tuple[np.ndarray, ...]], crops: int) -> tuple[Mask, ...]:
-    """Return the masks of a batch, in crop-major order. `images` holds the masks of each image, each (n, h, w)."""
+    """Return the masks of a batch in crop-major order. `images` holds, for each image, its masks (n, h, w)."""
     if len({len(masks) for masks in images}) > 1:
         counts = sorted({len(masks) for masks in images})
-        raise ValueError(f"The images of a batch have {counts} masks. Draw the same number of masks for every image.")
+        raise ValueError(
+            f"The images of a batch have different numbers of masks: {counts}. Draw equally many masks for every image."
+        )
     return tuple(_stack_mask(column, crops) for column in zip(*images, strict=True))
 
 
 def _stack_mask(images: Sequence[np.ndarray], crops: int) -> Mask:
-    """Return one mask of n * B crops, in crop-major order, from B arrays (n, h, w) with any h and w."""
+    """Combine the masks of B images into one mask of n * B crops, in crop-major order.
+
+    `images` holds one bool array (n, h, w) per image. Each array may have its own h and w.
+    """
     if any(array.ndim != 3 or len(array) != crops for array in images):
         shapes = sorted({array.shape for array in images})
-        raise ValueError(f"Masks have the shapes {shapes}. A mask of {crops} crops must be ({crops}, rows, columns).")
+        raise ValueError(
+            f"The masks of a batch have the shapes {shapes}. The mask of an image with {crops} crops must have the "
+            f"shape ({crops}, rows, columns)."
+        )
     grids = [array[crop] for crop in range(crops) for array in images]  # n * B grids, each (h, w)
     hidden = torch.from_numpy(np.concatenate([grid.ravel() for grid in grids]))
     return Mask.from_hidden(hidden, torch.tensor([grid.shape for grid in grids]))
@@ -206,16 +227,17 @@ class Batch:
 
     views: list[View]
     keys: list[str] = field(default_factory=list)
-    """B sample names, `shard.tar/key`."""
+    """Names of the B samples, each in the form `shard.tar/key`."""
     labels: Tensor | None = None
     """(B,) int64: class number of each image; None if labels are missing or were not requested."""
     positions: np.ndarray | None = None
-    """(B,) int64: position of each sample in the run, counted from 0; None in evaluation. An array, because a worker
-    sends arrays by value, but each tensor as a block of shared memory with an open file."""
+    """(B,) int64: position of each sample in the run, counted from 0; None in evaluation. The positions are a NumPy
+    array, because a worker process sends arrays by value. Each tensor would need a block of shared memory with an open
+    file."""
     skipped: list[str] = field(default_factory=list)
-    """Corrupt images that were replaced or left out, each as `shard.tar/key: reason`."""
+    """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
-    """Normalisation that `data.augment.to_model_input` applies."""
+    """Mean and standard deviation with which `data.augment.to_model_input` normalises the pixels."""
     raw: RawImages | None = None
     """Whole images from which the device cuts the crops; None if the loader has cut the crops."""
     memory: Tensor | None = None
@@ -225,11 +247,11 @@ class Batch:
     """
 
     def __len__(self) -> int:
-        """Number of images (B)."""
+        """Return the number of images (B)."""
         return len(self.raw.sizes) if self.raw else len(self.views[0].images) // self.views[0].crops
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Return a copy on a device. Random parameters stay on the CPU."""
+        """Return a copy of the batch on a device. Colour changes and crop boxes stay on the CPU."""
         labels = None if self.labels is None else self.labels.to(device, non_blocking=non_blocking)
         if self.memory is None:
             views = [view.to(device, non_blocking) for view in self.views]
@@ -239,7 +261,7 @@ class Batch:
         return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
     def pin_memory(self) -> "Batch":
-        """Return a copy in pinned memory, from which CUDA copies in the background."""
+        """Return a copy of the batch in pinned memory, from which CUDA can copy in the background."""
         labels = None if self.labels is None else self.labels.pin_memory()
         if self.memory is None:
             return replace(self, views=[view.pin_memory() for view in self.views], labels=labels)
@@ -248,12 +270,13 @@ class Batch:
         return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
 
     def in_memory(self, memory: Tensor) -> "Batch":
-        """Return the batch with `memory` in place of its buffer.
+        """Return a batch whose pixels are in `memory` instead of in the buffer of this batch.
 
-        `memory` must hold the same bytes as the replaced buffer by the time the pixels are read.
+        The bytes of the old buffer are not copied. The caller must write the same bytes to `memory` before the pixels
+        are used.
         """
         if self.memory is None:
-            raise ValueError("The views of this batch do not share a buffer, so its memory cannot be replaced.")
+            raise ValueError("The memory of this batch cannot be replaced, because its views do not share a buffer.")
         if self.raw is not None:
             return replace(self, memory=memory)
         moved = memory.storage_offset() - self.memory.storage_offset()

@@ -1,4 +1,4 @@
-"""Check shards; the code is in `data/tools/check.py`.
+"""Command that checks shards. The code of the command is in `data/tools/check.py`.
 
 python -m data.check_shards SHARDS [options]
 """

@@ -1,7 +1,7 @@
 """The collator makes one batch from samples. It writes one image after another into the memory of the batch.
 
-Shapes: a batch has B images with C channels. A view has n crops of each image, with S x S pixels each. The memory order
-of pixels is row, column, channel, as in decoding and resizing.
+Shapes: a batch has B images with C channels. A view has n crops of each image, with S x S pixels each. Pixels are
+stored in the order row, column, channel, which is also the order of the decoders and of the resize operation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from encoders.base import IMAGENET, Preprocessing
 from encoders.images import best_fit, pack
 
 RAW_PIXELS = 2**20
-"""Number of pixels per whole image for which shared memory is reserved, as a mean over a batch."""
+"""Expected mean number of pixels of a whole image. The shared memory of a batch has room for images of this size."""
 
 
 class ViewShape(NamedTuple):
@@ -27,21 +27,21 @@ class ViewShape(NamedTuple):
     crops: int
     """Number of crops per image (n)."""
     size: int
-    """Side of a crop in pixels. A packed crop has at most as many pixels as a square of this side."""
+    """Side length of a crop in pixels. A packed crop has at most as many pixels as a square of this side length."""
 
 
 class Transform(Protocol):
-    """Draws the random parameters of a sample. A transform must be picklable, and `rng` must be its only source of
-    randomness."""
+    """Draws the random parameters of a sample. A transform must be picklable, and the generator passed to `draw` must
+    be its only source of randomness."""
 
     @property
     def views(self) -> tuple[ViewShape, ...]:
-        """Shape of each view."""
+        """Number and size of the crops of each view."""
         ...
 
     @property
     def packing(self) -> Packing | None:
-        """Settings for packing crops of many sizes; None for crops of one size."""
+        """Settings for packing crops of different sizes; None if all crops of a view have the same size."""
         ...
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
@@ -50,12 +50,12 @@ class Transform(Protocol):
 
 
 class Sample(NamedTuple):
-    """A decoded image with its parameters."""
+    """A decoded image with the random parameters that were drawn for the image."""
 
     key: str
-    """`shard.tar/key`."""
+    """Name of the sample, in the form `shard.tar/key`."""
     image: Tensor
-    """(C, H, W) uint8."""
+    """Pixels of the decoded image, (C, H, W) uint8."""
     views: SampleParameters
     label: int | None = None
     position: int | None = None
@@ -63,31 +63,31 @@ class Sample(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A sample that is left out because it cannot be used."""
+    """Entry for a sample that is left out of the batch because the sample cannot be used."""
 
     reason: str
-    """`shard.tar/key: reason`."""
+    """Name of the sample and the reason why it is left out, in the form `shard.tar/key: reason`."""
 
 
 @dataclass
 class Collator:
-    """Makes one batch from samples. `torch.utils.data.DataLoader` calls it in a worker process."""
+    """Makes one batch from samples. `torch.utils.data.DataLoader` calls the collator in a worker process."""
 
     transform: Transform
     images: int
-    """Maximum number of images of a batch (B)."""
+    """Maximum number of images in a batch (B)."""
     preprocessing: Preprocessing = IMAGENET
     raw: bool = False
-    """True for a batch of whole images, from which the device cuts the crops."""
+    """True to make batches of whole images, from which the device cuts the crops."""
 
     @property
     def size(self) -> int:
-        """Size in bytes of a buffer that can hold nearly every batch."""
+        """Size of the buffer for one batch, in bytes. The size is chosen so that nearly every batch fits."""
         channels = self.preprocessing.channels
         return channels * RAW_PIXELS * self.images if self.raw else crop_bytes(self.transform, self.images, channels)
 
     def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
-        """Return a batch of the usable samples. Its pixels are in `memory` (bytes,) uint8 if there is enough room."""
+        """Return a batch of the usable samples. If the pixels fit, they are written to `memory` (bytes,) uint8."""
         builder = self._builder(memory)
         keys: list[str] = []
         labels: list[int] = []
@@ -125,7 +125,10 @@ class Collator:
 
 
 def needs_workers(transform: Transform) -> bool:
-    """Return True for crops that a device cannot cut: packed crops, and windows of resized boxes."""
+    """Return True if only workers can cut the crops of a transform.
+
+    A device can cut neither packed crops nor windows of resized boxes.
+    """
     views = transform.draw((64, 64), np.random.default_rng(0))
     return transform.packing is not None or any(view.boxes.window for view in views)
 
@@ -141,7 +144,10 @@ def collate(
     rngs: Sequence[np.random.Generator],
     preprocessing: Preprocessing = IMAGENET,
 ) -> Batch:
-    """Return a batch made from decoded images (C, H, W) uint8. The sample names are empty."""
+    """Return a batch made from decoded images (C, H, W) uint8, with one random generator per image.
+
+    The names of the samples in the batch are empty strings.
+    """
     samples = (
         Sample("", image, transform.draw((image.shape[1], image.shape[2]), rng))
         for image, rng in zip(images, rngs, strict=True)
@@ -150,13 +156,13 @@ def collate(
 
 
 class CropBuilder:
-    """Cuts crops of one size per view, and writes the crops directly into the memory of the batch.
+    """Builds a batch of crops that have one size per view. Crops are written directly into the memory of the batch.
 
     Args:
-        shapes: shape of each view.
+        shapes: number and size of the crops of each view.
         images: maximum number of images (B).
-        channels: channels of an image (C).
-        memory: (bytes,) uint8; new memory is allocated if `memory` is None or too small.
+        channels: number of channels of an image (C).
+        memory: memory of the batch, (bytes,) uint8. New memory is allocated if `memory` is None or too small.
     """
 
     def __init__(
@@ -169,15 +175,15 @@ class CropBuilder:
         self._samples: list[SampleParameters] = []
 
     def add(self, image: Tensor, views: SampleParameters) -> None:
-        """Add an image (C, H, W) uint8."""
+        """Cut the crops of an image (C, H, W) uint8, and add them to the batch."""
         for view, crops in zip(views, self._crops, strict=True):
             cut(image, view.boxes, crops[:, len(self._samples)])
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and for each of its images the index of the `add` call that added the image."""
+        """Return the batch and, for each image of the batch, the index of the `add` call that added the image."""
         images, memory, crops = len(self._samples), self._memory, self._crops
-        if images < self._images:  # the batch is not full: close the gaps left for missing images
+        if images < self._images:  # the batch is not full: remove the gaps reserved for missing images
             memory = torch.cat([view[:, :images].flatten() for view in crops])
             crops = self._split(memory, images)
         stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in crops]  # (n * B, C, S, S)
@@ -192,12 +198,12 @@ class CropBuilder:
 
 
 class PackBuilder:
-    """Cuts one crop of any size per image, and packs the crops so that few sequences are needed.
+    """Builds a batch of packed crops. Each image has one crop of any size. Crops are packed into few sequences.
 
     Args:
-        packing: side of a patch, and maximum number of patches of a sequence.
-        channels: channels of an image (C).
-        memory: see `CropBuilder`.
+        packing: side of a patch, and maximum number of patches in a sequence.
+        channels: number of channels of an image (C).
+        memory: memory of the batch, as in `CropBuilder`.
     """
 
     def __init__(self, packing: Packing, channels: int = 3, memory: Tensor | None = None) -> None:
@@ -206,7 +212,7 @@ class PackBuilder:
         self._crops: list[Tensor] = []
 
     def add(self, image: Tensor, views: SampleParameters) -> None:
-        """Add an image (C, H, W) uint8."""
+        """Cut the crop of an image (C, H, W) uint8, and add the crop to the batch."""
         (view,) = views
         crop = torch.empty((1, *view.boxes.size, self._channels), dtype=torch.uint8)
         cut(image, view.boxes, crop)
@@ -214,10 +220,10 @@ class PackBuilder:
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and for each of its images the index of the `add` call that added the image.
+        """Return the batch and, for each image of the batch, the index of the `add` call that added the image.
 
         Raises:
-            ValueError: an image has more patches than a sequence.
+            ValueError: an image has more patches than a sequence can hold.
         """
         sizes = [view.boxes.size for (view,) in self._samples]
         lengths = [height * width // self._packing.patch**2 for height, width in sizes]
@@ -233,11 +239,11 @@ class PackBuilder:
 
 
 class RawBuilder:
-    """Writes whole images one after another into memory. The device cuts the crops.
+    """Builds a batch of whole images, which are stored one after another. The device cuts the crops later.
 
     Args:
-        channels: channels of an image (C).
-        memory: see `CropBuilder`. If the images need more memory, they are moved to larger memory.
+        channels: number of channels of an image (C).
+        memory: memory of the batch, (bytes,) uint8. If the images do not fit, they are moved to new, larger memory.
     """
 
     def __init__(self, channels: int = 3, memory: Tensor | None = None) -> None:
@@ -248,7 +254,7 @@ class RawBuilder:
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, image: Tensor, views: SampleParameters) -> None:
-        """Add an image (C, H, W) uint8."""
+        """Add a whole image (C, H, W) uint8 to the batch."""
         pixels = image.permute(1, 2, 0).reshape(-1)
         end = self._used + len(pixels)
         if end > len(self._memory):
@@ -262,7 +268,7 @@ class RawBuilder:
         self._used = end
 
     def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch, and for each of its images the index of the `add` call that added the image."""
+        """Return the batch and, for each image of the batch, the index of the `add` call that added the image."""
         raw = RawImages(np.array(self._sizes, dtype=np.int64), np.array(self._starts, dtype=np.int64))
         empty = torch.empty(0, dtype=torch.uint8)
         views = [View.from_samples(empty, column, raw=True) for column in _columns(self._samples)]
@@ -270,7 +276,7 @@ class RawBuilder:
 
 
 def _columns(samples: Sequence[SampleParameters]) -> list[tuple]:
-    """Group parameters by view: the input lists the views of each image, the output lists the images of each view."""
+    """Group parameters by view. The input has one row per image. The output has one row per view."""
     return list(zip(*samples, strict=True))
 
 

@@ -1,8 +1,9 @@
 """Transforms that draw crops: multi-crop (DINO, 2104.14294), single crop (MAE, 2111.06377) and evaluation crop.
 
-A transform draws the parameters of an image from its size and a random generator; `data.resample` cuts the crops. Boxes
-are drawn as in torchvision's RandomResizedCrop: the area is uniform in `scale`, and the aspect ratio is log-uniform. A
-box that does not fit into the image is drawn again, up to ten times in total.
+A transform draws the crop parameters of an image from the size of the image and a random generator. `data.resample`
+cuts the crops. Boxes are drawn as in torchvision's RandomResizedCrop: the area is uniform in the range `scale`, and the
+aspect ratio is log-uniform in the range `ratio`. A box that does not fit into the image is drawn again. After ten such
+boxes, the central box is used.
 
 Shapes: an image has H x W pixels; n crops have S x S pixels.
 """
@@ -19,11 +20,11 @@ from data.collate import ViewShape
 from runtime.settings import Section
 
 TRIES = 10
-"""Number of random boxes to try before the central box is used."""
+"""Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
-"""Number of random numbers drawn for each crop."""
+"""Number of random values that are drawn for the box of each crop, its mirroring and its rotation."""
 LONGEST = 4
-"""Largest ratio of the long side to the short side of a crop that keeps the aspect ratio."""
+"""Largest ratio of the long side to the short side of a box of `NativeCrop`, for images of extreme aspect ratios."""
 
 Positive = Annotated[float, Field(gt=0)]
 Areas = Annotated[
@@ -34,51 +35,51 @@ Degrees = Annotated[float, Field(ge=0, le=180)]
 
 
 class RandomCropConfig(Section):
-    """Random crops of one size."""
+    """Settings of random crops that all have one size."""
 
     size: int = Field(default=224, ge=1)
-    """side of a crop, in pixels"""
+    """side length of a crop, in pixels"""
     scale: Areas = (0.2, 1.0)
     """smallest and largest area of a box before the resize, as a share of the image's area"""
     ratio: Ratios = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a box before the resize"""
     flip: Share = 0.5
-    """probability of mirroring left and right"""
+    """probability that a crop is mirrored left to right"""
     rotation: Degrees = 0.0
-    """largest rotation to either side about the centre of the crop, in degrees; corners show reflections"""
+    """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
 
 
 class MultiCropConfig(ColorConfig, frozen=True):
-    """Global and local crops with colour changes."""
+    """Settings of global and local crops with colour changes."""
 
     global_size: int = Field(default=224, ge=1)
-    """side of the two global crops, in pixels"""
+    """side length of each of the two global crops, in pixels"""
     global_scale: Areas = (0.4, 1.0)
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
     local_crops: int = Field(default=8, ge=0)
     """number of local crops per image"""
     local_size: int = Field(default=96, ge=1)
-    """side of a local crop, in pixels"""
+    """side length of a local crop, in pixels"""
     local_scale: Areas = (0.05, 0.4)
     """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     ratio: Ratios = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a crop before the resize"""
     flip: Share = 0.5
-    """probability of mirroring left and right"""
+    """probability that a crop is mirrored left to right"""
     rotation: Degrees = 0.0
-    """largest rotation to either side about the centre of a crop, in degrees; corners show reflections"""
+    """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
     blur_global1: Share = 1.0
-    """probability of blur in the first global crop"""
+    """probability that the first global crop is blurred"""
     blur_global2: Share = 0.1
-    """probability of blur in the second global crop"""
+    """probability that the second global crop is blurred"""
     blur_local: Share = 0.5
-    """probability of blur in a local crop"""
+    """probability that a local crop is blurred"""
     solarize_global2: Share = 0.2
-    """probability of solarising the second global crop"""
+    """probability that the second global crop is solarised"""
 
 
 class MultiCrop:
-    """Two global crops and some local crops, with colour changes."""
+    """Draws two global crops and several local crops of an image, with colour changes."""
 
     packing = None
 
@@ -95,7 +96,7 @@ class MultiCrop:
         self._solarize = ((0.0, c.solarize_global2), (0.0,) * c.local_crops)
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw the global and the local crops of an image of `size` (H, W)."""
+        """Draw the parameters of the global and local crops of an image of `size` (H, W)."""
         return [
             ViewParameters(random_boxes(size, rng, shape.crops, boxes), draw_colors(rng, self.config, blur, solarize))
             for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False)
@@ -103,7 +104,7 @@ class MultiCrop:
 
 
 class RandomCrop:
-    """One random crop without colour changes."""
+    """Draws one random crop of an image, without colour changes."""
 
     packing = None
 
@@ -111,33 +112,36 @@ class RandomCrop:
         self.config, self.views = config, (ViewShape(1, config.size),)
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw the crop of an image of `size` (H, W)."""
+        """Draw the parameters of the crop of an image of `size` (H, W)."""
         return [ViewParameters(random_boxes(size, rng, 1, self.config))]
 
 
 class NativeCrop:
-    """One random crop in the aspect ratio of its image, rounded to whole patches, as for NaViT (2307.06304).
+    """Draws one random crop of an image that keeps about the aspect ratio of the image, as for NaViT (2307.06304).
 
     The area of the box is a share of the image's area, and this share is drawn from `config.scale`. `config.ratio` is
-    not used. The crop has about the area of a square whose side is drawn uniformly from `smallest` to `config.size`.
-    The crops of a batch are packed.
+    not used. The box is resized to a crop of whole patches. The crop has about the area of a square whose side is drawn
+    uniformly from `smallest` to `config.size`. The crops of a batch are packed into sequences.
 
     Args:
-        config: size, scale, flip and rotation.
+        config: size, scale, flip and rotation of the crop.
         patch: side of a patch in pixels.
-        smallest: smallest side of that square in pixels.
-        token_budget: maximum number of patches of a sequence.
+        smallest: smallest side in pixels of the square that has about the area of the crop.
+        token_budget: maximum number of patches in a packed sequence.
 
     Raises:
-        ValueError: `smallest` is out of range, or the largest crop has more patches than `token_budget`.
+        ValueError: `smallest` is not between `patch` and `config.size`, or the largest crop has more patches than
+            `token_budget`.
     """
 
     def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
         if not patch <= smallest <= config.size:
-            raise ValueError(f"smallest_size is {smallest}. Use {patch} (one patch) to {config.size} (size).")
+            raise ValueError(
+                f"smallest_size is {smallest}. Use at least {patch} (one patch) and at most {config.size} (size)."
+            )
         if (config.size // patch) ** 2 > token_budget:
             raise ValueError(
-                f"An image of {(config.size // patch) ** 2} tokens does not fit a token_budget of {token_budget}. "
+                f"An image of {(config.size // patch) ** 2} tokens does not fit into a token_budget of {token_budget}. "
                 "Raise token_budget, or lower size."
             )
         self.config, self.patch, self.smallest = config, patch, smallest
@@ -145,7 +149,10 @@ class NativeCrop:
         self.views = (ViewShape(1, config.size),)
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw one crop of an image of `size` (H, W). The sides of the crop are multiples of the patch size."""
+        """Draw the parameters of one crop of an image of `size` (H, W).
+
+        The sides of the crop are multiples of the patch size.
+        """
         u = rng.random(6)
         least, most = self.config.scale
         height, width = min(size[0], LONGEST * size[1]), min(size[1], LONGEST * size[0])
@@ -161,9 +168,9 @@ class NativeCrop:
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
-    """Return the rows and columns of a grid of at most `tokens` patches in about the ratio `height` to `width`.
+    """Return the rows and columns of a grid of at most `tokens` patches, in about the ratio of `height` to `width`.
 
-    Each exact side is rounded up or down so that the grid has as many patches as allowed.
+    The exact numbers of rows and columns are rounded up or down, so that the grid has as many patches as allowed.
     """
     rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
     near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]
@@ -172,14 +179,17 @@ def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
 
 
 class CenterCrop:
-    """Central crop of evaluation: the shorter side is resized to `resize`, then the central square of `size` is kept.
+    """Returns the central crop of an image, for evaluation.
+
+    The image is resized so that its shorter side has `resize` pixels. The central square of `size` x `size` pixels is
+    the crop.
 
     Args:
         size: side of the crop in pixels.
         resize: shorter side of the resized image in pixels; None for `size` * 256 / 224.
 
     Raises:
-        ValueError: `resize` is below `size`.
+        ValueError: `size` is below 1 or greater than `resize`.
     """
 
     packing = None
@@ -188,11 +198,17 @@ class CenterCrop:
         self.size, self.views = size, (ViewShape(1, size),)
         self.resize = round(size * 256 / 224) if resize is None else resize
         if not 1 <= self.size <= self.resize:
-            raise ValueError(f"A crop of {size} pixels does not fit an image resized to {self.resize} pixels.")
+            raise ValueError(
+                f"The side of the crop is {size} pixels. It must be at least 1 and at most {self.resize}, the shorter "
+                "side of the resized image."
+            )
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
-        """Return the crop of an image of `size` (H, W). The crop is deterministic, and `rng` is not used."""
-        # Cut the ends off a very long image before the resize. The resized image would otherwise be too large.
+        """Return the parameters of the crop of an image of `size` (H, W).
+
+        The crop is deterministic, and `rng` is not used.
+        """
+        # Cut off the ends of a very long image before the resize, because the resized image would be too large.
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)
@@ -203,21 +219,24 @@ class CenterCrop:
 
 
 def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> CropParameters:
-    """Draw n crops of an image of `size` (H, W). Each crop draws `BOX_DRAWS` numbers from `rng`."""
+    """Draw n crops of an image of `size` (H, W). For each crop, `BOX_DRAWS` values are drawn from `rng`."""
     u = rng.random((n, BOX_DRAWS))  # (n, BOX_DRAWS)
     degrees = (2 * u[:, -1] - 1) * config.rotation if config.rotation else None
     return CropParameters(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
 
 
 def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.ndarray:
-    """Return n boxes (top, left, height, width) in an image of `size` (H, W): (n, BOX_DRAWS) -> (n, 4) int64."""
+    """Turn random values `u` into boxes in an image of `size` (H, W): (n, BOX_DRAWS) -> (n, 4) int64.
+
+    A box is stored as top, left, height and width.
+    """
     return np.array([_box(numbers, size, config) for numbers in u.tolist()])
 
 
 def _box(numbers: list[float], size: tuple[int, int], config: RandomCropConfig) -> tuple[int, int, int, int]:
-    """Return the first random box that fits into the image, or the central box if none fits.
+    """Return the first random box that fits into the image, or the central box if no random box fits.
 
-    The code computes with Python numbers, because small arrays would be several times slower.
+    The computation uses Python numbers, because NumPy is several times slower for arrays of this size.
     """
     (least, most), (low, high), (height, width) = config.scale, map(math.log, config.ratio), size
     for share, skew in zip(numbers[:TRIES], numbers[TRIES : 2 * TRIES], strict=True):

@@ -1,7 +1,7 @@
-"""Map-style datasets: position in the run -> decoded sample.
+"""Map-style datasets that return decoded samples, for training and for evaluation.
 
-`torch.utils.data.DataLoader` asks for all samples of a batch in one call (`__getitems__`), so a dataset can read ahead.
-Each sample is decoded when the collator requests it.
+`torch.utils.data.DataLoader` asks for all samples of a batch in one call (`__getitems__`), so that a dataset can read
+the samples of a batch in advance. A sample is decoded only when the collator requests this sample.
 """
 
 import functools
@@ -23,11 +23,11 @@ from data.shards.reader import Reader, UnreadableError
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
 MOST_NAMED = 10
-"""Number of corrupt images that a message names."""
+"""Number of corrupt images that an error message or the log names one by one."""
 DRAWN = 8
-"""Number of samples whose parameters are drawn before these samples are decoded.
+"""Number of samples in a group. The random parameters of a group are drawn before its first sample is decoded.
 
-Alternating between drawing and decoding is slower, because decoding evicts other data from the processor caches.
+Drawing and decoding sample by sample would be slower, because decoding evicts other data from the processor caches.
 """
 
 
@@ -37,19 +37,19 @@ class Decoding:
 
     channels: int = 3
     max_pixels: int = MAX_PIXELS
-    """Maximum number of pixels; larger images count as corrupt."""
+    """Maximum number of pixels of an image. Larger images count as corrupt."""
 
     def picture(self, encoded: bytes) -> Picture:
         """Read the header of an encoded image.
 
         Raises:
-            ImageError: the image is not accepted.
+            ImageError: the image is damaged, too large or of an unsupported format.
         """
         return Picture(encoded, max_pixels=self.max_pixels, channels=self.channels)
 
 
 class _Address(NamedTuple):
-    """A position in the run, and the location of its sample: source, shard and number within the shard."""
+    """A position in the run, and the location of the sample at this position: source, shard, number in the shard."""
 
     position: int
     source: int
@@ -58,7 +58,7 @@ class _Address(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """An encoded sample and the parameters drawn for it."""
+    """An encoded sample, and the random parameters that were drawn for the sample."""
 
     key: str
     picture: Picture
@@ -75,9 +75,9 @@ class _Failed(NamedTuple):
 
 @dataclass
 class TrainDataset(Dataset[Sample]):
-    """Training samples. The seed and the position in the run determine a sample and its parameters.
+    """Training samples. The seed and the position in the run determine a sample and its random parameters.
 
-    A sample that cannot be used is replaced by the next good one of its virtual stream.
+    A sample that cannot be used is replaced by the next usable sample of the same virtual stream (`data.sampler`).
     """
 
     sources: list[ShardList]
@@ -88,11 +88,11 @@ class TrainDataset(Dataset[Sample]):
 
     @functools.cached_property
     def _readers(self) -> list[Reader]:
-        samplers = self.sampler.samplers  # each worker process opens its own readers
+        samplers = self.sampler.samplers  # a cached property, so that each worker process opens its own readers
         return [Reader(opened, len(samplers), one.block) for opened, one in zip(self.sources, samplers, strict=True)]
 
     def __getitem__(self, position: int) -> Sample:
-        """Return the decoded sample at a position.
+        """Return the decoded sample at a position in the run.
 
         Raises:
             ShardError: the shards cannot be read, or too many images in a row are corrupt.
@@ -100,7 +100,9 @@ class TrainDataset(Dataset[Sample]):
         return next(one for one in self.__getitems__([position]) if isinstance(one, Sample))
 
     def __getitems__(self, positions: Sequence[int] | np.ndarray) -> Iterator[Sample | Skipped]:
-        """Yield the sample of each position. Before a replacement, yield a `Skipped` for each sample that it replaces.
+        """Yield the decoded sample at each position in the run.
+
+        If a sample cannot be used, yield a `Skipped` for this sample, and then the sample that replaces it.
 
         Raises:
             ShardError: the shards cannot be read, or too many images in a row are corrupt.
@@ -115,7 +117,7 @@ class TrainDataset(Dataset[Sample]):
                 yield from self._decode(address, drawn)
 
     def _draw(self, address: _Address) -> _Drawn | _Failed:
-        """Read the encoded sample at an address, and draw its parameters."""
+        """Read the encoded sample at an address, and draw its random parameters."""
         reader, key = self._readers[address.source], ""
         try:
             key = reader.name(address.shard, address.number)
@@ -130,8 +132,8 @@ class TrainDataset(Dataset[Sample]):
     def _decode(self, address: _Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
         """Yield the decoded sample at an address.
 
-        If the sample cannot be used, yield the next usable sample of the virtual stream, after a `Skipped` for each
-        unusable sample before that.
+        If the sample cannot be used, search the virtual stream for the next usable sample. First yield a `Skipped` for
+        each unusable sample, and then the usable sample.
         """
         failed: list[_Failed] = []
         while True:
@@ -146,8 +148,8 @@ class TrainDataset(Dataset[Sample]):
             if len(corrupt) == MOST_SKIPPED:
                 first = "\n  ".join(corrupt[:MOST_NAMED])
                 raise ShardError(
-                    f"{MOST_SKIPPED} images in a row are corrupt. Make these shards again. "
-                    f"The first images are:\n  {first}"
+                    f"{MOST_SKIPPED} images in a row are corrupt. Make the shards of these images again. "
+                    f"The first of these images are:\n  {first}"
                 )
             _, shards, numbers = self.sampler(np.array([address.position]), later=len(failed))
             drawn = self._draw(address._replace(shard=int(shards[0]), number=int(numbers[0])))
@@ -158,7 +160,7 @@ class TrainDataset(Dataset[Sample]):
 
 @dataclass
 class EvaluationDataset(Dataset[Sample | Skipped]):
-    """All samples of some shards, in the order of the shards. Samples that cannot be used are left out."""
+    """All samples of a list of shards, in the order of the shards. Samples that cannot be used are left out."""
 
     shards: ShardList
     transform: Transform
@@ -171,10 +173,10 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
 
     @functools.cached_property
     def _reader(self) -> Reader:
-        return Reader(self.shards)  # each worker process opens its own reader
+        return Reader(self.shards)  # a cached property, so that each worker process opens its own reader
 
     def __getitem__(self, number: int) -> Sample | Skipped:
-        """Return the decoded sample `number`, counted over all shards.
+        """Return the decoded sample with the index `number`. Indices count the samples of all shards in order.
 
         Raises:
             ShardError: a label is missing or not an integer.
@@ -182,7 +184,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return next(iter(self.__getitems__(range(number, number + 1))))
 
     def __getitems__(self, numbers: Sequence[int]) -> Iterator[Sample | Skipped]:
-        """Yield the decoded samples with the indices `numbers`, which run through all shards in order.
+        """Yield the decoded samples with the indices `numbers`. Indices count the samples of all shards in order.
 
         Raises:
             ShardError: a label is missing or not an integer.
@@ -209,7 +211,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
 
 
 def decode_sample(key: str, picture: Picture, views: SampleParameters) -> Sample:
-    """Decode an image at the smallest size that its crops allow, and scale their boxes to that size.
+    """Decode an image at the smallest size that its crops allow, and scale the crop boxes to this size.
 
     Raises:
         ImageError: the image is damaged.

@@ -1,8 +1,8 @@
 """Decode images into upright tensors of C channels.
 
-Images have H x W pixels. torchvision decodes upright JPEGs of one or three components, which are the bulk of most data
-sets, with libjpeg-turbo. Pillow decodes all other JPEGs, PNGs and WebPs. Pillow decodes a JPEG to the same pixels as
-torchvision, but a little more slowly. tifffile reads TIFFs.
+Images have H x W pixels. torchvision decodes upright JPEGs of one or three components with libjpeg-turbo. Most images
+of most data sets are such JPEGs. Pillow decodes the remaining JPEGs, and all PNGs and WebPs. Pillow decodes a JPEG to
+the same pixels as torchvision, but a little more slowly. tifffile reads TIFFs.
 """
 
 import functools
@@ -17,27 +17,28 @@ from torch import Tensor
 from data.tiff import TiffError, is_tiff, read_tiff
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-"""Pillow's names of the formats that it may decode."""
+"""Names of the image formats that Pillow is allowed to decode."""
 ORIENTATION = 0x0112
 """Number of the EXIF tag that holds the orientation. Orientations are 1 to 8, and 1 is upright."""
 FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
-"""EXIF orientations of images that are turned upright by mirroring left to right, by mirroring top to bottom, and by
-transposing. A transposition comes before the mirroring."""
+"""Three overlapping groups of EXIF orientations. To turn an image upright, an orientation of `FLIPPED_COLUMNS` needs
+mirroring left to right, one of `FLIPPED_ROWS` needs mirroring top to bottom, and one of `TRANSPOSED` needs a
+transposition. The transposition is done before the mirroring."""
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels of an image, for all formats. Pillow has the same default."""
 
 _CHANNELS = (1, 3, 4)
-"""Numbers of channels to which every image can be converted: gray, RGB, RGBA."""
+"""Numbers of channels to which every JPEG, PNG and WebP image can be converted: 1 (gray), 3 (RGB) and 4 (RGBA)."""
 
 
 @functools.cache
 def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
-    """Return torchvision's JPEG decoder, or None if it does not exist. Pillow then decodes all JPEGs.
+    """Return torchvision's JPEG decoder, or None if this version of torchvision has no JPEG decoder.
 
-    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision deprecates this
-    decoder in favour of torchcodec.
+    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision deprecates it in
+    favour of torchcodec. Without the decoder of torchvision, Pillow decodes all JPEGs.
     """
-    # This import is slow, because it loads torch's compiler. --help and other image formats do not need it.
+    # Import torchvision late. The import is slow, because it loads torch's compiler, and only JPEGs need it.
     import torchvision.io
 
     modes = {1: torchvision.io.ImageReadMode.GRAY, 3: torchvision.io.ImageReadMode.RGB}
@@ -46,19 +47,20 @@ def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
 
 
 class ImageError(ValueError):
-    """Raised if an image cannot be decoded or is not accepted. The message is the reason."""
+    """Raised if an image cannot be decoded or is not accepted. The message states the reason."""
 
 
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
-    """Decode a JPEG, PNG, WebP or TIFF file: (C, H, W) uint8, turned upright by its EXIF data.
+    """Decode a JPEG, PNG, WebP or TIFF file to an upright image (C, H, W) uint8.
 
-    The memory order is row, column, channel. Three channels are RGB, on white where the image is transparent. One
-    channel is the luminance of these colours. Four channels are RGBA, with alpha 255 for images without transparency. A
-    TIFF of C bands keeps its bands, for any C.
+    The image is turned upright according to its EXIF orientation. Pixels are stored in the order row, column, channel.
+    With three channels, the image is RGB, and transparent parts show a white background. With one channel, the image is
+    the luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no
+    transparency. A TIFF of C bands keeps its bands, for any C.
 
-    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. Other 16-bit images keep the upper byte of each
-    value, which differs from division by 257 by at most one level. Only the first picture of an animation is decoded.
-    The size in the header is compared with `max_pixels` and Pillow's own limit before any pixel is decoded.
+    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. For other 16-bit images, the upper byte of each
+    value is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is
+    decoded. The size in the header is compared with `max_pixels` and Pillow's own limit before any pixel is decoded.
 
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels, or cannot be
@@ -68,15 +70,18 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
 
 
 class Picture:
-    """An encoded image whose header has been read. JPEGs are decoded by `pixels`, other formats by the constructor.
+    """An encoded image whose header has been read.
+
+    The method `pixels` decodes a JPEG. Images of other formats are already decoded by the constructor.
 
     Args:
         encoded: content of the image file.
-        max_pixels: largest number of pixels.
-        channels: wanted channels (C).
+        max_pixels: maximum number of pixels of the image.
+        channels: number of channels of the decoded image (C).
 
     Raises:
-        ImageError: see `decode`. For a damaged JPEG with a good header, `pixels` raises the error.
+        ImageError: the image cannot be decoded or is not accepted, for the reasons that `decode` lists. For a damaged
+            JPEG with a good header, `pixels` raises this error.
     """
 
     encoded: bytes
@@ -101,10 +106,10 @@ class Picture:
             self.size = plain[1], plain[0]
             return
         opened = _open(encoded, channels, max_pixels)
-        if opened.format not in ("PNG", "WEBP"):  # "JPEG", or "MPO" for a JPEG of several pictures
+        if opened.format not in ("PNG", "WEBP"):  # the format is JPEG, or MPO, which is a JPEG of several pictures
             width, height = opened.size
             self.size = (width, height) if _orientation(opened) in TRANSPOSED else (height, width)
-        else:  # the EXIF data with the orientation may follow the pixels
+        else:  # decode the pixels now, because the EXIF data with the orientation may follow the pixels
             self._pixels = _loaded(opened, channels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
 
@@ -116,17 +121,17 @@ class Picture:
         if self._pixels is not None:
             return 1
         # If `shrink` does not divide a side, libjpeg pads the last block of that side. Turning the image upright could
-        # move the padded block to the beginning.
+        # move the padded block to the beginning of the side, so a smaller factor is used.
         while not self.plain and any(side % shrink for side in self.size):
             shrink //= 2
         return shrink
 
     def pixels(self, shrink: int = 1) -> Tensor:
-        """Return the pixels, (C, H, W) uint8; see `decode`.
+        """Return the decoded pixels (C, H, W) uint8, in the form that `decode` describes.
 
-        A JPEG is decoded at 1 / `shrink` of its size, with `shrink` 1, 2, 4 or 8 and sides rounded up. libjpeg then
-        transforms only the lower frequencies of each block, which is faster. Each pixel is about the mean of `shrink` x
-        `shrink` pixels.
+        A JPEG is decoded at 1 / `shrink` of its size, where `shrink` is 1, 2, 4 or 8. Sides are rounded up. Decoding at
+        a smaller size is faster, because libjpeg transforms only the lower frequencies of each block. Each decoded
+        pixel is about the mean of `shrink` x `shrink` pixels of the full image.
 
         Raises:
             ImageError: the file is damaged or truncated.
@@ -135,19 +140,24 @@ class Picture:
             return self._pixels
         if self.plain and shrink == 1 and self._channels in (1, 3) and (decode_jpeg := jpeg_decoder()):
             try:
-                # `torch.frombuffer` needs a writable buffer, and `bytes` are not writable. Copy them to a bytearray.
+                # Copy the bytes to a bytearray, because `torch.frombuffer` needs a writable buffer.
                 pixels = decode_jpeg(torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8), self._channels)
             except RuntimeError as error:
                 raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
         else:
             pixels = _loaded(_open(self.encoded, self._channels, self._max_pixels), self._channels, shrink)
         if tuple(pixels.shape[1:]) != tuple(-(-side // shrink) for side in self.size):
-            raise ImageError("a damaged JPEG: the size in the header is not the size of the pixels")
+            raise ImageError("a damaged JPEG: the size in the header differs from the size of the decoded pixels")
         return pixels
 
 
 def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:
-    """Check the size (width, height) of an image, and that the image can be converted to `channels` channels."""
+    """Check the header of an image.
+
+    Raises:
+        ImageError: the `size` (width, height) is not positive or exceeds `max_pixels`, or the image cannot be converted
+            to `channels` channels.
+    """
     if min(size) < 1:
         raise ImageError(f"a damaged image: the size in the header is {size[0]} x {size[1]} pixels")
     if size[0] * size[1] > max_pixels:
@@ -163,7 +173,7 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
     place = 2
     while 0 <= (place := encoded.find(b"\xff", place)) < len(encoded) - 9:
         marker = encoded[place + 1]
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # not a marker, or a marker without a segment
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # no marker, or a marker without a segment
             place += 1 if marker == 0xFF else 2
             continue
         length = int.from_bytes(encoded[place + 2 : place + 4], "big")
@@ -180,9 +190,10 @@ def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
 
 
 def _stands_upright(segment: bytes) -> bool:
-    """Return True if an APP1 segment of a JPEG does not rotate or mirror the image."""
+    """Return True if an APP1 segment of a JPEG does not ask to rotate or mirror the image."""
     if not segment.startswith(b"Exif\0\0"):
-        return b"tiff:Orientation" not in segment  # XMP data, where Pillow looks for an orientation if EXIF has none
+        # The segment holds XMP data. Pillow looks for an orientation there if the EXIF data has none.
+        return b"tiff:Orientation" not in segment
     exif = Image.Exif()
     try:
         exif.load(segment)
@@ -192,7 +203,7 @@ def _stands_upright(segment: bytes) -> bool:
 
 
 def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
-    """Open an image with Pillow, which reads the header."""
+    """Open an image with Pillow. Pillow reads only the header."""
     try:
         image = Image.open(BytesIO(encoded), formats=FORMATS)
         _check(image.size, channels, max_pixels)
@@ -200,7 +211,7 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
     except (ImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise ImageError("not a JPEG, PNG, WebP or TIFF image, or its header is damaged") from error
+        raise ImageError("the file is not a JPEG, PNG, WebP or TIFF image, or its header is damaged") from error
     except Image.DecompressionBombError as error:
         raise ImageError(str(error)) from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
@@ -208,9 +219,9 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
 
 
 def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
-    """Decode an opened image: (C, H, W), upright."""
+    """Decode an image that Pillow has opened. Return upright pixels (C, H, W) uint8."""
     try:
-        if shrink > 1 or channels == 1:  # the JPEG decoder can shrink an image, or decode only its luminance
+        if shrink > 1 or channels == 1:  # let the JPEG decoder shrink the image, or decode only the luminance
             size = (image.width // shrink, image.height // shrink) if shrink > 1 else None
             image.draft("L" if channels == 1 else None, size)
         image.load()
@@ -222,7 +233,7 @@ def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
 
 
 def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
-    """Decode a TIFF: (C, H, W), upright."""
+    """Decode a TIFF. Return upright pixels (C, H, W) uint8."""
     try:
         tiff = read_tiff(encoded, most_bands=max(channels, *_CHANNELS), max_pixels=max_pixels)
     except TiffError as error:
@@ -236,7 +247,7 @@ def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the orientation in the EXIF data; 1 (upright) if there is none."""
+    """Return the EXIF orientation of an image; 1 (upright) if the image has no orientation."""
     try:
         return image.getexif().get(ORIENTATION, 1)
     except Exception:  # an image with damaged EXIF data may still have good pixels
@@ -244,7 +255,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
-    """Turn pixels (H, W, C) upright, according to their EXIF orientation: (C, H, W)."""
+    """Turn pixels (H, W, C) upright according to the EXIF orientation. Return (C, H, W)."""
     if orientation in TRANSPOSED:
         pixels = pixels.swapaxes(0, 1)
     if orientation in FLIPPED_ROWS:
@@ -255,7 +266,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
 
 
 def _converted(image: Image.Image, channels: int) -> np.ndarray:
-    """Convert an image of any Pillow mode to gray, RGB or RGBA pixels: (H, W, C)."""
+    """Convert an image of any Pillow mode to gray, RGB or RGBA. Return pixels (H, W, C)."""
     image = _eight_bits(image)
     if channels == 4:
         return np.array(image.convert("RGBA"))
@@ -269,7 +280,10 @@ def _converted(image: Image.Image, channels: int) -> np.ndarray:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16-bit gray image to 8 bits, and keep transparency. Pillow's own conversion clips values above 255."""
+    """Convert a 16-bit gray image to 8 bits, and keep its transparency. Return other images unchanged.
+
+    Pillow's own conversion is not used, because it clips values above 255.
+    """
     if not image.mode.startswith("I"):
         return image
     values, key = np.asarray(image).astype(np.int32), image.info.get("transparency")

@@ -1,7 +1,7 @@
 """The built-in data set for a first run: shards of the 1,797 handwritten digits of scikit-learn.
 
-The digits have 8 x 8 pixels with 17 gray levels. They are enlarged to 32 x 32 RGB so that there is room for crops. The
-1,437 training images and the 360 held-out images, 36 of each class, are the same in every run.
+The digits have 8 x 8 pixels with 17 gray levels. They are enlarged to RGB images of 32 x 32 pixels so that there is
+room for crops. Every run uses the same 1,437 training images and the same 360 held-out images, 36 of each class.
 """
 
 import io
@@ -17,14 +17,14 @@ from PIL import Image
 from data.shards import ShardError, cache_folder
 from data.tools.tar_writer import write_tar
 
-VERSION = 1  # increase when the samples of the data set change
+VERSION = 1  # increase this number when the samples of the data set change
 SIZE = 32  # pixels
 HELD_OUT = 36  # number of held-out images of each class
 SHARDS = {"train": 4, "held-out": 2}
 
 
 def demo_shards() -> tuple[str, str]:
-    """Return one brace range for the train shards and one for the held-out shards.
+    """Return two shard patterns with brace ranges: one for the train shards, and one for the held-out shards.
 
     The first call writes the shards to the cache folder.
 
@@ -36,13 +36,18 @@ def demo_shards() -> tuple[str, str]:
         try:
             _write(folder)
         except OSError as error:
-            raise ShardError(f"cannot write {folder}: {error}. Set TESSERA_CACHE to a folder with space.") from error
+            raise ShardError(
+                f"cannot write {folder}: {error}. Set TESSERA_CACHE to a writable folder with enough space."
+            ) from error
     train, held_out = (f"{folder}/{name}-{{000000..{count - 1:06d}}}.tar" for name, count in SHARDS.items())
     return train, held_out
 
 
 def _write(folder: Path) -> None:
-    """Write all shards to a temporary folder and rename the folder. If several processes do so, the first one wins."""
+    """Write all shards to a temporary folder, and rename this folder to `folder`.
+
+    If several processes write at the same time, the shards of the process that renames first are kept.
+    """
     # Import late: scikit-learn takes a second to import, and only the first run needs it.
     from sklearn.datasets import load_digits
 
@@ -66,7 +71,10 @@ def _write(folder: Path) -> None:
 
 
 def _choose(numbers: np.ndarray) -> np.ndarray:
-    """Return `HELD_OUT` evenly spaced entries of `numbers`, because neighbouring digits are by the same writer."""
+    """Return `HELD_OUT` entries of `numbers`.
+
+    The entries are evenly spaced, because neighbouring digits are by the same writer.
+    """
     return numbers[np.linspace(0, len(numbers) - 1, HELD_OUT).round().astype(int)]
 
 

@@ -1,9 +1,9 @@
 """Batches for training and evaluation: sampler, dataset and collator in a `torch.utils.data.DataLoader`.
 
-A batch depends only on the shards, the seed and its position in the run. The number of processes or workers, and the
-step at which a run was resumed, do not change a batch. The tar format and the shard patterns are those of webdataset.
-The pipeline of webdataset is not used, because its shuffle buffer fills from a stream and cannot resume at an exact
-sample.
+A batch depends only on the shards, the seed and the position of the batch in the run. It does not depend on the number
+of processes or workers, or on the step at which a run was resumed. The tar format and the shard patterns are those of
+webdataset. The pipeline of webdataset is not used, because its shuffle buffer fills from a stream and cannot resume at
+an exact sample.
 """
 
 import logging
@@ -30,67 +30,71 @@ from encoders.base import IMAGENET, Preprocessing
 from runtime.settings import Section
 
 AHEAD = 2
-"""Number of batches that a worker prepares in advance."""
+"""Number of batches that each worker prepares in advance."""
 
 log = logging.getLogger(__name__)
 
 
 class StreamConfig(Section):
-    """Order of the samples. A change of these settings, of the seed or of the shards changes the order."""
+    """Settings of the order of samples. The order changes if these settings, the seed or the shards change."""
 
     block: int | None = Field(default=None, ge=1)
-    """number of neighbouring samples of a shard that stay together; default: 1, or 16 from a million images on"""
+    """number of neighbouring samples of a shard that stay together in the order; default: 1 for small data sets, 16
+    from a million images on"""
     window: int = Field(default=BUFFER, ge=1)
     """number of samples in the shuffle buffer of each of the 64 virtual streams"""
     window_gb: float | None = Field(default=8, gt=0)
-    """GB of encoded images that all shuffle buffers together may span; buffers are shortened to fit. A buffer holds
-    sample numbers, not images: the images stay on the disk, or in the node's cache of remote shards"""
+    """limit in GB on the encoded images that all shuffle buffers together span; buffers are shortened to fit. A buffer
+    holds sample numbers, not images: the images stay on the disk, or in the node's cache of remote shards"""
 
 
 class LoaderConfig(Section):
-    """Decoding of images and cutting of crops."""
+    """Settings for decoding images and cutting crops."""
 
     crops: Literal["auto", "workers", "device"] = "auto"
-    """where crops are cut: by the loader's workers or on the device; auto: on the device if it is a GPU and the crops
-    of a view have one size"""
+    """where crops are cut: by the loader's workers or on the device; auto chooses the device if it is a GPU and all
+    crops of a view have one size"""
     max_pixels: int = Field(default=MAX_PIXELS, ge=1)
-    """largest accepted image, in pixels; larger ones count as corrupt"""
+    """maximum number of pixels of an image; larger images count as corrupt"""
 
     @model_validator(mode="before")
     @classmethod
     def _without_decode(cls, values: Any) -> Any:
-        """Accept `decode: cpu`, which config.yaml files of older runs contain."""
+        """Accept the old setting `decode: cpu`, which config.yaml files of older runs contain."""
         if isinstance(values, dict) and "decode" in values:
             values = dict(values)
             if values.pop("decode") != "cpu":
-                raise ValueError("Images are decoded by the loader's workers only. Remove loader.decode.")
+                raise ValueError("Only the loader's workers decode images. Remove the setting loader.decode.")
         return values
 
     def resolved(self, transform: Transform) -> "LoaderConfig":
-        """Return the settings with `crops: auto` resolved for this machine and this transform.
+        """Return the settings with `crops: auto` replaced by the choice for this machine and this transform.
 
         Raises:
-            ValueError: the device cannot cut the crops of this transform.
+            ValueError: `crops` is `device`, but the device cannot cut the crops of this transform.
         """
         cuda = torch.cuda.is_available()
         workers_only = (cuda or self.crops == "device") and needs_workers(transform)
         if workers_only and self.crops == "device":
-            raise ValueError("The device cannot cut crops of many sizes. Leave loader.crops at auto.")
+            raise ValueError("The device cannot cut the crops of this transform. Set loader.crops to auto.")
         crops = ("device" if cuda and not workers_only else "workers") if self.crops == "auto" else self.crops
         return self.model_copy(update={"crops": crops})
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How samples are read and decoded."""
+    """Settings for reading and decoding samples."""
 
     workers: int = 0
-    """Worker processes of this process; 0 decodes in this process."""
+    """Number of loader workers of this process. With 0 workers, this process decodes the images itself."""
     loader: LoaderConfig = LoaderConfig()  # noqa: RUF009 - frozen
     source: SourceConfig = DEFAULT
-    """Access to remote shards."""
+    """Settings for the access to remote shards."""
     preprocessing: Preprocessing = IMAGENET
-    """Normalisation to store in each batch. It also sets the number of channels of decoded images."""
+    """Mean and standard deviation that are stored in each batch for its normalisation.
+
+    The number of channels of decoded images equals the number of these means.
+    """
 
     @property
     def decoding(self) -> Decoding:
@@ -107,22 +111,23 @@ def training_batches(
     stream: StreamConfig = StreamConfig(),  # noqa: B008 - frozen
     reading: Reading = Reading(),
 ) -> "Batches":
-    """Return the training batches of this process, one for each forward pass of `batches`.
+    """Return the training batches of this process, one batch for each forward pass.
 
-    The next good image of the virtual stream replaces a corrupt image. `Batch.skipped` names the corrupt image.
+    A corrupt image is replaced by the next usable image of its virtual stream (`data.sampler`). `Batch.skipped` names
+    the corrupt image.
 
     Args:
-        shards: see `WeightedShards`.
-        transform: draws crops, colours and masks.
-        batches: batch size, steps, rank of this process, and number of processes.
-        seed: 0 to 2**64 - 1.
-        stream: order of the samples.
-        reading: workers, decoding, access to remote shards, normalisation.
+        shards: shards of one source or of a weighted mixture of sources.
+        transform: draws the parameters of crops, colour changes and masks.
+        batches: sampler of the positions of each forward pass of this process.
+        seed: seed of the order and of all random parameters, 0 to 2**64 - 1.
+        stream: settings of the order of samples.
+        reading: settings of workers, decoding, access to remote shards, and normalisation.
 
     Raises:
         ValueError: there are fewer images than a batch needs, or the device cannot cut the crops of the transform.
-        ShardError: the shards cannot be used. Iteration raises it if a shard vanishes or changes, or if 100 images in a
-            row are corrupt.
+        ShardError: the shards cannot be used. Iterating over the batches also raises this error, if a shard vanishes or
+            changes, or if 100 images in a row are corrupt.
     """
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
     buffers = bounded_buffers(
@@ -153,27 +158,29 @@ def evaluation_batches(
     labels: bool = True,
     reading: Reading = Reading(),
 ) -> "Batches":
-    """Return batches that contain every image once, in the order of the shards.
+    """Return the evaluation batches of this process.
 
-    Each process gets one contiguous part of the images. The sizes of the parts differ by at most one image.
+    The batches of all processes together contain every image once, in the order of the shards. Each process gets one
+    contiguous part of the images. The sizes of the parts differ by at most one image.
 
-    Workers always cut the crops on the CPU from images of full size, so scores are the same on every machine. Corrupt
+    Crops are always cut on the CPU from images of full size, so that scores are the same on every machine. Corrupt
     images are left out, and `Batch.skipped` names them. A batch whose images are all corrupt is left out.
 
     Args:
-        shards: see `Shards`.
-        transform: draws crops. The crops of an image depend only on the number of the image.
+        shards: patterns, paths or URLs of the shards, or a list of opened shards.
+        transform: draws the crop parameters. The crops of an image depend only on the index of the image.
         batch_size: number of images per batch and process; the last batch may be smaller.
         part: rank of this process, and number of processes.
         labels: True to read the labels.
-        reading: see `training_batches`.
+        reading: settings of workers, decoding, access to remote shards, and normalisation.
 
     Raises:
         ValueError: `batch_size` is below 1.
-        ShardError: the shards cannot be used, or labels are missing. Iteration raises it if a label is not an integer.
+        ShardError: the shards cannot be used, or labels are missing. Iterating over the batches also raises this error,
+            if a label is not an integer.
     """
     if batch_size < 1:
-        raise ValueError(f"A batch must have at least one image, not {batch_size}.")
+        raise ValueError(f"The batch size is {batch_size}. It must be at least 1.")
     rank, world_size = part
     opened = open_shards(shards, progress=rank == 0, source=reading.source)
     if labels:
@@ -186,7 +193,7 @@ def evaluation_batches(
 
 
 def require_labels(opened: ShardList) -> None:
-    """Check that every sample has a label, according to index.json or to the headers of the tars.
+    """Check that every sample has a label. The check uses index.json or the headers of the tar files.
 
     Raises:
         ShardError: a sample has no label. The message names the sample.
@@ -197,14 +204,14 @@ def require_labels(opened: ShardList) -> None:
 
 
 class Batches:
-    """Iterable of batches. Every iteration starts from the first batch; `len` counts the batches of this process.
+    """Iterable of batches. Every iteration starts at the first batch. `len` is the number of batches of this process.
 
     Args:
-        dataset: samples.
-        batches: sample numbers of each batch.
+        dataset: returns the decoded samples.
+        batches: for each batch, the indices of its samples in `dataset`.
         collator: makes a batch from samples.
-        workers: worker processes.
-        total: images in the shards, over all processes.
+        workers: number of worker processes.
+        total: number of images in the shards, over all processes.
     """
 
     def __init__(
@@ -223,7 +230,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
-        # Block SIGTERM during the fork, so that a worker receives no SIGTERM before it has set up its handling.
+        # Block SIGTERM while the workers are forked, so that no worker receives a SIGTERM before it can handle signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             batches = iter(self._loader())
@@ -236,24 +243,27 @@ class Batches:
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
-                # After the first corrupt images, log one only each time their number has doubled.
+                # Log each of the first corrupt images. Later, log an image only when their number has doubled.
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
 
     def _ring(self) -> BufferRing | None:
-        """Return the shared memory of the workers; None if there are no workers or the system refuses the memory.
+        """Return the shared buffers of the workers; None if there are no workers or the system refuses the memory.
 
-        Each worker gets buffers for the batches that it prepares in advance, and one more for the batch that the parent
-        copies.
+        Each worker gets one buffer for each batch that it prepares in advance, and one more buffer for the batch that
+        the parent process is copying.
         """
         if not self._workers:
             return None
         try:
             return BufferRing(self._workers, AHEAD + 1, self.collator.size)
         except OSError as error:
-            log.warning("No shared memory for workers (%s). Batches will be sent more slowly.", error.strerror)
+            log.warning(
+                "The system refuses shared memory for loader workers (%s). Batches will be sent more slowly.",
+                error.strerror,
+            )
             return None
 
     def _loader(self) -> DataLoader:
@@ -269,21 +279,28 @@ class Batches:
             multiprocessing_context="fork" if workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=start_worker,
-            # Without this generator, DataLoader would draw from torch's global generator at each start of a run.
+            # Without this generator, DataLoader would draw a seed from torch's global generator at each start or resume
+            # of a run, and so change the random numbers that follow.
             generator=torch.Generator(),
         )
 
 
 @dataclass
 class _Failure:
-    """Carries the message of a `ShardError` from a worker; DataLoader would wrap the exception in a traceback."""
+    """Message of a `ShardError` that a worker returns in place of a batch.
+
+    The worker does not raise the error, because DataLoader would add a traceback to the message.
+    """
 
     message: str
 
 
 @dataclass
 class _SharedCollator:
-    """Makes batches in this worker's buffers of the ring, or in new memory if there is no ring or no free buffer."""
+    """Collator that writes a batch to a shared buffer of its worker.
+
+    If there are no shared buffers, or none of them is free, the batch is written to new memory.
+    """
 
     collator: Collator
     ring: BufferRing | None
@@ -313,6 +330,6 @@ def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
         needed = batch_size * int(quota) // PATTERN
         if sampler.images < needed:
             raise ValueError(
-                f"A batch of {batch_size} takes {needed} images from a source that has {sampler.images}. "
+                f"A batch of {batch_size} takes {needed} images from a source that has only {sampler.images}. "
                 f"Lower the batch size to {sampler.images * PATTERN // int(quota)} or less, or add images."
             )

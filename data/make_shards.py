@@ -1,4 +1,4 @@
-"""Make shards of images; the code is in `data/tools/make.py`.
+"""Command that makes shards from images. The code of the command is in `data/tools/make.py`.
 
 python -m data.make_shards IMAGES SHARDS [options]
 """

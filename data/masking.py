@@ -1,6 +1,6 @@
-"""Masks of hidden tokens, drawn for each sample: single tokens (MAE, 2111.06377) or blocks (BEiT, 2106.08254).
+"""Random masks that hide single tokens (MAE, 2111.06377) or blocks of tokens (BEiT, 2106.08254) of an image.
 
-Shapes: a grid of h x w tokens.
+Shapes: the tokens of an image form a grid of h x w tokens.
 """
 
 import math
@@ -15,24 +15,28 @@ from data.crops import NativeCrop, RandomCrop
 MaskKind = Literal["random", "block"]
 
 LEAST_BLOCK = 0.08
-"""Area of the smallest block as a share of the grid: 16 of 196 tokens, as in BEiT."""
+"""Area of the smallest block, as a share of the grid. It corresponds to BEiT's 16 of 196 tokens."""
 BLOCK_RATIO = 0.3
-"""Smallest ratio of a block's height to its width. Ratios are log-uniform up to the inverse of this number."""
+"""Smallest ratio of a block's height to its width. Ratios are log-uniform between this number and its inverse."""
 
 
 def hidden_count(tokens: int, ratio: float) -> int:
-    """Return the number of hidden tokens of an image: at least one, and at most all but one.
+    """Return the number of tokens to hide in an image of `tokens` tokens, about the share `ratio`.
+
+    At least one token is hidden, and at least one token stays visible.
 
     Raises:
-        ValueError: there are fewer than two tokens.
+        ValueError: the image has fewer than two tokens.
     """
     if tokens < 2:
-        raise ValueError("An image of one token leaves nothing to predict from. Use larger images or smaller patches.")
+        raise ValueError(
+            "The image has only one token, so that no token would stay visible. Use larger images or smaller patches."
+        )
     return min(max(tokens - int(tokens * (1 - ratio)), 1), tokens - 1)
 
 
 def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """Hide `hidden_count` tokens of a grid (h, w), drawn uniformly without replacement: (h, w) bool."""
+    """Return a mask (h, w) bool that hides `hidden_count` tokens, drawn uniformly without replacement."""
     tokens = grid[0] * grid[1]
     hidden = np.zeros(tokens, dtype=bool)
     hidden[rng.random(tokens).argsort()[: hidden_count(tokens, ratio)]] = True
@@ -40,10 +44,10 @@ def random_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -
 
 
 def block_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """Hide `hidden_count` tokens of a grid (h, w) in rectangles that may overlap: (h, w) bool.
+    """Return a mask (h, w) bool that hides `hidden_count` tokens in rectangles that may overlap.
 
-    Rectangles are added until enough tokens are hidden. The last rectangle hides tokens row by row until the number is
-    reached.
+    Rectangles are added until enough tokens are hidden. The last rectangle hides its tokens row by row, and stops when
+    `hidden_count` tokens are hidden.
     """
     rows, columns = grid
     wanted = hidden_count(rows * columns, ratio)
@@ -65,11 +69,11 @@ MASKS = {"random": random_mask, "block": block_mask}
 
 
 class MaskedCrop:
-    """One crop of an image, with a mask.
+    """Draws one crop of an image, and a mask that hides tokens of the crop.
 
     Args:
         crop: draws the crop, whose sides are multiples of `stride`.
-        stride: side of a token in pixels.
+        stride: side of the square that a token covers, in pixels.
         kind: `random` for single tokens, `block` for blocks of tokens.
         ratio: share of hidden tokens.
     """
@@ -79,7 +83,10 @@ class MaskedCrop:
         self.packing, self.views = crop.packing, crop.views
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw one crop of h * stride x w * stride pixels of an image of `size` (H, W), and its mask (1, h, w)."""
+        """Draw one crop of an image of `size` (H, W), and the mask of the crop.
+
+        A crop of h * stride x w * stride pixels has a mask (1, h, w).
+        """
         (view,) = self.crop.draw(size, rng)
         rows, columns = (side // self.stride for side in view.boxes.shape)
         hidden = MASKS[self.kind]((rows, columns), self.ratio, rng)

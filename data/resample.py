@@ -1,9 +1,10 @@
 """Resize boxes of images to crops: image by image on the CPU, or for a whole batch on any device.
 
-Bicubic resizing with antialiasing is a linear operation along each side. A box is therefore multiplied by a weight
-matrix for its columns, rounded to whole levels as in Pillow, and then multiplied by a weight matrix for its rows. On a
-device, boxes of similar sizes form a chunk and are padded to the largest box of the chunk. All shapes follow from
-numbers on the CPU, so the CPU never waits for the device.
+Bicubic resizing with antialiasing is a linear operation along each side. To resize the boxes of a batch, each box is
+multiplied by a weight matrix for its columns, rounded to whole levels as in Pillow, and then multiplied by a weight
+matrix for its rows. Boxes of similar sizes form a chunk, which one operation resizes. In a chunk, each box is padded to
+the size of the largest box. All tensor shapes follow from box sizes that are known on the CPU, so that the CPU never
+waits for the device.
 
 Shapes: an image or a padded box has C channels and H x W pixels. There are n crops of one image, N crops of a batch and
 M crops of a chunk. A crop has S x T pixels.
@@ -22,9 +23,9 @@ from data.batch import Batch, CropParameters
 from encoders.segments import copy_to_device
 
 CHUNK_PIXELS = 2**24
-"""Maximum number of pixels in one resize operation, including padding. A pixel takes about 23 bytes."""
+"""Maximum number of pixels in one resize operation, including padding. The operation needs about 23 bytes per pixel."""
 WIDTH_BIN = 64
-"""Range of box widths in a chunk, in pixels. Widths are sorted into intervals of this length."""
+"""Length in pixels of the intervals into which box widths are sorted. The boxes of a chunk come from one interval."""
 
 
 def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
@@ -46,9 +47,9 @@ def cut(image: Tensor, cut: CropParameters, out: Tensor) -> None:
 
 
 def resize(pixels: Tensor, out: Tensor) -> Tensor:
-    """Resize as Pillow does, bicubic with antialiasing: (1, H, W, C) uint8 into `out` (1, S, T, C) uint8."""
-    # `torch.nn.functional.interpolate` calls this operation, but cannot write into a given tensor. The fastest kernel
-    # of the operation needs channels-last input and output.
+    """Resize an image (1, H, W, C) uint8 as Pillow does, bicubic with antialiasing. Fill `out` (1, S, T, C) uint8."""
+    # Call this operation directly, because `torch.nn.functional.interpolate`, which uses it, cannot write to a given
+    # tensor. The fastest kernel of the operation needs channels-last input and output.
     torch.ops.aten._upsample_bicubic2d_aa.out(
         pixels.permute(0, 3, 1, 2), out.shape[1:3], False, None, None, out=out.permute(0, 3, 1, 2)
     )
@@ -58,7 +59,7 @@ def resize(pixels: Tensor, out: Tensor) -> Tensor:
 def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
     """Rotate each crop counter-clockwise about its centre: (n, C, S, S) uint8, (n,) -> (n, C, S, S) uint8.
 
-    Interpolation is bicubic, and corners show reflections.
+    Interpolation is bicubic, and corners are filled by reflection.
     """
     angle = torch.from_numpy(np.radians(degrees)).float()  # (n,)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
@@ -69,19 +70,19 @@ def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
 
 
 def exact(device: torch.device) -> AbstractContextManager:
-    """Return a context without autocast, because less precision than float32 would change pixel values."""
+    """Return a context that turns autocast off, because a lower precision than float32 would change pixel values."""
     return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
 
 
 @torch.no_grad()
 def cut_views(batch: Batch) -> Batch:
-    """Return the batch with its crops, (n * B, C, S, T) uint8 for each view, in place of whole images.
+    """Replace the whole images of a batch by their crops, (n * B, C, S, T) uint8 for each view. Return a new batch.
 
     Raises:
         ValueError: the batch holds no whole images.
     """
     if batch.raw is None or batch.memory is None:
-        raise ValueError("This batch holds no whole images. Its crops are cut already.")
+        raise ValueError("This batch holds no whole images, because its crops are already cut.")
     raw, pixels, channels = batch.raw, batch.memory, batch.preprocessing.channels
     views = [
         replace(view, images=resample(pixels, raw.starts, raw.sizes, view.boxes, channels=channels), boxes=None)
@@ -100,15 +101,15 @@ def resample(
     channels: int = 3,
     chunk: int = CHUNK_PIXELS,
 ) -> Tensor:
-    """Cut the crops of one view: (N, C, S, T) uint8.
+    """Cut the crops of one view from the whole images of a batch. Return (N, C, S, T) uint8.
 
     Args:
-        pixels: (bytes,) uint8: B images in the order row, column, channel.
+        pixels: (bytes,) uint8: pixels of B images. Each image is stored in the order row, column, channel.
         starts: (B,) int64: index of the first byte of each image in `pixels`.
         sizes: (B, 2) int64: height and width of each image.
         cut: boxes of N = n * B crops, crop-major.
-        channels: channels of the images (C).
-        chunk: maximum number of pixels in one resize operation. A single row of a chunk may have more.
+        channels: number of channels of the images (C).
+        chunk: maximum number of pixels in one resize operation. Only a single row of a chunk may have more pixels.
     """
     rows, columns = cut.size
     top, left, *sides = cut.boxes.T
@@ -127,20 +128,21 @@ def resample(
 def _chunks(
     heights: np.ndarray, widths: np.ndarray, size: tuple[int, int], most: int
 ) -> Iterator[tuple[slice, int, int]]:
-    """Yield chunks of sorted boxes, with the largest height and the largest width of the boxes of a chunk."""
+    """Yield for each chunk of sorted boxes the slice of these boxes, their largest height and their largest width."""
     for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // WIDTH_BIN)) + 1):
-        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])  # with intermediate results
+        # Number of pixels per box, including intermediate results.
+        room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])
         for some in np.split(like, range(0, len(like), max(most // int(room), 1))[1:]):
             yield slice(some[0], some[-1] + 1), int(heights[some].max()), int(widths[some].max())
 
 
 def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tuple[int, int], most: int) -> Tensor:
-    """Resize the boxes of a chunk: (M, C, S, T) uint8.
+    """Resize the boxes of a chunk. Return crops (M, C, S, T) uint8.
 
     Args:
-        pixels: (P, C) uint8.
-        table: (6, M): index of the first pixel of each box, width of the image, height and width of the box, 1 if the
-            box is mirrored, number of the crop.
+        pixels: (P, C) uint8: pixels of all images of the batch.
+        table: (6, M): one column per box, with the index of the first pixel of the box, the width of the image, the
+            height and the width of the box, 1 if the box is mirrored, and the number of the crop.
         longest: height and width of a padded box (H, W).
         size: height and width of a crop (S, T).
         most: maximum number of pixels in one resize operation.
@@ -150,7 +152,7 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
     with exact(pixels.device):
         columns = weights(width, size[1], longest[1], flip.bool())  # (M, T, W)
         rows = weights(height, size[0], longest[0])  # (M, S, H)
-        x = torch.arange(longest[1], device=pixels.device).minimum(width - 1)  # (M, W), with the last pixel repeated
+        x = torch.arange(longest[1], device=pixels.device).minimum(width - 1)  # (M, W), repeats the last pixel
         step = max(most // (len(x) * longest[1]), 1)
         narrow = []
         for y in torch.arange(longest[0], device=pixels.device).split(step):
@@ -163,14 +165,15 @@ def _resized(pixels: Tensor, table: Tensor, longest: tuple[int, int], size: tupl
 
 
 def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = None) -> Tensor:
-    """Return the weights that resize lines of `lengths` (M, 1) int64 pixels to `size`: (M, size, longest) float32.
+    """Return the weight matrices that resize M lines of pixels to `size` pixels: (M, size, longest) float32.
 
-    The weights are those of Pillow and of `resize`. They are values of the cubic kernel with a = -0.5, which spans two
-    pixels to each side, measured in pixels of the coarser line. Weights are rounded to multiples of a power of two,
-    chosen so that the largest weight is just below 2**15 multiples.
+    The weights are those of Pillow and of `resize`. They are values of the cubic kernel with a = -0.5. The kernel spans
+    two pixels to each side, measured in pixels of the coarser of the two lines, which are the line before and the line
+    after the resize. Weights are rounded to multiples of a power of two. For each line, this power is chosen so that
+    the largest weight is just below 2**15 times the power.
 
     Args:
-        lengths: number of pixels of each line, at most `longest`.
+        lengths: (M, 1) int64: number of pixels of each line, at most `longest`.
         size: number of pixels of a resized line.
         longest: number of pixels of the longest line.
         mirrored: (M, 1) bool: True for a line that is reversed.
@@ -195,5 +198,5 @@ def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = 
 
 
 def _levels(values: Tensor) -> Tensor:
-    """Round to whole levels, 0 to 255, in place. The values stay floats."""
+    """Round values in place to whole levels from 0 to 255. The values stay floats."""
     return values.add_(0.5).floor_().clamp_(0, 255)

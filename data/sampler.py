@@ -1,18 +1,19 @@
 """Samplers: pure functions from a position in the run to a sample of the shards.
 
-Positions count the samples of a run from 0. With N samples in the shards, epoch e takes the N positions from e * N on,
-and holds every sample once. No sampler has state: the order depends on the seed and the sizes of the shards alone, so
-every process, every worker and every resumed run computes the same order.
+Positions count the samples of a run from 0. With N samples in the shards, epoch e consists of the positions e * N to
+(e + 1) * N - 1, and contains every sample once. No sampler has state: the order depends only on the seed, the settings
+of the order and the sizes of the shards. Every process, every worker and every resumed run therefore computes the same
+order.
 
 The order consists of V virtual streams (the canonical nodes of MosaicML streaming). Position p belongs to stream p mod
 V. In each epoch the shards are cut into blocks of neighbouring samples, all blocks are shuffled, and each stream gets
 one contiguous part of the shuffled blocks. The part has as many samples as the stream has positions in the epoch. Each
 stream splits its part into consecutive shuffle buffers, and shuffles the samples within each buffer. A stream therefore
-reads from about (buffer size) / (block size) blocks at a time, while neighbouring blocks of a shard are far apart in
-the order.
+reads from about (buffer size) / (block size) blocks at a time, and neighbouring blocks of a shard are far apart in the
+order.
 
-The order uses raw words of the Philox generator, which are the same in all versions of NumPy. `sample_rng` returns a
-`Generator`, whose draws may differ between versions of NumPy.
+The order is computed from raw words of the Philox generator, which are the same in all versions of NumPy. The random
+parameters of samples come from the `Generator` of `sample_rng`, whose draws may differ between versions of NumPy.
 """
 
 from collections import OrderedDict
@@ -27,7 +28,8 @@ STREAMS = 64
 BUFFER = 1024
 """Number of samples in the shuffle buffer of a stream."""
 PATTERN = 1024
-"""Number of positions after which a mixture repeats its choice of sources. Weights are rounded to 1 / PATTERN."""
+"""Length of the repeating pattern with which a mixture assigns positions to sources. Weights are rounded to multiples
+of 1 / PATTERN."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -40,12 +42,12 @@ _BLOCKS, _BUFFER, _MIXTURE, _SAMPLE = range(4)
 
 
 def _philox(seed: int, purpose: int, source: int, *counter: int) -> np.random.Philox:
-    """Return a Philox generator for a purpose, a source and a counter.
+    """Return the Philox generator for a seed, a purpose (such as `_BLOCKS`), a source and a counter.
 
     Seed, purpose and source form the key of the generator. `counter` sets the upper words of the generator's counter.
     """
     key = np.array([seed, purpose + 16 * source], dtype=np.uint64)
-    # The generator counts its draws in the lowest word.
+    # The lowest word of the counter starts at 0, because the generator counts its draws in this word.
     words = np.array([0, *counter, *[0] * (3 - len(counter))], dtype=np.uint64)
     return np.random.Philox(key=key, counter=words)
 
@@ -55,7 +57,7 @@ def _permutation(size: int, bits: np.random.Philox) -> np.ndarray:
 
 
 def sample_rng(seed: int, position: int) -> np.random.Generator:
-    """Return the generator for the random parameters of the sample at a position."""
+    """Return the generator for the random parameters of the sample at a position in the run."""
     return np.random.Generator(_philox(seed, _SAMPLE, 0, position))
 
 
@@ -67,10 +69,10 @@ def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None
     size of these samples. The sources share this limit equally.
 
     Args:
-        sizes: mean encoded bytes of a sample, for each source.
-        buffer: largest buffer, in samples.
-        gigabytes: limit in GB; None for no limit.
-        streams: number of virtual streams (V), each with a buffer.
+        sizes: mean size of an encoded sample in bytes, for each source.
+        buffer: maximum number of samples in a buffer.
+        gigabytes: limit on the total size of the samples, in GB; None for no limit.
+        streams: number of virtual streams (V). Each stream has one buffer per source.
     """
     if gigabytes is None:
         return [buffer] * len(sizes)
@@ -89,7 +91,7 @@ class ShuffledSampler:
         block: number of neighbouring samples of a shard that stay together. None chooses 1 for data sets up to 65,536
             samples, 16 from a million samples on, and more for billions of samples.
         buffer: number of samples in the shuffle buffer of a stream.
-        source: number of the source in a mixture. Sources are shuffled differently.
+        source: index of this list of shards in a mixture of sources. Each source is shuffled differently.
 
     Raises:
         ValueError: there is no shard, a shard is empty, or an argument is out of range.
@@ -107,12 +109,14 @@ class ShuffledSampler:
     ) -> None:
         counts = np.asarray(counts, dtype=np.int64)
         if not len(counts) or counts.min() < 1:
-            raise ValueError("A sampler needs at least one shard, and at least one sample in each.")
+            raise ValueError("A sampler needs at least one shard, and at least one sample in each shard.")
         if not 0 <= seed < 2**64:
-            raise ValueError(f"The seed must be 0 to 2**64 - 1, not {seed}.")
+            raise ValueError(f"The seed is {seed}. It must be from 0 to 2**64 - 1.")
         block = _suitable_block(counts) if block is None else block
         if min(streams, block, buffer) < 1:
-            raise ValueError(f"streams, block and buffer must be at least 1, not {streams}, {block} and {buffer}.")
+            raise ValueError(
+                f"streams is {streams}, block is {block} and buffer is {buffer}. Each of them must be at least 1."
+            )
         self.images = int(counts.sum())
         self.streams, self.block, self.buffer = streams, block, buffer
         self._counts, self._seed, self._source = counts, seed, source
@@ -121,7 +125,7 @@ class ShuffledSampler:
         self._buffers: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the epoch of each position, the shard, and the number within the shard: three (P,) int64 arrays."""
+        """Return the epoch, the shard and the number in the shard of the sample at each position: (P,) int64 each."""
         positions = np.asarray(positions, dtype=np.int64)
         epochs, streams = positions // self.images, positions % self.streams
         shards, samples = np.empty_like(positions), np.empty_like(positions)
@@ -136,7 +140,7 @@ class ShuffledSampler:
         return (position - streams + self.streams - 1) // self.streams
 
     def _offsets(self, epoch: int, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Map positions (P,) of an epoch to offsets (P,) in the sequence that its shuffled blocks form."""
+        """Map positions (P,) of an epoch to offsets (P,) in the sequence of samples of the epoch's shuffled blocks."""
         every = np.arange(self.streams)
         before = self._before(epoch * self.images, every)  # (V,)
         sizes = self._before((epoch + 1) * self.images, every) - before  # (V,)
@@ -163,7 +167,7 @@ class ShuffledSampler:
         return self._buffers[name]
 
     def _find(self, epoch: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return shard and number within the shard, (P,) each, for offsets in the epoch's shuffled blocks."""
+        """Return the shard and the number in the shard, (P,) each, for offsets (P,) in the epoch's shuffled blocks."""
         if epoch not in self._epochs:
             self._epochs[epoch] = self._tables(epoch)
             if len(self._epochs) > 2:
@@ -194,19 +198,19 @@ def _suitable_block(counts: np.ndarray) -> int:
 
 
 def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
-    """Return the indices at which to split the sorted `inverse` into groups."""
+    """Return the indices that split the sorted group numbers `inverse` into one part per group."""
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
 class MixtureSampler:
-    """Mixture of several samplers in fixed shares.
+    """Sampler that mixes the samples of several sources in fixed shares.
 
-    A shuffled pattern of 1,024 entries assigns each position to a source. Each source counts its own positions, so
-    every source has epochs of its own. A single source gets all positions of the run.
+    A shuffled pattern of 1,024 entries, which repeats, assigns each position to a source. Each source counts only the
+    positions that it gets, and therefore has its own epochs. A single source gets all positions of the run.
 
     Args:
-        samplers: one per source.
-        weights: relative shares of the samples. Shares are rounded to multiples of 1 / 1,024, and are never 0.
+        samplers: one sampler per source.
+        weights: relative share of each source. Shares are rounded to multiples of 1 / 1,024, and are never 0.
         seed: 0 to 2**64 - 1.
 
     Raises:
@@ -217,7 +221,7 @@ class MixtureSampler:
         if len(samplers) != len(weights) or not 1 <= len(samplers) <= PATTERN:
             raise ValueError(
                 f"There are {len(samplers)} sources and {len(weights)} weights. Give 1 to {PATTERN} sources, and one "
-                "weight each."
+                "weight per source."
             )
         self.samplers = list(samplers)
         self.quotas = quotas(weights)  # (S,)
@@ -228,15 +232,14 @@ class MixtureSampler:
             self._turns[self._sources == source] = np.arange(quota)
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the source of each position, the shard, and the number within the shard: three (P,) int64 arrays.
+        """Return the source, the shard and the number in the shard of the sample at each position: (P,) int64 each.
 
-        `later` is the number of samples by which each position moves ahead in its virtual stream, to replace corrupt
-        samples.
+        To replace corrupt samples, `later` moves each position ahead by this number of samples of its virtual stream.
         """
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
         sources = self._sources[entries]
-        own = rounds * self.quotas[sources] + self._turns[entries]  # positions in the order of each source alone
+        own = rounds * self.quotas[sources] + self._turns[entries]  # positions counted separately for each source
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             here, sampler = sources == source, self.samplers[source]
@@ -245,7 +248,7 @@ class MixtureSampler:
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Return the number of positions, of 1,024, that each source gets: (S,) int64. Each source gets at least one.
+    """Return how many of the 1,024 entries of the pattern each source gets: (S,) int64, each at least 1.
 
     The numbers are rounded by the method of largest remainders.
 
@@ -266,14 +269,15 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BatchSampler(Sampler[np.ndarray]):
-    """Positions (P,) of each forward pass of one process: `accumulation` passes per optimizer step.
+    """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
-    Step s takes positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream if all streams have
-    equally many of these positions. Each pass of each process takes the next part of this sequence. All passes together
-    contain the same positions as the step of a single process, and each process reads from as few streams as possible.
+    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1. If all virtual streams have equally many of
+    these positions, the positions are sorted by stream. The sequence is then split into equal parts, one for each
+    forward pass of each process. All processes together therefore see the same samples in a step as a single process
+    would, and each process reads from as few streams as possible.
 
     Raises:
-        ValueError: the batch does not split evenly over processes and passes.
+        ValueError: the images of a step cannot be split evenly over processes and forward passes.
     """
 
     batch_size: int
@@ -284,9 +288,9 @@ class BatchSampler(Sampler[np.ndarray]):
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
-    """Number of forward passes of an optimizer step."""
+    """Number of forward passes per optimizer step, on each process."""
     streams: int = STREAMS
-    """Number of virtual streams of the order (V)."""
+    """Number of virtual streams in the order of samples (V)."""
 
     def __post_init__(self) -> None:
         unit = self.world_size * self.accumulation
@@ -295,12 +299,12 @@ class BatchSampler(Sampler[np.ndarray]):
             near = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
             raise ValueError(
                 f"A batch of {self.batch_size} images does not split evenly over {self.world_size} processes and "
-                f"{self.accumulation} accumulated passes. The nearest batch size that does is {near}."
+                f"{self.accumulation} accumulated passes. The nearest valid batch size is {near}."
             )
 
     @property
     def pass_size(self) -> int:
-        """Number of images of one forward pass of one process (P)."""
+        """Number of images in one forward pass of one process (P)."""
         return self.batch_size // (self.world_size * self.accumulation)
 
     def __len__(self) -> int:
@@ -312,7 +316,7 @@ class BatchSampler(Sampler[np.ndarray]):
                 yield self.positions(step, micro)
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
-        """Return the positions of a forward pass of a step: (P,) int64."""
+        """Return the positions of forward pass `micro` of step `step` on this process: (P,) int64."""
         numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
         if self.batch_size % self.streams == 0:
             stream, turn = np.divmod(numbers, self.batch_size // self.streams)

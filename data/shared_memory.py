@@ -1,9 +1,9 @@
 """A ring of buffers in memory that worker processes share with their parent.
 
-A worker fills a buffer with pixels and sends the index of the buffer with the batch. The parent copies the pixels into
-its own memory, for example pinned memory, and frees the buffer. The processes thus exchange pixels without a pipe, and
-allocate no shared memory for each batch. The memory is anonymous, because /dev/shm may be small. It is created before
-the workers are forked, and is used until they exit.
+A worker fills a buffer with pixels, and sends the batch to the parent with the index of the buffer in place of the
+pixels. The parent copies the pixels into its own memory, for example pinned memory, and frees the buffer. Pixels
+therefore do not pass through a pipe, and no shared memory is allocated for each batch. The shared memory is anonymous,
+because /dev/shm may be small. It is created before the workers are forked, and is used until the workers exit.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from torch import Tensor
 from data.batch import Batch
 
 UNRESERVED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
-"""Flags for shared memory that the system does not reserve in advance. 0x4000 is MAP_NORESERVE, which Python's mmap
-lacks."""
+"""Flags for shared memory that the system does not reserve in advance. 0x4000 is MAP_NORESERVE, which Python's module
+`mmap` does not define."""
 
 _numbers = itertools.count()
 _rings: "weakref.WeakValueDictionary[int, BufferRing]" = weakref.WeakValueDictionary()
@@ -29,7 +29,7 @@ class BufferRing:
     """Shared buffers of equal size for several workers.
 
     Args:
-        workers: number of processes that fill buffers.
+        workers: number of worker processes, which fill the buffers.
         buffers: number of buffers of each worker.
         size: size of a buffer in bytes. The system provides memory at the first write, so unused bytes cost nothing.
 
@@ -46,7 +46,10 @@ class BufferRing:
         _rings[self.number] = self
 
     def take(self, worker: int) -> "Buffer | None":
-        """Take and return a free buffer of `worker`; None if no buffer is free. Only that worker may call this."""
+        """Mark a free buffer of `worker` as taken, and return the buffer; None if no buffer is free.
+
+        Only the process of this worker may call the method.
+        """
         for index in range(worker * self.buffers, (worker + 1) * self.buffers):
             if not self._taken[index]:
                 self._taken[index] = 1
@@ -64,7 +67,7 @@ class BufferRing:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer of a ring. Pickling a buffer stores only its index."""
+    """One buffer of a ring. Pickling a buffer stores only the number of the ring and the index of the buffer."""
 
     ring: BufferRing
     index: int
@@ -88,7 +91,7 @@ def _buffer(number: int, index: int) -> Buffer:
 
 @dataclass
 class SharedBatch:
-    """A batch that is sent from a worker to its parent. The pixels stay in the buffer until the batch is opened."""
+    """A batch that a worker sends to its parent. The pixels stay in a shared buffer until `open` copies them."""
 
     batch: Batch
     buffer: Buffer

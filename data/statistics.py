@@ -1,4 +1,4 @@
-"""Pixel statistics: histograms of channels, and the mean and standard deviation that follow from them.
+"""Pixel statistics: histograms of channels, and the mean and standard deviation that follow from the histograms.
 
 Images have C channels and H x W pixels.
 """
@@ -15,9 +15,10 @@ from data.shards.reader import UnreadableError
 from encoders.base import Preprocessing
 
 READ_TOGETHER = 64
-"""Number of images per download."""
+"""Number of images that are downloaded together."""
 LEAST_STD = 1 / 255
-"""Smallest standard deviation that is returned, for constant channels such as the alpha of opaque images."""
+"""Smallest standard deviation that is returned. A constant channel, such as the alpha channel of opaque images, has a
+standard deviation of 0, and normalisation would divide by 0."""
 
 
 def histogram(pixels: Tensor) -> np.ndarray:
@@ -28,8 +29,9 @@ def histogram(pixels: Tensor) -> np.ndarray:
 def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1]; None if there are no pixels.
 
-    mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v pixels have the value v. The sums are integers,
-    so the result does not depend on the order of images.
+    mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v of N pixels have the value v, 0 to 255. Mean
+    and standard deviation are then divided by 255. The sums are integers, so that the result does not depend on the
+    order of images.
 
     Args:
         counts: (C, 256) int64 histograms.
@@ -47,9 +49,9 @@ def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
 def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Preprocessing:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1].
 
-    The statistics of a source come from its `index.json`. If the index has none, `images` images are decoded, evenly
-    spread over all shards of the source. The result depends only on the shards and their weights. Corrupt images are
-    left out.
+    The statistics of a source come from its `index.json`. If the index contains no statistics, `images` images are
+    decoded, which are evenly spread over all shards of the source. Corrupt images are left out. The result depends only
+    on the shards and their weights.
 
     Raises:
         ShardError: the shards cannot be read, or none of the images can be decoded.
@@ -62,7 +64,7 @@ def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Pre
 
 
 def _source_statistics(source: ShardList, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and standard deviation of each channel of one source."""
+    """Return the mean and the standard deviation of each channel of one source."""
     if source.mean is not None and source.std is not None and len(source.mean) == channels:
         return source.mean, source.std
     counts, reasons = np.zeros((channels, 256), dtype=np.int64), []
@@ -76,12 +78,12 @@ def _source_statistics(source: ShardList, channels: int, images: int) -> tuple[S
             reasons.append(str(error))
     found = moments(counts)
     if found is None:
-        raise ShardError(f"none of {len(reasons)} sampled images can be decoded. The first error: {reasons[0]}.")
+        raise ShardError(f"none of {len(reasons)} sampled images can be decoded. The first error is: {reasons[0]}.")
     return found
 
 
 def _sampled(source: ShardList, images: int) -> Iterator[bytes | str]:
-    """Yield encoded images, evenly spread over the shards of a source. For an unreadable image, yield the reason."""
+    """Yield encoded images, evenly spread over the shards of a source. If an image cannot be read, yield the reason."""
     reader, ends = Reader(source), np.cumsum(source.counts)
     numbers = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64)
     for start in range(0, len(numbers), READ_TOGETHER):

@@ -1,7 +1,7 @@
 """TIFF images of any number of bands, read by tifffile.
 
-Images may come from untrusted sources. Only the listed compressions are decoded. All sizes that determine the required
-memory are compared with limits before pixels are decoded. Images have H x W pixels.
+Images may come from untrusted sources. Only the compressions in `COMPRESSIONS` are therefore decoded, and all sizes
+that determine the required memory are compared with limits before pixels are decoded. Images have H x W pixels.
 """
 
 from io import BytesIO
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from tifffile import TiffPage
 
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-"""First bytes of TIFF and BigTIFF files, each in two byte orders."""
+"""First bytes of TIFF and BigTIFF files, in little-endian and big-endian byte order."""
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
-"""Numbers of the supported compressions: none, LZW, deflate (two numbers), PackBits."""
+"""TIFF codes of the supported compressions: none, LZW, deflate (two codes), PackBits."""
 GRAY, RGB = 1, 2
-"""Numbers of the supported photometric interpretations. A file marks bands that have no colour as gray."""
+"""TIFF codes of the supported photometric interpretations. Bands that are not colours are also marked as gray."""
 ORIENTATION = 274
-"""Number of the orientation tag."""
+"""Number of the TIFF tag that holds the orientation."""
 ALPHA = 2
-"""Value of the tag ExtraSamples for an alpha band whose alpha is not premultiplied into the colours."""
+"""Value of the TIFF tag ExtraSamples for an alpha band that is not premultiplied into the colours."""
 
 
 class TiffError(ValueError):
-    """Raised if a TIFF is damaged or not supported. The message is the reason."""
+    """Raised if a TIFF is damaged or not supported. The message states the reason."""
 
 
 class Tiff(NamedTuple):
     """First page of a TIFF."""
 
     pixels: np.ndarray
-    """(H, W, bands) uint8 as stored, not turned upright."""
+    """Pixels (H, W, bands) uint8 as stored in the file, not turned upright."""
     orientation: int
     """EXIF orientation; 1 is upright."""
     mode: str | None
-    """Pillow's name for gray or RGB bands, with or without alpha; None for other bands."""
+    """Pillow's name of the mode for gray or RGB bands, with or without alpha; None for other bands."""
 
 
 def is_tiff(encoded: bytes) -> bool:
@@ -46,10 +46,10 @@ def is_tiff(encoded: bytes) -> bool:
 
 
 def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
-    """Read the first page of a TIFF with 8 or 16 bits per band. Values of 16 bits are divided by 257.
+    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are divided by 257.
 
     Raises:
-        TiffError: the TIFF is damaged, not supported or too large, or a package is missing.
+        TiffError: the TIFF is damaged, not supported or too large, or a package for TIFF images is not installed.
     """
     try:
         import imagecodecs  # noqa: F401 - unlike tifffile's own decoders, these never write past the end of a strip
@@ -76,11 +76,11 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
 
 
 def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
-    """Check the header of a page."""
+    """Raise `TiffError` if the header of a page is damaged, exceeds a limit, or needs an unsupported feature."""
     height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
     if min(height, width, bands) < 1:
-        raise TiffError(f"a damaged TIFF image: its header has {width} x {height} pixels of {bands} bands")
-    if max(height * width, prod(page.tile or ())) > max_pixels:  # a tile may be larger than its image
+        raise TiffError(f"a damaged TIFF image: the header states {width} x {height} pixels and {bands} bands")
+    if max(height * width, prod(page.tile or ())) > max_pixels:  # tiles count, as a tile may be larger than its image
         raise TiffError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
     if bands > most_bands:
         raise TiffError(f"a TIFF image of {bands} bands, more than the limit of {most_bands}")
@@ -89,13 +89,13 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     if page.compression not in COMPRESSIONS:
         raise TiffError(f"a TIFF image with the compression {page.compression!r}, which is not supported")
     if page.photometric not in (GRAY, RGB):
-        raise TiffError(f"a TIFF image with the colours {page.photometric!r}, which are not supported")
+        raise TiffError(f"a TIFF image with the colour type {page.photometric!r}, which is not supported")
     if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
         raise TiffError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype}), which is not supported")
 
 
 def _mode(page: "TiffPage") -> str | None:
-    """Return Pillow's name for the bands of a page; None if Pillow has no name."""
+    """Return Pillow's name of the mode for the bands of a page; None if Pillow has no such mode."""
     colors = "RGB" if page.photometric == RGB else "L"
     extra = page.samplesperpixel - len(colors)
     if extra == 0:

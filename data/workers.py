@@ -7,20 +7,26 @@ import threading
 
 
 def free_cores(processes: int) -> int:
-    """Return the number of workers of a training process: one less than its share of the node's cores, from 1 to 8."""
+    """Return the number of loader workers for each training process of this node.
+
+    The number is one less than the number of cores per training process, but at least 1 and at most 8.
+    """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     cores = len(os.sched_getaffinity(0))
-    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # SLURM may give a job fewer cores than it can see
+    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # a SLURM job can see more cores than it is given
     return max(1, min(8, min(cores, allocated) // local - 1))
 
 
 def start_worker(_number: int) -> None:
-    """Prepare a worker process. A worker ignores the scheduler's signals, because the training process handles them."""
+    """Prepare a worker process.
+
+    A worker ignores signals that the scheduler sends to the job, because the training process handles these signals.
+    """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # without this, garbage collection would copy memory pages shared with the training process
+    gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process
 
 
 def _end_with_parent() -> None:

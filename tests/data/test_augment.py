@@ -251,7 +251,7 @@ def test_images_that_are_not_rgb(channels):
         torch.testing.assert_close(found[i].double(), x, rtol=0, atol=1 / 255)
     for name in ("saturation", "hue", "grayscale"):
         strong = drawn(40, config.model_copy(update={name: 0.5}))
-        with pytest.raises(ValueError, match=f"need RGB images, not images of {channels} channels"):
+        with pytest.raises(ValueError, match=f"need RGB images, but these images have {channels} channels"):
             augment_colors(images, strong, preprocessing)
 
 
@@ -261,8 +261,8 @@ def test_settings_that_need_rgb_are_left_out_or_refused(caplog):
     assert not caplog.text
     left = colors_for(given, 5)
     assert (left.saturation, left.hue, left.grayscale, left.brightness) == (0, 0, 0, 0.3)
-    assert caplog.text.count("images of 5 channels are not RGB: saturation, hue, grayscale are left out") == 1
+    assert caplog.text.count("5 channels are not RGB. These colour changes are turned off: saturation, hue, gray") == 1
     assert colors_for(left, 5) == left  # as read from the config.yaml of a run
     assert colors_for(ColorConfig(saturation=0, hue=0, grayscale=0), 1).grayscale == 0
-    with pytest.raises(ValueError, match=r"images have 1 channels: saturation, hue. Set them to 0, or leave them out"):
+    with pytest.raises(ValueError, match=r"channels is 1.* RGB images: saturation, hue\. Set them to 0, or leave"):
         colors_for(ColorConfig(saturation=0.2, hue=0.1, grayscale=0), 1)

@@ -318,11 +318,11 @@ def test_masks_that_do_not_belong_together_are_refused():
         samples = [Sample("", image, one.draw((50, 60), rng())) for one, image in zip(transforms, images, strict=True)]
         return Collator(transforms[0], len(images))(samples)
 
-    with pytest.raises(ValueError, match=r"images of a batch have \[1, 2\] masks\. Draw the same number"):
+    with pytest.raises(ValueError, match=r"different numbers of masks: \[1, 2\]\. Draw equally many"):
         collated(Blocks(1), Blocks(2))
     assert collated(Blocks(side=4), Blocks(side=3)).views[0].masks[0].lengths.shape == (4,)  # grids may differ
     for change in (lambda mask: mask[:1], lambda mask: mask.reshape(2, -1), lambda mask: mask[0, 0]):
         wrong = Changed(change)
         for transforms in ((Blocks(), wrong), (wrong, wrong)):
-            with pytest.raises(ValueError, match=r"A mask of 2 crops must be \(2, rows, columns\)"):
+            with pytest.raises(ValueError, match=r"image with 2 crops must have the shape \(2, rows, columns\)"):
                 collated(*transforms)

@@ -239,7 +239,7 @@ def test_center_crop_of_odd_images():
     assert CenterCrop().resize == 256
     assert crops(CenterCrop(8, resize=8), picture(3, 5)).views[0].images.shape == (1, 3, 8, 8)
     assert crops(CenterCrop(32), picture(1, 60_000)).views[0].images.shape == (1, 3, 32, 32)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match=r"is 32 pixels\. It must be at least 1 and at most 31"):
         CenterCrop(32, resize=31)
 
 

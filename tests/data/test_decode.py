@@ -216,7 +216,7 @@ def test_a_header_that_lies_is_not_a_good_image(monkeypatch):
     assert Picture(good).pixels().shape == (3, 25, 35)
     for size in ((35, 24), (36, 25)):
         monkeypatch.setattr(data.decode, "_plain_jpeg", lambda encoded, size=size: size)
-        with pytest.raises(ImageError, match="size in the header is not the size of the pixels"):
+        with pytest.raises(ImageError, match="size in the header differs from the size of the decoded pixels"):
             Picture(good).pixels()
 
 

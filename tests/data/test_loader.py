@@ -195,9 +195,9 @@ def test_what_cannot_be_a_batch(write_shards):
         run(shards, batch_size=10, world_size=2, accumulation=4)
     with pytest.raises(ValueError, match=r"batch of 3 images .* is 8\."):
         run(shards, batch_size=3, world_size=8)
-    with pytest.raises(ValueError, match=r"takes 64 images from a source that has 40\. Lower .* to 40 or less"):
+    with pytest.raises(ValueError, match=r"takes 64 images from a source that has only 40\. Lower .* to 40 or less"):
         run(shards, batch_size=64)
-    with pytest.raises(ValueError, match="takes 36 images from a source that has 20"):
+    with pytest.raises(ValueError, match="takes 36 images from a source that has only 20"):
         run({shards[0]: 9, shards[1]: 1}, batch_size=40)
 
 

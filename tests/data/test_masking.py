@@ -34,7 +34,7 @@ def test_as_many_are_hidden_as_in_mae_and_one_stays(tokens, ratio, hidden):
 
 
 def test_a_single_token_is_refused():
-    with pytest.raises(ValueError, match="one token leaves nothing"):
+    with pytest.raises(ValueError, match="no token would stay visible"):
         hidden_count(1, 0.75)
 
 

@@ -209,5 +209,5 @@ def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     again = resolve(load([*SHARDS, "--config", str(tmp_path / "config.yaml")]), 100_000)
     assert again.dino == config.dino
-    with pytest.raises(SettingsError, match=r"dino: These settings need RGB images.*1 channels: hue\."):
+    with pytest.raises(SettingsError, match=r"dino: The number of image channels is 1.* RGB images: hue\."):
         resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)

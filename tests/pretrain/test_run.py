@@ -153,8 +153,8 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Pat
     ("arguments", "message"),
     [
         (["--data", "/nowhere/x-{0..3}.tar"], "/nowhere/x-"),
-        (["--batch_size", "100000"], "A batch of 100000 takes 100000 images from a source that has 1437"),
-        (["--accumulate", "3"], "The nearest batch size that does is 15 or 18"),
+        (["--batch_size", "100000"], "A batch of 100000 takes 100000 images from a source that has only 1437"),
+        (["--accumulate", "3"], "The nearest valid batch size is 15 or 18"),
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "/nowhere/run"], "/nowhere/run holds no run to continue"),
         (["--precision", "fp16"], "Use bf16 or fp32"),

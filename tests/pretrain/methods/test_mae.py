@@ -242,8 +242,8 @@ def test_what_cannot_be_is_refused(variant, encoder, settings, message) -> None:
 
 def test_native_sizes_that_cannot_be_are_refused() -> None:
     for settings, message in (
-        ({"smallest_size": 3}, "smallest_size is 3. Use 4"),
-        ({"token_budget": 15}, "An image of 16 tokens does not fit a token_budget of 15"),
+        ({"smallest_size": 3}, "smallest_size is 3. Use at least 4"),
+        ({"token_budget": 15}, "An image of 16 tokens does not fit into a token_budget of 15"),
     ):
         with pytest.raises(ValueError, match=message):
             make("navit_micro", {}, native=True, size=16, **settings).transform()
