@@ -32,7 +32,7 @@ class LearningBenchmark(Settings):
     """Measure how fast the methods learn on labelled shards."""
 
     train: str
-    """labelled SHARDS to train on, without labels, and the bank of the k-NN evaluation"""
+    """labelled SHARDS. Pretraining ignores their labels; the k-NN evaluation uses them as its bank"""
     val: str
     """labelled SHARDS that are scored"""
     methods: tuple[str, ...] = ("dino", "mae")

@@ -49,6 +49,11 @@ class RandomCropConfig(Section):
     """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
 
 
+def local_side(global_side: int) -> int:
+    """Return the side of a local crop for global crops of side `global_side`, in pixels: 96 for 224 as in DINO."""
+    return max(round(global_side * 96 / 224 / 16), 1) * 16
+
+
 class MultiCropConfig(ColorConfig, frozen=True):
     """Settings of global and local crops with colour changes."""
 
@@ -58,8 +63,8 @@ class MultiCropConfig(ColorConfig, frozen=True):
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
     local_crops: int = Field(default=8, ge=0)
     """number of local crops per image"""
-    local_size: int = Field(default=96, ge=1)
-    """side length of a local crop, in pixels"""
+    local_size: int = Field(default_factory=lambda given: local_side(given.get("global_size", 224)), ge=1)
+    """side of a local crop, in pixels; default: 3/7 of global_size, rounded to a multiple of 16"""
     local_scale: Areas = (0.05, 0.4)
     """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     ratio: Ratios = (3 / 4, 4 / 3)

@@ -28,8 +28,8 @@ STREAMS = 64
 BUFFER = 1024
 """Number of samples in the shuffle buffer of a stream."""
 PATTERN = 1024
-"""Length of the repeating pattern with which a mixture assigns positions to sources. Weights are rounded to multiples
-of 1 / PATTERN."""
+"""Number of samples in the repeating pattern by which a mixture chooses the source of each sample. Weights are rounded
+to multiples of 1 / PATTERN."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""

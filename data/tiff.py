@@ -18,7 +18,8 @@ SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
 """TIFF codes of the supported compressions: none, LZW, deflate (two codes), PackBits."""
 GRAY, RGB = 1, 2
-"""TIFF codes of the supported photometric interpretations. Bands that are not colours are also marked as gray."""
+"""TIFF codes of the supported photometric interpretations. TIFF files use the
+code for gray also for bands that are not colours, such as infrared."""
 ORIENTATION = 274
 """Number of the TIFF tag that holds the orientation."""
 ALPHA = 2

@@ -63,9 +63,9 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 def resize_relative(table: Tensor, size: int) -> Tensor:
-    """Resize a relative position table for `size` tokens along its axis: (L, d) -> (2 * size - 1, d).
+    """Resize the relative position table of one image axis to `size` tokens: (L, d) -> (2 * size - 1, d).
 
-    The table is interpolated linearly.
+    The axis is the height or the width. The table is interpolated linearly.
     """
     length = 2 * size - 1
     if len(table) == length:

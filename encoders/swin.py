@@ -310,7 +310,8 @@ class Swin(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        If `mask` is given, the mask token replaces all patches of hidden tokens, before positions are added.
+        `mask` marks hidden output tokens. The mask token replaces the embeddings of all patches below a hidden token
+        before position embeddings are added.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.

@@ -396,5 +396,5 @@ def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Num
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     values = values * stages if len(values) == 1 else values  # a flag with one number gives a list of one number
     if len(values) != stages:
-        raise EncoderError(f"{name} must have one entry for each of the {stages} stages (dims), not {len(values)}.")
+        raise EncoderError(f"{name} has {len(values)} entries, but dims defines {stages} stages. Give one per stage.")
     return values

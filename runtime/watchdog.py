@@ -228,9 +228,9 @@ class _Peer:
     def __init__(self, heard_at: float) -> None:
         self.host, self.beats = "", 0
         self.heard = 0.0
-        """Time of the last new heartbeat, on the clock `Watch._awake` of this process."""
+        """Time at which the heartbeat last changed, on the clock `Watch._awake` of this process."""
         self.heard_at = heard_at
-        """Time of the last new heartbeat, in seconds since the Unix epoch."""
+        """Time at which the heartbeat last changed, in seconds since the Unix epoch."""
 
 
 def _restart_count() -> str:

@@ -93,7 +93,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
         _probe_ranges(shard)
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    moments = statistics.pop() if len(statistics) == 1 else None  # None unless all statistics are equal
+    moments = statistics.pop() if len(statistics) == 1 else None  # None if the shards have different statistics
     return ShardList(
         [one.shard for one in found],
         counts,

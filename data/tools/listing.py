@@ -244,7 +244,7 @@ def _classify(
 
 
 def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -> None:
-    """Replace labels that are positions in `names` by the positions of the same names in `classes`."""
+    """Renumber labels: an index into `names` becomes the index of the same class name in `classes`."""
     numbers = {name: number for number, name in enumerate(classes)}
     listing.labels = np.array([*(numbers[name] for name in names), NO_LABEL], dtype=np.int64)[listing.labels]
     listing.classes = classes

@@ -175,6 +175,9 @@ def supported(family: type[Encoder], settings: dict[str, Any]) -> dict[str, Any]
 
 
 def fill(config: Section, resolved: type[ResolvedT], defaults: Mapping[str, Any]) -> ResolvedT:
-    """Return `config` as the type `resolved`, with `defaults` for the settings that were not given or are None."""
+    """Return the settings of `config` as an instance of the class `resolved`.
+
+    Settings that were not given or are None take their values from `defaults`.
+    """
     given = {name: getattr(config, name) for name in config.model_fields_set}
     return resolved(**{**defaults, **{name: value for name, value in given.items() if value is not None}})

@@ -66,7 +66,7 @@ class Recorder:
 
 
 class Progress:
-    """Progress display on stderr: a bar on a terminal, or one line per record of metrics in a file such as a log."""
+    """Progress of a run on stderr. A terminal shows a bar; a file, such as a log, has one line per record."""
 
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
         console = Console(stderr=True)

@@ -369,7 +369,7 @@ def test_initial_values_are_those_of_the_published_code():
     ("settings", "message"),
     [
         ({"heads": 5}, "24 does not split into 5 heads"),
-        ({"depths": (1, 2)}, "depths must have one entry for each of the 3 stages .dims., not 2"),
+        ({"depths": (1, 2)}, "depths has 2 entries, but dims defines 3 stages"),
         ({"reductions": (4, 0, 1)}, "reductions must be at least 1, not 4, 0, 1"),
         ({"dims": (), "depths": (), "heads": 1, "mlp_ratios": 2.0, "reductions": 1}, "dims must be at least 1"),
         ({"patch_size": 0}, "patch_size must be at least 1"),

@@ -1,0 +1,141 @@
+"""DINO by lightly on the same images with the same encoder, as a baseline for benchmarks/learning.py.
+
+    pip install lightly
+    python benchmarks/lightly_dino.py --train TRAIN_SHARDS --output FOLDER --minutes 60 \\
+        [--encoder vit_tiny --settings '{"dim": 128}' --size 64]
+
+The loss, the head, the augmentation and the update of the teacher are lightly's. The head and the augmentation have the
+values of lightly's benchmark on Imagenette: a batch norm in a head of 2,048 - 2,048 - 256 with 2,048 prototypes, colour
+strength 0.5, blur in the first global crop with probability 0.5. The optimizer has the values of its ViT benchmark:
+AdamW with learning rate 5e-4 * batch / 256, weight decay from 0.04 to 0.4, momentum from 0.996 to 1. `--lr`,
+`--momentum` and `--weight_decay_end` change them. FOLDER/encoder.safetensors is the teacher's encoder for
+evaluation/knn.py and evaluation/linear_probe.py.
+"""
+
+import copy
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import webdataset
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import encoders
+from data.shards import expand
+from encoders.base import Encoder
+from pretrain.optim.schedules import cosine
+from runtime.processes import exit_on_user_error
+from runtime.settings import Settings, parse
+
+
+class LightlyBenchmark(Settings):
+    """Pretrain with lightly's DINO for a given time."""
+
+    train: str
+    """SHARDS to train on"""
+    output: Path
+    """folder of encoder.safetensors"""
+    minutes: float = Field(default=60.0, gt=0)
+    """time for training, reading of the images included"""
+    encoder: str = "vit_tiny"
+    """encoder variant"""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """settings of the encoder"""
+    size: int = 64
+    """side of a global crop in pixels; a local crop has half of it"""
+    local_crops: int = 6
+    """local crops per image"""
+    batch_size: int = 64
+    """images per step"""
+    steps: int = 4000
+    """length of the schedules; training ends with them or with the time"""
+    lr: float = 5e-4
+    """learning rate for 256 images"""
+    momentum: float = 0.996
+    """momentum of the teacher at the start"""
+    weight_decay_end: float = 0.4
+    """weight decay at the end"""
+    workers: int = 1
+    """loader workers"""
+    seed: int = 0
+    """seed"""
+
+
+class Images(Dataset[list[Tensor]]):
+    """Images of shards, encoded in memory, decoded and transformed at each access."""
+
+    def __init__(self, shards: str, transform: Any) -> None:
+        samples = webdataset.WebDataset(expand(shards), shardshuffle=False)  # pyright: ignore[reportAttributeAccessIssue]
+        self.encoded = [next(value for name, value in one.items() if name in ("jpg", "png")) for one in samples]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return self.transform(Image.open(io.BytesIO(self.encoded[index])).convert("RGB"))
+
+
+def train(settings: LightlyBenchmark) -> Encoder:
+    """Train, and return the teacher's encoder."""
+    from lightly.loss import DINOLoss  # pyright: ignore[reportMissingImports]
+    from lightly.models.modules import DINOProjectionHead  # pyright: ignore[reportMissingImports]
+    from lightly.models.utils import update_momentum  # pyright: ignore[reportMissingImports]
+    from lightly.transforms.dino_transform import DINOTransform  # pyright: ignore[reportMissingImports]
+
+    s, started = settings, time.perf_counter()
+    torch.manual_seed(s.seed)
+    transform = DINOTransform(
+        global_crop_size=s.size, local_crop_size=s.size // 2, n_local_views=s.local_crops, gaussian_blur=(0.5, 0, 0)
+    )
+    images = Images(s.train, transform)
+    loader = DataLoader(images, s.batch_size, shuffle=True, drop_last=True, num_workers=s.workers)
+    student = encoders.build(s.encoder, **s.settings)
+    head = DINOProjectionHead(student.dim, 2048, 256, 2048, batch_norm=True, freeze_last_layer=1)
+    teacher, teacher_head = copy.deepcopy((student, head))
+    teacher.requires_grad_(False).eval()
+    teacher_head.requires_grad_(False)
+    criterion = DINOLoss(output_dim=2048, warmup_teacher_temp_epochs=5)
+    optimizer = torch.optim.AdamW([*student.parameters(), *head.parameters()])
+    step, epoch, warmup = 0, 0, s.steps // 10
+    while step < s.steps and time.perf_counter() - started < 60 * s.minutes:
+        for views in loader:
+            peak = s.lr * s.batch_size / 256
+            optimizer.param_groups[0]["lr"] = cosine(step, s.steps, peak, 1e-6, warmup)
+            optimizer.param_groups[0]["weight_decay"] = cosine(step, s.steps, 0.04, s.weight_decay_end)
+            with torch.no_grad():
+                targets = [teacher_head(teacher(view).pooled) for view in views[:2]]
+            loss = criterion(targets, [head(student(view).pooled) for view in views], epoch=epoch)
+            optimizer.zero_grad()
+            loss.backward()
+            head.cancel_last_layer_gradients(epoch)
+            torch.nn.utils.clip_grad_norm_([*student.parameters(), *head.parameters()], 3.0)
+            optimizer.step()
+            momentum = cosine(step, s.steps, s.momentum, 1.0)
+            update_momentum(student, teacher, momentum)
+            update_momentum(head, teacher_head, momentum)
+            step += 1
+            if step % 50 == 0:
+                print(f"step {step}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s", flush=True)
+            if step == s.steps or time.perf_counter() - started > 60 * s.minutes:
+                break
+        epoch += 1
+    print(f"{step} steps, {epoch} epochs, {time.perf_counter() - started:.0f} s")
+    return teacher
+
+
+def main() -> None:
+    """Train and write the encoder."""
+    settings = parse(LightlyBenchmark)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    encoders.save(train(settings), settings.output / "encoder.safetensors")
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()
