@@ -61,7 +61,7 @@ class ColorConfig(Section, frozen=True):
     hue: float = Field(default=0.1, ge=0, le=0.5)
     """largest shift of the hue in either direction, in turns of the colour circle"""
     jitter: Share = 0.8
-    """probability that brightness, contrast, saturation and hue of a crop are changed, in random order"""
+    """probability that the brightness, contrast, saturation and hue of a crop are changed; their order is random"""
     grayscale: Share = 0.2
     """probability that a crop is converted to gray"""
     blur_sigma: Sigmas = (0.1, 2.0)
@@ -126,8 +126,8 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
     """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
     The operations are applied in the order jitter, gray, blur, solarise. Operations that no crop needs are skipped. The
-    CPU never waits for the device, because it decides from the parameters in its own memory which crops need which
-    operation, and only sends factors and crop indices to the device.
+    parameters are in CPU memory, so that the CPU decides which crops need which operation without waiting for the
+    device. Only factors and crop indices are sent to the device.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
@@ -252,8 +252,8 @@ def _blends(p: ColorParameters) -> Tensor:
     The first axis holds the factor of the image, the factor of its gray image, and the factor of the mean of the gray
     image. Brightness, saturation and contrast compute x * f + (1 - f) * r, where r is black for brightness, the gray
     image for saturation, and the mean of the gray image for contrast. Because these three changes have the same form,
-    one operation can change crops that have different orders of changes. For a hue change, the factors are those of a
-    blend that leaves the image unchanged.
+    one operation can change crops that have different orders of changes. A hue change has another form. The factors of
+    a hue change are therefore 1, 0 and 0, which leave the image unchanged.
     """
     factors = torch.stack([p.brightness, p.contrast, p.saturation, torch.ones_like(p.hue)], dim=1)  # (N, 4)
     factors = factors.gather(1, p.order)
@@ -262,7 +262,7 @@ def _blends(p: ColorParameters) -> Tensor:
 
 
 def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return, for each tensor in `flags`, the indices of its true values, as a tensor on `device`.
+    """Return one tensor on `device` for each tensor in `flags`: the indices of the true values.
 
     Each tensor in `flags` is (N,) bool on the CPU. A single copy moves the indices of all tensors to the device.
     """

@@ -97,7 +97,7 @@ class CropParameters:
 
 @dataclass
 class ViewParameters:
-    """Random parameters of the n crops of one image in one view. They are drawn before the image is decoded."""
+    """Random parameters of the n crops of one image in one view. The parameters are drawn before decoding."""
 
     boxes: CropParameters
     color: ColorParameters | None = None
@@ -113,8 +113,8 @@ SampleParameters = Sequence[ViewParameters]
 def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
     """Return the largest factor, 1, 2, 4 or 8, by which an image of `size` (H, W) can shrink before it is cropped.
 
-    The factor is limited so that no box becomes smaller than the crop that is cut from the box. If a view keeps only a
-    window of the resized box, as in evaluation, the factor is 1.
+    The factor is limited so that no box becomes smaller than the crop to which the box is resized. If a view keeps only
+    a window of the resized box, as in evaluation, the factor is 1.
     """
     most = min(min(size[0] // view.boxes.size[0], size[1] // view.boxes.size[1]) for view in views)
     if most < 2 or any(view.boxes.window for view in views):

@@ -63,7 +63,7 @@ class Sample(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Entry for a sample that is left out of the batch because the sample cannot be used."""
+    """Marker for a sample that cannot be used and is therefore left out of the batch."""
 
     reason: str
     """Name of the sample and the reason why it is left out, in the form `shard.tar/key: reason`."""
@@ -87,7 +87,10 @@ class Collator:
         return channels * RAW_PIXELS * self.images if self.raw else crop_bytes(self.transform, self.images, channels)
 
     def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
-        """Return a batch of the usable samples. If the pixels fit, they are written to `memory` (bytes,) uint8."""
+        """Return a batch of the usable samples.
+
+        Pixels are written to `memory` (bytes,) uint8, or to new memory if `memory` is None or too small.
+        """
         builder = self._builder(memory)
         keys: list[str] = []
         labels: list[int] = []
@@ -183,7 +186,7 @@ class CropBuilder:
     def build(self) -> tuple[Batch, Sequence[int]]:
         """Return the batch and, for each image of the batch, the index of the `add` call that added the image."""
         images, memory, crops = len(self._samples), self._memory, self._crops
-        if images < self._images:  # the batch is not full: remove the gaps reserved for missing images
+        if images < self._images:  # the batch is not full, so remove the space that was left free
             memory = torch.cat([view[:, :images].flatten() for view in crops])
             crops = self._split(memory, images)
         stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in crops]  # (n * B, C, S, S)

@@ -24,7 +24,7 @@ TRIES = 10
 BOX_DRAWS = 2 * TRIES + 4
 """Number of random values that are drawn for the box of each crop, its mirroring and its rotation."""
 LONGEST = 4
-"""Largest ratio of the long side to the short side of a box of `NativeCrop`, for images of extreme aspect ratios."""
+"""Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
 
 Positive = Annotated[float, Field(gt=0)]
 Areas = Annotated[
@@ -50,7 +50,10 @@ class RandomCropConfig(Section):
 
 
 def local_side(global_side: int) -> int:
-    """Return the side of a local crop for global crops of side `global_side`, in pixels: 96 for 224 as in DINO."""
+    """Return the side of a local crop in pixels, for global crops of side `global_side`.
+
+    As in DINO, local crops have 96 pixels for global crops of 224 pixels.
+    """
     return max(round(global_side * 96 / 224 / 16), 1) * 16
 
 
@@ -173,9 +176,10 @@ class NativeCrop:
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
-    """Return the rows and columns of a grid of at most `tokens` patches, in about the ratio of `height` to `width`.
+    """Return the numbers of rows and columns of a grid of at most `tokens` patches.
 
-    The exact numbers of rows and columns are rounded up or down, so that the grid has as many patches as allowed.
+    The ratio of rows to columns is about `height` / `width`. Both numbers are rounded up or down in the way that gives
+    the most patches.
     """
     rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
     near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]

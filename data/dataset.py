@@ -25,9 +25,10 @@ MOST_SKIPPED = 100
 MOST_NAMED = 10
 """Number of corrupt images that an error message or the log names one by one."""
 DRAWN = 8
-"""Number of samples in a group. The random parameters of a group are drawn before its first sample is decoded.
+"""Number of samples whose random parameters are drawn before the first of these samples is decoded.
 
-Drawing and decoding sample by sample would be slower, because decoding evicts other data from the processor caches.
+To draw and decode one sample after another would be slower, because decoding evicts other data from the processor
+caches.
 """
 
 

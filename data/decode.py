@@ -35,8 +35,8 @@ _CHANNELS = (1, 3, 4)
 def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
     """Return torchvision's JPEG decoder, or None if this version of torchvision has no JPEG decoder.
 
-    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision deprecates it in
-    favour of torchcodec. Without the decoder of torchvision, Pillow decodes all JPEGs.
+    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision deprecates this
+    decoder in favour of torchcodec. Without the decoder of torchvision, Pillow decodes all JPEGs.
     """
     # Import torchvision late. The import is slow, because it loads torch's compiler, and only JPEGs need it.
     import torchvision.io
@@ -221,7 +221,7 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
 def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
     """Decode an image that Pillow has opened. Return upright pixels (C, H, W) uint8."""
     try:
-        if shrink > 1 or channels == 1:  # let the JPEG decoder shrink the image, or decode only the luminance
+        if shrink > 1 or channels == 1:  # let the JPEG decoder shrink the image or decode only its luminance
             size = (image.width // shrink, image.height // shrink) if shrink > 1 else None
             image.draft("L" if channels == 1 else None, size)
         image.load()

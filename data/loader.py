@@ -44,8 +44,9 @@ class StreamConfig(Section):
     window: int = Field(default=BUFFER, ge=1)
     """number of samples in the shuffle buffer of each of the 64 virtual streams"""
     window_gb: float | None = Field(default=8, gt=0)
-    """limit in GB on the encoded images that all shuffle buffers together span; buffers are shortened to fit. A buffer
-    holds sample numbers, not images: the images stay on the disk, or in the node's cache of remote shards"""
+    """limit in GB on the total size of the encoded images whose numbers are in the shuffle buffers; buffers get fewer
+    samples if needed. A buffer holds sample numbers, not images: the images stay on the disk, or in the node's cache of
+    remote shards"""
 
 
 class LoaderConfig(Section):
@@ -119,7 +120,7 @@ def training_batches(
     Args:
         shards: shards of one source or of a weighted mixture of sources.
         transform: draws the parameters of crops, colour changes and masks.
-        batches: sampler of the positions of each forward pass of this process.
+        batches: sampler that yields the positions of the samples of each forward pass of this process.
         seed: seed of the order and of all random parameters, 0 to 2**64 - 1.
         stream: settings of the order of samples.
         reading: settings of workers, decoding, access to remote shards, and normalisation.
@@ -243,7 +244,7 @@ class Batches:
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
-                # Log each of the first corrupt images. Later, log an image only when their number has doubled.
+                # Log each of the first corrupt images. Later, log only when the number of corrupt images has doubled.
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:

@@ -21,7 +21,7 @@ BLOCK_RATIO = 0.3
 
 
 def hidden_count(tokens: int, ratio: float) -> int:
-    """Return the number of tokens to hide in an image of `tokens` tokens, about the share `ratio`.
+    """Return the number of tokens to hide in an image of `tokens` tokens: about `ratio` * `tokens`.
 
     At least one token is hidden, and at least one token stays visible.
 

@@ -109,7 +109,8 @@ def resample(
         sizes: (B, 2) int64: height and width of each image.
         cut: boxes of N = n * B crops, crop-major.
         channels: number of channels of the images (C).
-        chunk: maximum number of pixels in one resize operation. Only a single row of a chunk may have more pixels.
+        chunk: maximum number of pixels in one resize operation. An operation resizes at least one row of pixels, even
+            if this row is longer than the maximum.
     """
     rows, columns = cut.size
     top, left, *sides = cut.boxes.T
@@ -128,7 +129,7 @@ def resample(
 def _chunks(
     heights: np.ndarray, widths: np.ndarray, size: tuple[int, int], most: int
 ) -> Iterator[tuple[slice, int, int]]:
-    """Yield for each chunk of sorted boxes the slice of these boxes, their largest height and their largest width."""
+    """Split sorted boxes into chunks. For each chunk, yield the slice of its boxes, the largest height and width."""
     for like in np.split(np.arange(len(widths)), np.flatnonzero(np.diff(widths // WIDTH_BIN)) + 1):
         # Number of pixels per box, including intermediate results.
         room = (heights[like].max() + size[0]) * (widths[like].max() + size[1])
@@ -168,9 +169,9 @@ def weights(lengths: Tensor, size: int, longest: int, mirrored: Tensor | None = 
     """Return the weight matrices that resize M lines of pixels to `size` pixels: (M, size, longest) float32.
 
     The weights are those of Pillow and of `resize`. They are values of the cubic kernel with a = -0.5. The kernel spans
-    two pixels to each side, measured in pixels of the coarser of the two lines, which are the line before and the line
-    after the resize. Weights are rounded to multiples of a power of two. For each line, this power is chosen so that
-    the largest weight is just below 2**15 times the power.
+    two pixels to each side. These are pixels of the original line if the line is enlarged, and pixels of the resized
+    line if the line is made smaller. Weights are rounded to multiples of a power of two. For each line, this power is
+    chosen so that the largest weight is just below 2**15 times the power.
 
     Args:
         lengths: (M, 1) int64: number of pixels of each line, at most `longest`.

@@ -140,7 +140,7 @@ class ShuffledSampler:
         return (position - streams + self.streams - 1) // self.streams
 
     def _offsets(self, epoch: int, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Map positions (P,) of an epoch to offsets (P,) in the sequence of samples of the epoch's shuffled blocks."""
+        """Map positions (P,) of an epoch to offsets (P,). An offset counts samples in the epoch's shuffled blocks."""
         every = np.arange(self.streams)
         before = self._before(epoch * self.images, every)  # (V,)
         sizes = self._before((epoch + 1) * self.images, every) - before  # (V,)
@@ -167,7 +167,7 @@ class ShuffledSampler:
         return self._buffers[name]
 
     def _find(self, epoch: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shard and the number in the shard, (P,) each, for offsets (P,) in the epoch's shuffled blocks."""
+        """Return the shard, and the number in the shard, of each sample at `offsets` in the epoch's shuffled blocks."""
         if epoch not in self._epochs:
             self._epochs[epoch] = self._tables(epoch)
             if len(self._epochs) > 2:
@@ -205,8 +205,8 @@ def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
 class MixtureSampler:
     """Sampler that mixes the samples of several sources in fixed shares.
 
-    A shuffled pattern of 1,024 entries, which repeats, assigns each position to a source. Each source counts only the
-    positions that it gets, and therefore has its own epochs. A single source gets all positions of the run.
+    A shuffled pattern of 1,024 entries names the source of each position. The pattern repeats over the run. Each source
+    counts only the positions that it gets, and therefore has its own epochs. A single source gets all positions.
 
     Args:
         samplers: one sampler per source.
@@ -234,7 +234,8 @@ class MixtureSampler:
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the source, the shard and the number in the shard of the sample at each position: (P,) int64 each.
 
-        To replace corrupt samples, `later` moves each position ahead by this number of samples of its virtual stream.
+        Each position is first moved ahead by `later` samples of its virtual stream. In this way, the caller finds
+        replacements for corrupt samples.
         """
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
@@ -281,7 +282,7 @@ class BatchSampler(Sampler[np.ndarray]):
     """
 
     batch_size: int
-    """Number of images of one optimizer step, over all processes and passes."""
+    """Number of images of one optimizer step, over all processes and forward passes."""
     first_step: int = 0
     steps: int = 1
     """Total number of steps of the run, including the steps before `first_step`."""

@@ -18,8 +18,8 @@ SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
 """TIFF codes of the supported compressions: none, LZW, deflate (two codes), PackBits."""
 GRAY, RGB = 1, 2
-"""TIFF codes of the supported photometric interpretations. TIFF files use the
-code for gray also for bands that are not colours, such as infrared."""
+"""TIFF codes of the supported photometric interpretations. TIFF files use the code for gray also for bands that are not
+colours, such as infrared."""
 ORIENTATION = 274
 """Number of the TIFF tag that holds the orientation."""
 ALPHA = 2
@@ -81,7 +81,8 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
     if min(height, width, bands) < 1:
         raise TiffError(f"a damaged TIFF image: the header states {width} x {height} pixels and {bands} bands")
-    if max(height * width, prod(page.tile or ())) > max_pixels:  # tiles count, as a tile may be larger than its image
+    # The limit also applies to the size of a tile, because a tile may be larger than its image.
+    if max(height * width, prod(page.tile or ())) > max_pixels:
         raise TiffError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
     if bands > most_bands:
         raise TiffError(f"a TIFF image of {bands} bands, more than the limit of {most_bands}")

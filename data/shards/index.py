@@ -1,9 +1,10 @@
 """Two kinds of index files, which are stored beside the shards: `index.json` and `SHARD.tar.index`.
 
-With both kinds, a run starts without reading the tar headers of any shard. `index.json` lists the shards of its folder
-in the format of webdataset's `wids` index, with additional optional keys. `SHARD.tar.index`, the table of a shard, is a
-NumPy archive with the names and byte positions of the samples. Both kinds may come from an untrusted source. Therefore
-nothing is unpickled, file names cannot point outside the folder, and sizes are checked before memory is allocated.
+If both kinds exist, a run does not read the tar headers to find the samples. `index.json` lists the shards of its
+folder in the format of webdataset's `wids` index, with additional optional keys. `SHARD.tar.index`, the table of a
+shard, is a NumPy archive with the names and byte positions of the samples. Both kinds may come from an untrusted
+source. Therefore nothing is unpickled, file names cannot point outside the folder, and sizes are checked before memory
+is allocated.
 """
 
 import io
@@ -115,11 +116,11 @@ def parse_table(content: bytes, path: str) -> Index:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(member.file_size for member in archive.infolist()) > LARGEST_TABLE:
-                raise ValueError(f"the arrays are too large, more than {LARGEST_TABLE} bytes")
+                raise ValueError(f"the arrays have more than {LARGEST_TABLE} bytes")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             table = Index(**{name: arrays[name] for name in Index._fields})
         _check(table)
-    except Exception as error:  # all exceptions, because NumPy raises many kinds for damaged files
+    except Exception as error:  # NumPy raises many kinds of errors for damaged files
         raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
     return table
 

@@ -109,7 +109,10 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
 def _open_all(
     paths: list[str], indices: FolderIndices, progress: bool
 ) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
-    """Open all shards. Return the opened shards, and the errors of unusable shards. Keys are positions in `paths`."""
+    """Open all shards.
+
+    Return two dicts whose keys are positions in `paths`: the opened shards, and the errors of unusable shards.
+    """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
     for place, path in enumerate(paths):
@@ -135,7 +138,7 @@ def _open_all(
 
 
 def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> None:
-    """Raise a `ShardError` that lists the unusable shards. If the settings skip them, log the list as a warning."""
+    """Raise a `ShardError` that lists the unusable shards, or log the list if the settings skip unreadable shards."""
     if not errors:
         return
     listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])

@@ -137,7 +137,8 @@ class Reader:
     def _map(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
         """Call `do(*call)` in the thread pool for each tuple in `calls`. Return each tuple with the result of its call.
 
-        The first argument in each tuple is the number of a shard. Calls for skipped unreadable shards have no result.
+        The first argument in each tuple is the number of a shard. If the settings skip unreadable shards, the result
+        does not include calls for such shards.
         """
 
         def one(call: tuple[int, ...]) -> list[tuple[Any, T]]:
@@ -187,7 +188,7 @@ class Reader:
         """Return a member's header, the beginning of its content, and the name of the cache entry that holds them."""
         start, end = offset - HEADER, offset + wanted
         span = self._request(shard, sample)
-        if not span[0] <= start <= end <= span[1]:  # a label can lie outside the byte range of its image
+        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label
             span = (start, end)
         descriptor, first, name = self._open(shard, *span)
         try:
@@ -241,7 +242,7 @@ class Reader:
         whole = opened.cache_name("whole")
         if not opened.supports_ranges:
             return opened.open(), 0, whole
-        descriptor = opened.cache.find(whole)  # exists if the complete shard was downloaded for its headers
+        descriptor = opened.cache.find(whole)  # found if the complete shard was downloaded to read its headers
         if descriptor is not None:
             return descriptor, 0, whole
         return opened.open_range(start, end), start, opened.cache_name(f"{start}-{end}")
@@ -287,8 +288,8 @@ def _load_index(shards: ShardList, shard: int) -> Index:
     opened, index = shards.shards[shard], shards.shards[shard].index()
     if index.summary[0] != shards.counts[shard]:
         raise ShardError(
-            f"{opened.path}: has {index.summary[0]} samples, but had {shards.counts[shard]} when it was opened, or "
-            f"index.json lists {shards.counts[shard]}. The shard or the index has changed. Restart the run. "
+            f"{opened.path}: has {index.summary[0]} samples, but {shards.counts[shard]} were expected from index.json "
+            "or from an earlier count. The shard or the index has changed. Restart the run. "
             f"If the index is wrong: {MAKE_INDEX_AGAIN}"
         )
     return index

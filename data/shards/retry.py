@@ -91,7 +91,7 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
             return do()
         except (ShardError, NoRangesError):
             raise
-        except Exception as error:  # all exceptions, because each fsspec file system raises its own
+        except Exception as error:  # each fsspec file system raises its own kinds of errors
             message = f"{url}: {_describe(error)}"
             if _is_permanent(error):
                 raise ShardError(f"{message}. {RESTORE_SHARD}") from error

@@ -136,7 +136,7 @@ class Shard:
         return self.cache.open(self.cache_name("whole"), fill)
 
     def open_range(self, start: int, end: int) -> int:
-        """Return a descriptor of a cached file that holds the bytes of the shard from `start` up to, excluding, `end`.
+        """Return a descriptor of a cached file that holds the bytes `start` to `end` - 1 of the shard.
 
         The caller closes the descriptor.
 
@@ -243,7 +243,7 @@ class Shard:
         try:
             with np.load(self._cached_index) as arrays:
                 return {name: arrays[name] for name in names}
-        except Exception:  # all exceptions, because NumPy raises many kinds for missing or damaged files
+        except Exception:  # NumPy raises many kinds of errors for missing or damaged files
             return None
 
     def _store(self, index: Index) -> None:

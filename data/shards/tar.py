@@ -29,7 +29,7 @@ LARGEST_HEADER = 2**20  # maximum size in bytes of an extended tar header; heade
 log = logging.getLogger(__name__)
 
 Members = list[tuple[str, dict[str, tuple[int, int]]]]
-"""Samples of a tar. A sample is its key and a dict that maps extensions to the member's offset and size in bytes."""
+"""Samples of a tar. A sample is its key and a dict that maps the extension of a member to its offset and size."""
 
 
 class Index(NamedTuple):

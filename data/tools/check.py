@@ -50,7 +50,7 @@ class CheckShards(Settings):
     channels: int = Field(default=3, ge=1)
     """number of channels of decoded images; images that cannot be converted count as corrupt"""
     write_index: bool = False
-    """write an index.json in each folder and a table beside each shard; for shards that another tool made"""
+    """write an index.json in each folder and a table beside each shard, for example for shards of another tool"""
     output: Path | None = None
     """JSON file to which the complete report is written"""
     source: SourceConfig = DEFAULT
@@ -245,7 +245,7 @@ def _describe_labels(report: dict[str, Any]) -> str:
     text = f"{len(counts):,} classes from {min(map(int, counts))} to {largest}"
     text += f"; most {counts[order[0]]:,} of {title[order[0]]}, least {counts[least]:,} of {title[least]}"
     if without := report["images"] - report["labelled"]:
-        text += f"; {without:,} images have none, and evaluation needs one for each image"
+        text += f"; {without:,} images have no label, but evaluation needs a label for each image"
     return text
 
 

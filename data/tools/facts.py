@@ -77,7 +77,7 @@ class Facts:
     heights: int = 0
     """Sum of the heights of all decoded images in pixels."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
-    """Histogram of the pixel values of each channel: (C, 256) int64. It is one row of zeros before the first image."""
+    """Histogram of the pixel values of each channel: (C, 256) int64; (1, 256) zeros if no image was decoded."""
     keys: list[bytes] = field(default_factory=list)
     """One entry per shard: the concatenated digests of its sample keys, 8 bytes each."""
     sha256: str | None = None
@@ -143,7 +143,8 @@ def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks:
             with open(facts.path, "rb") as file:
                 facts.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         _check_table(facts, table, checks)
-    elif checks.checksum and shard.size == table.summary[2]:  # equal sizes: the shard is stored uncompressed
+    # If the stored file and the tar have equal sizes, the shard is stored uncompressed.
+    elif checks.checksum and shard.size == table.summary[2]:
         tar.seek(0)
         facts.sha256 = hashlib.file_digest(tar, "sha256").hexdigest()
 

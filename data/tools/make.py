@@ -62,8 +62,8 @@ class MakeShards(Settings):
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
     """number of worker processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
-    """folders: the first folder of a path is the class; none: no labels; auto: the labels of a list or manifest; for a
-    folder of images, the same as folders if every image is exactly one folder deep, otherwise none"""
+    """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in
+    the file; for a folder, like `folders` if every image is exactly one folder deep, otherwise like `none`"""
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
     path_column: str | None = None
@@ -85,7 +85,7 @@ class MakeShards(Settings):
     max_pixels: int = Field(default=178_956_970, ge=1)
     """maximum number of pixels of an image; larger images are left out and are not decoded"""
     duplicates: Literal["report", "drop"] = "report"
-    """files with equal bytes; report: all are kept and listed; drop: only the first is kept (reads files twice)"""
+    """files of equal content; report: keep and list all files; drop: keep only the first file (takes more time)"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:

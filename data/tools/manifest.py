@@ -13,7 +13,7 @@ from data.tools.command import MakeError
 from data.tools.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
 
 Row = tuple[str, str | None]
-"""Path of an image, and its label, or None for an image without a label."""
+"""Path of an image, and its label (None if the image has no label)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
 
 
 def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, columns: Columns) -> None:
-    """Replace labels that are positions in `texts` by class numbers."""
+    """Replace each label, which is an index into `texts`, by the class number of this text."""
     if labels == "none" or not texts:
         listing.labels = np.full(len(listing), NO_LABEL)
         listing.note = "none"
@@ -107,7 +107,7 @@ def _refuse_repeated(listing: Listing, path: Path) -> None:
 
 
 def _class_number(text: str) -> int | None:
-    """Parse an integer; None for other texts. `3.0` is accepted, because pandas may write integers in this form."""
+    """Return the integer in a text; None for other texts. `3.0` counts as 3, because pandas may write `3.0` for 3."""
     text = text.removesuffix(".0")
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 

@@ -1,7 +1,7 @@
-"""Writing of one shard: a tar of image files, a table and a record.
+"""Writing of one shard: its tar, its table and its record.
 
-The bytes of a shard depend only on the files and the recipe. A shard is written to a temporary file, which is
-renamed after all bytes are on the disk.
+The bytes of a shard depend only on the files and the recipe. A shard is written to a temporary file, which is renamed
+after all bytes are on the disk.
 """
 
 import hashlib
@@ -70,8 +70,8 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
     """Return the content of the file of an entry.
 
     Raises:
-        LeftOut: the file cannot be read, has changed since it was listed, is not a regular file, or leads out of the
-            folder of images although `links` is "inside".
+        LeftOut: the file cannot be read, has changed since it was listed, is not a regular file, or is a link to a file
+            outside the folder of images although `links` is "inside".
     """
     path = os.path.join(listing.root, listing.path(entry))
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block

@@ -66,7 +66,8 @@ def spread(
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize, initargs=shared) as pool:
         pending = {pool.submit(_call, task) for task in tasks}
         try:
-            with show_progress(title, total, unit) as show:  # after the fork, because the bar starts a thread
+            # Show the bar only after the fork, because the bar starts a thread.
+            with show_progress(title, total, unit) as show:
                 while pending:
                     done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
                     show(counter.value)

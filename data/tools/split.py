@@ -59,7 +59,7 @@ def shuffled(entries: np.ndarray, seed: int) -> np.ndarray:
 
 
 def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: int) -> float:
-    """Estimate the ratio of stored image sizes to file sizes. It is 1 if the recipe does not encode images again."""
+    """Estimate the ratio of stored image sizes to file sizes. The ratio is 1 if images are not encoded again."""
     if not recipe.encodes:
         return 1.0
 
@@ -79,7 +79,7 @@ def encoded_ratio(listing: Listing, order: np.ndarray, recipe: Recipe, workers: 
 
 
 def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarray:
-    """Return pairs of a duplicate and the first entry of the same content: (K, 2) int64.
+    """Return pairs of a duplicate and the first entry with the same content: (K, 2) int64.
 
     A file whose size is unique is not read, because it cannot be a duplicate.
     """
@@ -106,7 +106,7 @@ def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarra
 
 
 def same(entries: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Return pairs of a duplicate and the first entry of the same digest: (K, 2) int64, sorted by duplicate.
+    """Return pairs of a duplicate and the first entry with the same digest: (K, 2) int64, sorted by duplicate.
 
     Args:
         entries: entries of the listing: (M,) int64.

@@ -109,7 +109,7 @@ def test_labels(write_tar, png, report, capsys):
     path = write_tar("t.tar", sorted(members))
     found = report(path)
     assert (found["labelled"], found["classes"], found["good"]) == (6, {"2": 2, "5": 3, "9": 1}, True)
-    assert "3 classes from 2 to 9; most 3 of 5, least 1 of 9; 4 images have none" in capsys.readouterr().out
+    assert "3 classes from 2 to 9; most 3 of 5, least 1 of 9; 4 images have no label" in capsys.readouterr().out
     Path(path).with_name("classes.json").write_text(json.dumps(list("abcdefghij")))
     check(path)
     assert "most 3 of 5 (f), least 1 of 9 (j)" in capsys.readouterr().out

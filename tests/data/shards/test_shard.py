@@ -127,7 +127,7 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
     assert caplog.text.count("index.json is not used for shards that are newer") == 1
     os.utime(paths[0], ns=(1, 1))
     lying = open_shards(paths)
-    with pytest.raises(ShardError, match=r"data-000000.tar: has 3 samples, but had 4 when it was opened"):
+    with pytest.raises(ShardError, match=r"data-000000.tar: has 3 samples, but 4 were expected"):
         Reader(lying).image(0, 0)
 
 
