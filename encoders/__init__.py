@@ -61,8 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     )
     for name, settings in variants.items()
 }
-"""Maps the name of a variant to a dictionary. The key "family" of the dictionary holds the class of the encoder. All
-other keys are settings that differ from the defaults of the class."""
+"""Map from the name of each variant to a dictionary. The entry "family" of the dictionary is the class of the encoder.
+All other entries are settings that differ from the defaults of the class."""
 
 
 def family(variant: str) -> type[Encoder]:
@@ -122,7 +122,7 @@ def save(encoder: Encoder, path: str | Path):
 
 
 def load(path: str | Path) -> Encoder:
-    """Load an encoder that `save` wrote to `path`, a .safetensors file. The encoder is in evaluation mode.
+    """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.

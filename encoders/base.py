@@ -128,7 +128,7 @@ class Encoder(nn.Module):
         self._check_mask(images, mask, drop)
 
     def checked(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Tensor:
-        """Check the arguments of `forward` with `check`, reject packed images, and return `images`."""
+        """Check the arguments of `forward` and return `images`. In contrast to `check`, always reject packed images."""
         if isinstance(images, PackedImages):
             raise self._no_packed_images()
         self.check(images, mask, drop=drop)
@@ -168,10 +168,11 @@ class Encoder(nn.Module):
                 raise EncoderError(f"The encoder needs a mask token to replace hidden tokens. {hint}")
 
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
-        """Draw the drop path factors of one forward pass. Return an iterator with one tensor (2, images) per block.
+        """Draw the drop path factors of one forward pass. Return an iterator with one item per block.
 
-        The iterator yields None if drop path is inactive. The iterator also yields None outside of the context
-        `encoders.randomness.random_keys`. In this case, the blocks draw the factors from torch's generator.
+        For each block, the iterator yields a tensor (2, images). If drop path is inactive, the iterator yields only
+        None. Outside of the context `encoders.randomness.random_keys`, the iterator also yields only None, and each
+        block draws its factors from torch's generator.
         """
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
         drops = [block.drop_path for part in parts for block in part]

@@ -204,8 +204,8 @@ def _fit_in_turn(
 ) -> list[list[int]]:
     """Pack images into sequences of at most `budget` tokens, one image after the other in the given `order`.
 
-    For each image, `choose` gets a list with a pair (number of free tokens, index) for each sequence that has enough
-    room, and returns one of the pairs.
+    For each image, `choose` gets a list with one pair (number of free tokens, index of the sequence) for each sequence
+    that has enough room. `choose` returns the pair of the sequence that receives the image.
     """
     sequences: list[list[int]] = []
     room: list[int] = []

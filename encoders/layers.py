@@ -19,8 +19,8 @@ Interpolation = Literal["dino", "mae"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
-"""Iterator over blocks that yields the drop path factors of each block: (2, B), one row for attention and one row for
-the MLP. If the iterator yields None, the block draws the factors itself."""
+"""Iterator that yields the drop path factors of one block after the other: (2, B), one row for attention and one row
+for the MLP. If the iterator yields None, the block draws the factors itself."""
 
 
 def attention(
@@ -35,12 +35,12 @@ def attention(
     """Return attention, softmax(q k^T * scale + bias) v: q, k and v (..., heads, N, d) -> (..., heads, N, d).
 
     With `segments`, q, k and v hold the tokens of packed images (heads, T, d), and tokens attend only to tokens of the
-    same image. If all images have the same number of tokens, they are computed as one batch.
+    same image. If all images have the same number of tokens, attention is computed for all images as one batch.
 
     Args:
         scale: factor of the logits. None means d ** -0.5.
         bias: tensor that broadcasts to (..., heads, N, N). A float bias is added to the logits. A bool bias excludes
-            keys where it is False.
+            keys where the bias is False.
         segments: boundaries of packed images in the sequence of all tokens.
 
     Raises:
@@ -214,7 +214,7 @@ def check_counts(**counts: int | Sequence[int]):
 
 
 def check_heads(dim: int, heads: int, head_dim: int | None = None) -> None:
-    """Raise `EncoderError` unless all numbers are positive, and `head_dim` is given or `heads` divides `dim`."""
+    """Raise `EncoderError` if a number is less than 1, or if `head_dim` is None and `heads` does not divide `dim`."""
     check_counts(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
     if head_dim is None and dim % heads:
         raise EncoderError(

@@ -156,7 +156,8 @@ class NaViT(Encoder):
         patch_size: side of a patch in pixels.
         image_size: image size in pixels for which the position tables are made, one side or (height, width).
         channels: number of channels of an image.
-        positions: lookup in the position tables, by row and column ("absolute") or by their fractions ("fractional").
+        positions: lookup in the position tables by row ("absolute") or by row / number of rows ("fractional"). Columns
+            are looked up in the same way.
         pool: rule for `Features.pooled`, pooling with a learned query ("attention") or mean of the tokens ("mean").
         token_drop: fraction of the tokens of each image that is dropped in training.
         token_drop_full: dropped fraction for an image of `image_size`. For smaller images, the fraction is interpolated
@@ -242,7 +243,7 @@ class NaViT(Encoder):
         return features
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments]:
-        """Return the input (T, D) of the first block, and the boundaries of the images in it."""
+        """Return the input (T, D) of the first block, and the boundaries of the images in this input."""
         self._check(images, mask, drop)
         packed = images if isinstance(images, PackedImages) else pack([images], self.stride)
         patches, device = packed.patches, packed.patches.device
@@ -349,8 +350,8 @@ def _check_packed(images: PackedImages, side: int, channels: int):
         raise EncoderError(f"The images are packed in patches of {images.patch} pixels, not of {side} pixels.")
     if values != side**2 * channels:
         raise EncoderError(
-            f"Packed patches of {side} x {side} pixels have {values} values, not {channels} values for each pixel. For "
-            "another number of channels, build the encoder with channels=N."
+            f"Packed patches have {values} values. Patches of {side} x {side} pixels with {channels} channels have "
+            f"{side**2 * channels} values. For another number of channels, build the encoder with channels=N."
         )
     if len(images.patches) != count or int(images.grids.min()) < 1:
         raise EncoderError(

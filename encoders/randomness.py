@@ -68,7 +68,7 @@ def random_keys(seed: int, step: int, samples: Tensor) -> Iterator[None]:
 
 
 def next_keys(images: int) -> Tensor | None:
-    """Return a random key for each image of an encoder call: (n * B,) int64 on the CPU.
+    """Return a random key for each image of an encoder call with n crops of B samples: (n * B,) int64 on the CPU.
 
     Outside of a `random_keys` context, return None.
 
@@ -81,7 +81,8 @@ def next_keys(images: int) -> Tensor | None:
     crops, rest = divmod(images, len(keys.samples))
     if rest:
         raise EncoderError(
-            f"{images} images are not a multiple of the {len(keys.samples)} samples that random_keys was given."
+            f"The encoder got {images} images. The number of images must be a multiple of {len(keys.samples)}, the "
+            "number of samples that were passed to random_keys."
         )
     drawn = hashed(hashed(keys.samples, torch.tensor(keys.calls)), torch.arange(crops)[:, None])  # (n, B)
     keys.calls += 1

@@ -85,8 +85,8 @@ def relative_positions(table: Tensor, size: int) -> Tensor:
 class Attention(nn.Module):
     """Self-attention over a grid with relative positions: (B, h, w, D) -> (B, h, w, D).
 
-    `size` is the number of rows and columns of tokens for which the relative position tables are made. None means no
-    tables.
+    `size` holds the numbers of token rows and token columns for which the relative position tables are made. None means
+    no tables.
     """
 
     def __init__(self, dim: int, heads: int, *, qkv_bias: bool, size: tuple[int, int] | None):
@@ -105,13 +105,13 @@ class Attention(nn.Module):
         return self.proj(rearrange(x, "b heads (h w) d -> b h w (heads d)", h=grid[0]))
 
     def _bias(self, q: Tensor) -> Tensor | None:
-        """Return the relative position bias of unscaled queries: (B, heads, h, w, d) -> (B, heads, N, N)."""
+        """Return the relative position bias, given unscaled queries: (B, heads, h, w, d) -> (B, heads, N, N)."""
         if self.rel_pos_h is None or self.rel_pos_w is None:
             return None
         rows = torch.einsum("bnhwd,hdk->bnhwk", q, relative_positions(self.rel_pos_h, q.shape[2]))
         columns = torch.einsum("bnhwd,wdk->bnhwk", q, relative_positions(self.rel_pos_w, q.shape[3]))
-        # Both terms are made contiguous, so that the sum is contiguous. Otherwise `flatten` would copy the sum, the
-        # largest tensor of this function.
+        # Both terms of the sum are made contiguous, so that the sum is contiguous.
+        # Otherwise, `flatten` would copy the sum, which is the largest tensor of this function.
         bias = rows.contiguous()[..., :, None] + columns.contiguous()[..., None, :]  # (B, heads, h, w, h, w)
         return bias.flatten(4).flatten(2, 3)
 
@@ -183,7 +183,7 @@ class SAMViT(Encoder):
         global_blocks: indices, starting with 0, of the blocks in which tokens attend to the full image.
         qkv_bias: add a bias to queries, keys and values.
         relative_positions: add relative position tables for rows and columns to each block.
-        absolute_positions: add a position table to the patches.
+        absolute_positions: add a learned position table to the patch embeddings.
         mask_token: add a learned token that replaces hidden tokens.
         norm_eps: epsilon of the layer norms in the blocks. The norms of the neck always have an epsilon of 1e-6.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
@@ -258,7 +258,7 @@ class SAMViT(Encoder):
         return Features(tokens.mean(1), tokens.flatten(0, 1), self.grids(images))
 
     def feature_map(self, images: Tensor) -> Tensor:
-        """Return the feature map after the neck, as SAM's mask decoder takes it: (B, C, H, W) -> (B, M, h, w).
+        """Return the output of the neck, which is the input of SAM's mask decoder: (B, C, H, W) -> (B, M, h, w).
 
         Raises:
             EncoderError: the images do not fit the encoder.

@@ -63,7 +63,7 @@ class Segments:
     def cumulative_lengths(self) -> tuple[Tensor, Tensor]:
         """Cumulative number of queries and cumulative number of tokens: two tensors (B + 1,) int32 on the device.
 
-        Entry i is the number in all images before image i, so that the first entry is 0.
+        Entry i counts the queries or tokens of all images before image i. Entry 0 is therefore 0.
         """
         ends = torch.stack([self.query_lengths, self.lengths]).cumsum(1)
         queries, tokens = copy_to_device(F.pad(ends, (1, 0)).int(), self.device)
@@ -76,7 +76,7 @@ class Segments:
 
     @cached_property
     def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
-        """Pair of the layout of the queries in padded sequences and the layout of the tokens in padded sequences.
+        """Layout of the queries in padded sequences, and layout of the tokens in padded sequences.
 
         Raises:
             EncoderError: `sequences` is None.
@@ -102,7 +102,7 @@ class Segments:
 class PaddedSequences:
     """Layout of T tokens in S sequences of L slots each. Slots without a token are padding.
 
-    Both tensors are on the device of the tokens.
+    The tensors `positions` and `image_ids` are on the device of the tokens.
     """
 
     positions: Tensor

@@ -75,7 +75,7 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Torch function mode that counts the operations of attention, and runs a placeholder of a fused kernel instead.
+    """Torch function mode that counts the operations of attention, and replaces attention by a placeholder.
 
     The placeholder is needed, because torch does not use a fused kernel for attention on the meta device. The
     placeholder saves the tensors that a fused kernel saves for the backward pass.
@@ -122,7 +122,7 @@ class _Kernel(torch.autograd.Function):
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m encoders.summary", description="Print the cost of encoders.")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help="encoder variants (default: all)")
-    parser.add_argument("--image_size", type=int, help="side of the image in pixels (default: the variant's)")
+    parser.add_argument("--image_size", type=int, help="side in pixels (default: image_size of the variant)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")
     options = parser.parse_args(argv)
     try:

@@ -91,7 +91,7 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
 
 
 def _side(length: int, shift: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two bool masks along one side of the padded and shifted grid: wrapped-around positions, and padding."""
+    """Return a mask of wrapped-around positions and a mask of padding, for one side of the padded and shifted grid."""
     index = torch.arange(length + padding, device=device).roll(-shift)
     return index < shift, index >= length
 
@@ -128,8 +128,8 @@ class WindowAttention(nn.Module):
         r, c = windows.size
         bias = self.relative_position_bias_table.index_select(0, windows.offsets)  # (N * N, heads)
         bias = rearrange(bias, "(q k) heads -> 1 heads q k", q=r * c)
-        # Fused kernels need tensors of four dimensions and one bias for the batch. Without a mask, windows belong to
-        # the batch axis. With a mask, windows belong to the head axis, because the mask differs between windows.
+        # Fused kernels need tensors of four dimensions and one bias for all entries of the batch axis.
+        # Windows belong to the batch axis or, if a mask makes the bias differ between windows, to the head axis.
         order = "(b y x) heads"
         if windows.mask is not None:
             bias = (bias + windows.mask[:, None]).flatten(0, 1)[None]  # (1, n * heads, N, N)
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Pad odd sides with zeros, and merge each 2 x 2 tokens: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
+    """Pad odd sides with zeros and merge groups of 2 x 2 tokens: (B, h, w, D) -> (B, ceil(h / 2), ceil(w / 2), 2 D)."""
 
     def __init__(self, dim: int, *, norm_eps: float):
         super().__init__()
@@ -209,11 +209,10 @@ class Stage(nn.Module):
 class Swin(Encoder):
     """Swin Transformer for images of any size that is not smaller than one patch.
 
-    Images are padded with zeros, below and to the right, to whole patches; grids are padded to whole windows and to
-    even sides. Tokens never attend to padding. If a side of a grid is not longer than `window_size`, the windows have
-    the length of that side and are not shifted along it, as in the published code for square grids. For grids that are
-    not square, this holds for each side separately, as in timm. Smaller windows use the biases of the same relative
-    positions.
+    Images are padded to whole patches, and grids to whole windows and even sides, with zeros below and to the right.
+    Tokens never attend to padding. If a side of a grid is not longer than `window_size`, windows have the length of
+    this side and are not shifted along this side. The published code does so for square grids, and timm for each side
+    of any grid. Windows smaller than `window_size` use the biases of the same relative positions.
 
     `Features.pooled` is the mean of the normed tokens of the last stage. Each of these tokens covers a square with a
     side of `stride` = patch_size * 2 ** (stages - 1) pixels.
@@ -350,7 +349,7 @@ class Swin(Encoder):
         if min(images.shape[-2:]) < self.patch_size:
             raise EncoderError(
                 f"Images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
-                f"{self.patch_size} x {self.patch_size}."
+                f"{self.patch_size} x {self.patch_size} pixels."
             )
         x = self.patch_embed(images)
         grid = (x.shape[1], x.shape[2])

@@ -54,7 +54,7 @@ VARIANTS = {
 }
 
 EMBED_EPS = 1e-5
-"""Epsilon of the norms in patch embeddings and after subsampling. As in gvt.py, it does not depend on `norm_eps`."""
+"""Epsilon of the norms in patch embeddings and after subsampling. In the published code, it is fixed to this value."""
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -64,7 +64,7 @@ def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Pad maps to multiples of the stride of a convolution, and apply it: (B, h, w, D) -> (B, h', w', D')."""
+    """Pad maps to multiples of the convolution's stride, and convolve them: (B, h, w, D) -> (B, h', w', D')."""
     x = pad_to(x, layer.stride[0], layer.stride[1])
     return layer(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
@@ -213,10 +213,10 @@ class PositionGenerator(nn.Module):
 class Twins(Encoder):
     """Twins-SVT for images of any size. Images and grids are padded with zeros, below and to the right.
 
-    Images are padded to whole patches. Grids are padded to even sides, whole windows and whole subsampling steps.
-    Tokens do not attend to the padding of windows. Without padding, the result equals that of the published code. Where
-    this class pads, the published code crops, or attends to padding. Each stage after the first halves the grid.
-    `Features.tokens` are the tokens of the last stage.
+    Images are padded to whole patches. Grids are padded to even sides, to whole windows and to multiples of the
+    subsampling factor. Tokens do not attend to the padding of windows. Without padding, the result equals that of the
+    published code. Where this class pads, the published code either crops or attends to padding. Each stage after the
+    first halves the grid. `Features.tokens` are the tokens of the last stage.
 
     `layout="meituan"` is the published model. Blocks with local and global attention alternate, positions are added
     after the first block of each stage, and a norm follows the last stage. `layout="vit_pytorch"` is the model of
@@ -224,7 +224,7 @@ class Twins(Encoder):
     more pairs. Its last stage has a global block in place of each pair. Strided convolutions compute keys and values of
     global blocks, patches are normed before and after their projection, and there is no final norm.
 
-    A setting of the stages, such as `reductions`, is one number for all stages or a list with one number per stage.
+    A setting that may differ between stages, such as `reductions`, is one number or a list with one number per stage.
 
     Args:
         dims: width of each stage.
@@ -323,7 +323,7 @@ class Twins(Encoder):
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images (B, C, H, W).
 
-        If `mask` is given, the mask token replaces all patches of hidden tokens at the input of the first stage.
+        `mask` marks hidden output tokens. The mask token replaces the embeddings of all patches below a hidden token.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
@@ -349,7 +349,7 @@ class Twins(Encoder):
         return [Features(x.mean(1), x.flatten(0, 1), self.grids(images)) for x in maps]
 
     def _outputs(self, images: Tensor, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of the stage and the output (B, h, w, D) of each block."""
+        """For each block, yield the index of its stage and its output (B, h, w, D)."""
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
         scales = self.draw_drop_path(len(x), x.device)
         blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
@@ -367,7 +367,7 @@ class Twins(Encoder):
                 yield stage, x
 
     def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
-        """Replace the patches of hidden tokens by the mask token. `x` (B, h, w, D) is the input of the first stage."""
+        """Replace all patches below hidden output tokens by the mask token. `x` (B, h, w, D) holds the embeddings."""
         side = self.stride // self.patch_size
         hidden = mask.hidden.view(len(x), *grid)
         hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)
@@ -375,7 +375,7 @@ class Twins(Encoder):
 
 
 def _kinds(layout: Layout, depths: Sequence[int]) -> list[list[bool]]:
-    """Return a list for each stage. It has an entry for each block: True for local attention, False for global."""
+    """Return one list per stage with one entry per block: True for local attention, False for global attention."""
     if layout == "meituan":
         return [[number % 2 == 0 for number in range(depth)] for depth in depths]
     return [[True, False] * (1 + depth) for depth in depths[:-1]] + [[False] * (1 + depths[-1])]

@@ -262,7 +262,7 @@ class ViT(Encoder):
 
     def _add_heads(self, representation_size: int | None, classes: int):
         if representation_size is not None and (not classes or self.dist_token is not None):
-            raise EncoderError("representation_size needs classes > 0, and allows no distillation token.")
+            raise EncoderError("representation_size needs classes > 0 and distillation_token=False.")
         width = representation_size or self.dim
         self.pre_logits = nn.Sequential()
         if representation_size is not None:
@@ -344,7 +344,7 @@ class ViT(Encoder):
         return torch.cat([prefix.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """Return the position embeddings of the class and distillation tokens and the patches: (1, K + N, D)."""
+        """Return the position embeddings of class token, distillation token and patches: (1, K + N, D)."""
         grid = self.grid(height, width)
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:

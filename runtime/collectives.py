@@ -106,7 +106,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     for the failed rank in the next collective.
 
     Raises:
-        RankError: `function` failed on a rank. If it raised a subclass of `RankError`, all ranks raise this subclass.
+        RankError: `function` failed on a rank. A subclass of `RankError` that `function` raised is raised on all ranks.
     """
     results: list[T] = []
     failure: tuple[type[RankError], str] | None = None
@@ -145,7 +145,7 @@ def wait_for_path(path: Path) -> None:
 def local(tensor: Tensor) -> Tensor:
     """Return the shard of a parameter or gradient that this rank holds.
 
-    The shard is a block of rows under FSDP2 and a flat range under ZeRO-3. Without sharding, it is the full tensor.
+    The shard is a block of rows under FSDP2 and a flat range under ZeRO-3. Without sharding, return the full tensor.
     """
     # a DTensor is recognised by its attribute `to_local`, because importing the class takes most of a second
     if hasattr(tensor, "to_local"):

@@ -16,13 +16,13 @@ class Preempted(Exception):  # noqa: N818, because a requested stop is not an er
 
 
 def listen() -> None:
-    """From now on, record SIGTERM and SIGUSR1 instead of ending the process."""
+    """Record SIGTERM and SIGUSR1 from now on. The recorded signals do not end the process."""
     for number in SIGNALS:
         signal.signal(number, _record)
 
 
 def ignore() -> None:
-    """From now on, ignore SIGTERM and SIGUSR1, so that they cannot change the exit code while the interpreter exits."""
+    """Ignore SIGTERM and SIGUSR1 from now on, so that they cannot change the exit code while the interpreter exits."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -53,7 +53,7 @@ def stop_requested() -> bool:
 
 
 def message(step: int) -> str:
-    """Return the message that tells the user why the run stopped after `step` steps, and how to continue it."""
+    """Return a message for the user. It says why the run stopped after `step` steps, and how to continue the run."""
     why = f"stopped by {_received[0].name}" if _received else "stopped because another process received a signal"
     return f"{why}. Step {step} is done and saved. To continue, start again with --resume and the same --output."
 

@@ -25,7 +25,7 @@ def make_accelerator(**settings: Any) -> Accelerator:
         LaunchError: the environment variables of the launcher do not describe one process group.
     """
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without the variable DeepSpeed warns that it found no device
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this variable, DeepSpeed warns that it found no device
         try:
             # without CUDA, a plain `Accelerator()` would ignore the other processes of the launch
             PartialState(cpu=True)

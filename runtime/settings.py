@@ -26,8 +26,8 @@ class SettingsError(UserError, ValueError):
     """A setting is unknown, missing or invalid, or a settings file cannot be read."""
 
 
-# This decorator lets pyright accept `class Child(Parent, frozen=True)`. Fields of frozen classes are read-only, so that
-# a child class may narrow their types.
+# This decorator lets pyright accept `class Child(Parent, frozen=True)`.
+# Fields of frozen classes are read-only, so that a child class may narrow the types of the fields.
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Section(BaseModel):
     """Group of settings. The docstring below a field is the help text of the field. Unknown names raise an error."""
@@ -180,7 +180,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
 
 
 def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
-    """Return the dotted name of the setting and the value that one flag gives.
+    """Return the dotted name and the value of the setting that a flag sets.
 
     `flag` has no leading dashes, and `rest` holds the words after the flag. If the value is the first word of `rest`,
     remove this word from `rest`.

@@ -27,8 +27,8 @@ EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
 CONTINUE = "To continue from the newest checkpoint, start again with --resume and the same --output"
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
-# Each `watched` context takes the next number. All processes enter the contexts in the same order, so that a context
-# has the same number on all processes.
+# Each `watched` context takes the next number.
+# All processes enter the contexts in the same order, so that a context has the same number on all processes.
 _contexts = itertools.count()
 
 
@@ -43,8 +43,8 @@ class Timing:
     Python's global interpreter lock delays heartbeats, for example the import of a large library. With the defaults,
     all processes learn of a lost process within a minute."""
     exit_delay: float = 20.0
-    """Seconds that the other processes have to exit by themselves after one process failed. Then the watchdog ends
-    them."""
+    """Seconds from the failure of a process until the watchdog ends the other processes, if they have not exited by
+    themselves."""
 
 
 TIMING = Timing()
@@ -68,8 +68,8 @@ def watched() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # The watchdog uses the store of the process group, because it exists under every launcher and needs no additional
-    # port. A launcher runs the store in its own process, so that the store is still there after the end of process 0.
+    # The watchdog uses the store of the process group, because this store exists under every launcher and needs no
+    # additional port. A launcher runs the store in its own process, so that the store outlives process 0.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"watchdog/{_restart_count()}/{next(_contexts)}"
     watch = Watch(dist.get_rank(), dist.get_world_size(), address, prefix, _exit, TIMING)
@@ -115,7 +115,7 @@ class Watch:
         self._closed = threading.Event()
         self._awake = 0.0  # number of seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
-        # time of the last answer of the store, first on the clock `_awake`, then in seconds since the Unix epoch
+        # time of the store's last answer: `_answered` on the clock `_awake`, `_answered_at` since the Unix epoch
         self._answered, self._answered_at = 0.0, time.time()
         self._peers = {peer: _Peer(time.time()) for peer in (others if rank == 0 else [0])}
         self._failure: str | None = None
@@ -133,7 +133,7 @@ class Watch:
             failure: message about the error that ends this process, or None. The other processes receive the message.
 
         Returns:
-            The message from the store about a lost or failed process. An empty string if there is no message.
+            The message from the store about a lost or failed process, or an empty string if there is no message.
         """
         self._failure = failure
         self._closed.set()
@@ -156,7 +156,7 @@ class Watch:
                 over = over or self._closed.wait(self._timing.interval)
 
     def _connect(self) -> Store:
-        """Return a new connection to the store, because the main thread may block that of the process group."""
+        """Return a new connection to the store, because the main thread may block the process group's connection."""
         # test the address first, because torch prints a page of errors for each failed attempt to reach the store
         socket.create_connection(self._address, 10).close()
         limit = datetime.timedelta(seconds=10)
@@ -250,8 +250,8 @@ def _clock(seconds: float) -> str:
 
 
 def _exit(message: str) -> None:
-    # Exit without clean-up. A clean exit could block, because the main thread may hold the locks of the output streams
-    # or of the process group.
+    # Exit without clean-up.
+    # A clean exit could block, because the main thread may hold the locks of the output streams or the process group.
     os.write(2, f"\nrun.py: {message}\n".encode())
     os._exit(EXIT_CODE)
 

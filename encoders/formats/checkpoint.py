@@ -39,9 +39,10 @@ class Format(Protocol):
     NAME: str
     """Name of the encoder family with an article, such as `a ViT`. Error messages contain this name."""
     ACCEPTS: tuple[str, ...]
-    """`NAME` of each encoder family whose weights `fit` can convert."""
+    """`NAME` of each weight format that `fit` can convert."""
     DECIDES: dict[str, str]
-    """Map from a part of a tensor name to the encoder settings that determine the shape or existence of the tensor."""
+    """Map from a substring of tensor names to encoder settings. The settings determine whether tensors with such a name
+    exist, and which shape they have."""
 
     def recognises(self, state: State) -> bool:
         """Return True if `state` holds weights of this family. For any weights, at most one format returns True."""
@@ -52,7 +53,7 @@ class Format(Protocol):
         ...
 
     def describe(self, state: State) -> dict[str, Any]:
-        """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing."""
+        """Return arguments for `encoders.build` that make the encoder fit the weights without resizing."""
         ...
 
     def to_timm(self, encoder: Encoder) -> tuple[str, dict[str, Any], State]:
@@ -75,8 +76,8 @@ PLACES = {
     "vit_pytorch": (),
     "timm": ("state_dict", "model"),
 }
-"""Checkpoint keys under which each source stores the state dict, in order of preference. A checkpoint that has none of
-these keys is itself the state dict."""
+"""Map from each source to the checkpoint keys that may hold the state dict, in order of preference. A checkpoint that
+has none of these keys is itself the state dict."""
 
 WRAPPERS = {"backbone.": ("head.", "head_dense.", "dino_head.", "ibot_head."), "encoder.": ("decoder.",)}
 """Map from the name prefix of the encoder's tensors to the name prefixes of tensors outside of the encoder. The first
@@ -179,7 +180,7 @@ def read(path: str | Path) -> Any:
 
 
 def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
-    """Return the flat state dict of a checkpoint, without the prefixes of wrapper modules.
+    """Return the flat state dict of a checkpoint. The names of wrapper modules are removed from tensor names.
 
     Raises:
         WeightsError: the checkpoint is not a dict with string keys, or it has no state dict where `source` stores it.

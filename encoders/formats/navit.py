@@ -55,7 +55,7 @@ THEIRS = {
     r"attn_pool\.norm\.gamma": "attn_pool.norm.weight",
     r"attn_pool\.": "attn_pool.attn.",
 }
-"""Map from patterns for the start of a tensor name in vit-pytorch to the start of the name in this project."""
+"""Map from regular expressions for name prefixes in vit-pytorch to the corresponding name prefixes in this project."""
 LINEARS = {"attn.to_q.": "attn.q.", "attn.to_kv.": "attn.kv.", "attn.to_out.0.": "attn.proj."}
 
 
@@ -82,11 +82,11 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
+    """Return arguments for `encoders.build` that make the encoder fit the weights without resizing.
 
-    The weights determine only the number P of values in a patch. If P / 3 is a square number, the patch is assumed to
-    have three channels. Otherwise, the patch is assumed to have the smallest number of channels C for which P / C is a
-    square number.
+    The weights determine the number P of values in a patch, but neither the side of a patch nor its number of channels.
+    If P / 3 is a square number, the patch is assumed to have three channels. Otherwise, the patch is assumed to have
+    the smallest number of channels C for which P / C is a square number.
 
     Raises:
         WeightsError: required tensors are missing.
@@ -140,7 +140,10 @@ def _named_as_ours(state: State, report: Report, encoder: NaViT | None = None) -
     shifts = [name for name in state if name.endswith(".beta") and not name.startswith("mlp_head.")]
     moved = [name for name in shifts if bool(state[name].any())]
     if moved:
-        raise WeightsError(f"{moved[0]} is not zero, but the layer norms of a NaViT have no bias.")
+        raise WeightsError(
+            f"The layer norm bias {moved[0]} is not zero. It cannot be loaded, because the layer norms of a NaViT have "
+            "no bias."
+        )
     elsewhere = {*shifts, *(name for name in state if name.startswith("mlp_head."))}
     report.left_out += [name for name in state if name in elsewhere]
     ours = {_our_name(name): tensor for name, tensor in state.items() if name not in elsewhere}

@@ -38,8 +38,8 @@ def check_names(state: Iterable[str], expected: Iterable[str], decides: Mapping[
     Args:
         state: tensor names of the checkpoint.
         expected: tensor names of the encoder.
-        decides: map from a part of a tensor name to the encoder settings that determine the shape or existence of the
-            tensor.
+        decides: map from a substring of tensor names to the encoder settings that determine whether tensors with such a
+            name exist, and which shape they have.
 
     Raises:
         WeightsError: tensors are missing from the checkpoint or unknown to the encoder. The message lists these tensors
@@ -113,8 +113,9 @@ def depth_of(state: State) -> int:
 def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> Tensor:
     """Adapt the filters (D, C, h, w) of the first layer to images with `channels` channels.
 
-    The C channels of the filters are repeated in turn, and the filters are scaled by C / `channels`. If `channels` is a
-    multiple of C, this scaling keeps the output unchanged for images whose channels are repeated in the same way.
+    The C channels of the filters are repeated cyclically, and the filters are scaled by C / `channels`. If `channels`
+    is a multiple of C and the channels of an image are repeated cyclically too, the output of the layer does not
+    change.
     """
     before = weight.shape[1]
     if before == channels:

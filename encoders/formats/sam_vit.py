@@ -53,7 +53,7 @@ ELSEWHERE = {"prompt_encoder", "mask_decoder", "pixel_mean", "pixel_std", "head"
 """Tensors of the full SAM model and of timm's classifiers that do not belong to the encoder. Each entry is a tensor
 name up to its first dot."""
 LEFT_OF_VIT = {"cls_token", "dist_token", "reg_token", "norm", "fc_norm", "head", "head_dist", "pre_logits"}
-"""Tensors of a ViT without a counterpart in a SAM-ViT. Each entry is a tensor name up to its first dot."""
+"""ViT tensors that have no counterpart in a SAM-ViT. Each entry is a tensor name up to its first dot."""
 
 
 def recognises(state: State) -> bool:
@@ -70,8 +70,8 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
     Position tables are resized to the grid and the windows of `encoder`.
 
-    Weights of a ViT contain only the patch embedding, the blocks and the absolute positions. In this case, the relative
-    positions and the neck of the encoder keep their initial values.
+    A ViT has no relative positions and no neck. If `state` holds weights of a ViT, the relative positions and the neck
+    of the encoder keep their initial values.
     """
     if not isinstance(encoder, SAMViT):
         raise WeightsError(f"These weights fit a SAM-ViT, not {type(encoder).__name__}.")
@@ -159,9 +159,9 @@ def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
+    """Return arguments for `encoders.build` that make the encoder fit the weights without resizing.
 
-    The weights do not determine the epsilon of the norms and the drop path rate. Both settings keep their defaults.
+    The weights determine neither the epsilon of the norms nor the drop path rate. Both settings keep their defaults.
 
     Raises:
         WeightsError: required tensors are missing, or the windows of the blocks are unknown because the weights have no
@@ -192,9 +192,9 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _windows(state: State) -> dict[str, Any]:
-    """Return the grid, number of heads, window size and global blocks of the weights.
+    """Return the token grid, number of heads, window size and global blocks of the encoder that the weights belong to.
 
-    If the shapes of the position tables agree with the variant of the same width and depth, the values are those of
+    If the position tables have the same shapes as in the variant of the same width and depth, the values are those of
     this variant. Otherwise, the values are derived from the shapes of the relative position tables.
     """
     dim, depth = state["patch_embed.proj.weight"].shape[0], depth_of(state)

@@ -51,7 +51,7 @@ def recognises(state: State) -> bool:
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
-    """Return the weights with the encoder's tensor names, and with tables resized to the encoder's windows and grid."""
+    """Return the weights with the encoder's tensor names. Bias and position tables are resized to fit the encoder."""
     if not isinstance(encoder, Swin):
         raise WeightsError(f"These weights fit a Swin Transformer, not {type(encoder).__name__}.")
     own = encoder.state_dict()
@@ -71,7 +71,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
+    """Return arguments for `encoders.build` that make the encoder fit the weights without resizing.
 
     Raises:
         WeightsError: required tensors are missing, or the bias table of a block does not belong to a square window.
@@ -178,9 +178,9 @@ def _window(rows: int, name: str) -> int:
 
 
 def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
-    """Return the variant that shares as many as possible of `dim`, `depths` and `heads` with `settings`.
+    """Return the variant whose `dim`, `depths` and `heads` have the most values in common with `settings`.
 
-    A micro variant is returned only if all three values are equal.
+    A micro variant is returned only if it agrees in all three values.
     """
 
     def alike(variant: str) -> int:

@@ -98,12 +98,12 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
+    """Return arguments for `encoders.build` that make the encoder fit the weights without resizing.
 
     The weights determine neither the number of heads nor the window size. The window size is that of the nearest
     variant. If this variant has stages of the same widths, the numbers of heads are also those of the variant. For
-    other widths, each head is assumed to be 32 wide, as in all models of the paper. Weights of vit-pytorch have 8 heads
-    of width 64.
+    other widths, each head is assumed to be 32 wide, as in all models of the paper. For weights of vit-pytorch, each
+    stage is assumed to have 8 heads of width 64.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads is unknown.
@@ -334,7 +334,7 @@ def _pixels(first: Tensor) -> tuple[int, int]:
 
 
 def _reduction(state: State, stage: int, layout: Layout, otherwise: int) -> int:
-    """Return the subsampling factor of a stage's global attention, or `otherwise` if it has only local attention."""
+    """Return the subsampling factor of global attention in a stage. Without global attention, return `otherwise`."""
     part = "kv" if layout == "vit_pytorch" else "sr"
     found = [t for name, t in state.items() if re.fullmatch(rf"blocks\.{stage}\.\d+\.attn\.{part}\.weight", name)]
     if found:

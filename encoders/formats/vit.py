@@ -63,7 +63,7 @@ VIT_PYTORCH = {
     r"transformer\.layers\.(\d+)\.1\.net\.1\.": r"blocks.\1.mlp.fc1.",
     r"transformer\.layers\.(\d+)\.1\.net\.4\.": r"blocks.\1.mlp.fc2.",
 }
-"""Map from patterns for the start of a tensor name in vit-pytorch to the start of the name in this project."""
+"""Map from regular expressions for name prefixes in vit-pytorch to the corresponding name prefixes in this project."""
 TIMM = {
     (192, 12, 3): ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"),
     (384, 12, 6): ("vit_small_patch16_224", "deit_small_distilled_patch16_224"),
@@ -186,8 +186,8 @@ def _check_size(encoder: ViT, state: State):
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Convert the position table (1, R, D) to the encoder's prefix tokens and grid.
 
-    If the table has no rows for prefix tokens, their positions are zero. If the table has rows for registers, these
-    rows are added to the register tokens.
+    If the table has no rows for prefix tokens, zeros are inserted as these rows. If the table has rows for registers,
+    these rows are added to the register tokens.
     """
     prefix, patches, grid = split_positions(state, encoder.num_positioned, encoder.table_grid, source)
     state = dict(state)
@@ -258,13 +258,13 @@ def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int]
 
 
 def describe(state: State) -> dict[str, Any]:
-    """Return arguments for `encoders.build` that build an encoder which fits the weights without resizing.
+    """Return arguments for `encoders.build` that make the encoder fit the weights without resizing.
 
-    Settings that the weights do not determine get published values. The number of heads is that of the variant with the
-    same width and depth. Without such a variant, each head is assumed to be 64 wide. The pooled feature is the class
-    token if the weights have a class token and no `fc_norm`. The epsilon of the norms is 1e-5 for weights of
-    vit-pytorch, and 1e-6 for other weights. A patch embedding with norms is assumed to have three image channels. For
-    weights of MAE, `interpolation` is "mae".
+    Settings that the weights do not determine are taken from published models. The number of heads is that of the
+    variant with the same width and depth. Without such a variant, each head is assumed to be 64 wide. The pooled
+    feature is the class token if the weights have a class token and no `fc_norm`. The epsilon of the norms is 1e-5 for
+    weights of vit-pytorch, and 1e-6 for other weights. A patch embedding with norms is assumed to have three image
+    channels. For weights of MAE, `interpolation` is "mae".
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads or the grid of the position table is unknown.
@@ -351,7 +351,7 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
         options["init_values"] = 1.0  # any value makes timm add layer scale, whose weights are loaded later
     if encoder.cls_token is None:
         options["class_token"] = False
-    if encoder.reg_token is not None:  # timm's position table has rows for registers, set to zero here
+    if encoder.reg_token is not None:  # timm's position table also has rows for registers; these rows are zero here
         options["reg_tokens"] = encoder.reg_token.shape[1]
         prefix, patches = state["pos_embed"].tensor_split([encoder.num_positioned], dim=1)
         state["pos_embed"] = torch.cat([prefix, torch.zeros_like(encoder.reg_token), patches], 1)
