@@ -234,7 +234,7 @@ class MAE(Method):
     @staticmethod
     def encoder_defaults(config: MAEConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         drop = family.can_drop if config.drop is None else config.drop
-        # the long side of a native image, which is at most four times as long as wide, is at most twice `size`
+        # a native image is at most four times as long as wide, so its long side is at most twice `size`
         longest = config.size * 2 if config.native else config.size
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
         return supported(family, wanted)

@@ -258,7 +258,8 @@ def keep_lines(path: Path, step: int) -> None:
 
 
 def read_run(output: Path, service: str) -> dict[str, str]:
-    """Return the id and name under which a tracking service knows this run folder, or an empty dict if it does not."""
+    """Return the id and name under which a tracking service knows this run folder, or an empty dict if none is
+    stored."""
     path = output / "tracking.json"
     return json.loads(path.read_text()).get(service, {}) if path.exists() else {}
 
