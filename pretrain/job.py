@@ -94,7 +94,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
-        with atomic_write(output / "config.yaml") as part:  # atomic, because --resume reads this file
+        with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
@@ -291,7 +291,7 @@ def compile_blocks(method: Method) -> None:
 def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:
     """Return the settings with `loader.crops` resolved to `workers` or `device`.
 
-    config.yaml then records where the crops were cut.
+    config.yaml then records where the crops are cut.
 
     Raises:
         SettingsError: the machine or the method does not support the value of `loader.crops`.

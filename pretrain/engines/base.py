@@ -29,7 +29,7 @@ class Engine(ABC):
     name: str
     """Name of the engine in logs and checkpoints."""
     sharded: bool
-    """True if `local_gradients` returns shards of the gradients. Their squared norms must be summed over processes."""
+    """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer

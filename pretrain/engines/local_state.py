@@ -82,7 +82,7 @@ def unsharded(tensor: Tensor) -> LocalTensor:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Save planner of torch.distributed.checkpoint for a local state."""
+    """Save planner of torch.distributed.checkpoint for a process's shards (its local state)."""
 
     def __init__(self, state: LocalState) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Load planner of torch.distributed.checkpoint for a local state.
+    """Load planner of torch.distributed.checkpoint for a process's shards (its local state).
 
     The tensors of the checkpoint and of the local state must have the same names and sizes.
     """

@@ -241,7 +241,7 @@ class MAE(Method):
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        # The default budget is a multiple of the tokens of an image of `size`, because that leaves the least padding
+        # The default is a multiple of the number of tokens in an image of `size`, because that leaves the least padding
         # (benchmarks/results/packing.md).
         budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
         crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)

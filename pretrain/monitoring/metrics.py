@@ -19,7 +19,7 @@ from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, op
 class Recorder:
     """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
 
-    Metrics and pictures go to the chosen sinks. Pictures and the names of skipped samples go to the run folder.
+    Metrics and pictures go to the chosen sinks. The run folder also gets the pictures, and names of skipped samples.
     """
 
     def __init__(

@@ -243,7 +243,7 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def keep_lines(path: Path, step: int) -> None:
-    """Remove the lines of a JSON lines file whose step is after `step`. Remove all lines if `step` is 0."""
+    """Remove from a JSON lines file the lines of all steps after `step`. Remove all lines if `step` is 0."""
     if not path.exists():
         return
     kept = []
