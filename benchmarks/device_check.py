@@ -113,7 +113,7 @@ def milliseconds(work: Callable[[], object], times: int) -> float:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Runs training steps in a single process, without a distributed engine."""
+    """Method and optimizer that train in a single process, without a distributed engine."""
 
     method: Method
     optimizer: torch.optim.Optimizer
@@ -162,7 +162,7 @@ def agreement(settings: DeviceCheck) -> list[str]:
 
 
 def throughput(settings: DeviceCheck) -> list[str]:
-    """Return a table of the speed of training steps, and of the share of cutting and colour augmentation in a step."""
+    """Return a table of training speed, with the time of cutting and colour augmentation as a share of a step."""
     lines = [
         "| method | encoder | images | images/s | ms a step | copy and cut | photometric | peak memory | data wait |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -205,7 +205,7 @@ def data_wait(settings: DeviceCheck, trainer: "Trainer", transform: Transform, i
     waited = 0.0
     start = before = time.perf_counter()
     for number, batch in enumerate(batches):
-        if number == 5:  # start to measure when the loader workers are running
+        if number == 5:  # measure only once the loader workers are running
             start, waited = before, 0.0
         waited += time.perf_counter() - before
         replace(trainer, steps=steps).step(batch, number).item()

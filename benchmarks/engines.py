@@ -156,7 +156,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
 
 
 def count_passes(parts: list[nn.Module]) -> list[int]:
-    """Start to count the forward passes of the encoder in `parts`. The returned list holds only the current count."""
+    """Start to count the forward passes of the encoder in `parts`. The returned list has one element, the count."""
     count = [0]
 
     def increment(*_: object) -> None:

@@ -148,7 +148,7 @@ def tar(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> byt
 
 
 def members(kinds: list[int]) -> list[tuple[str, bytes]]:
-    """Return names and contents for the files of a tar. The contents are images of `CORPUS`, given by their indices."""
+    """Return names and contents for the files of a tar. The content of each file is the image `CORPUS[kind]`."""
     return [(f"sample{number}.{CORPUS[kind][0]}", CORPUS[kind][1]) for number, kind in enumerate(kinds)]
 
 

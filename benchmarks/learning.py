@@ -1,9 +1,9 @@
-"""Curves of k-NN accuracy over steps, and linear probes, for every method and several seeds.
+"""Measure the k-NN accuracy over the course of training, and then a linear probe, for each method and seed.
 
     python benchmarks/learning.py --train TRAIN_SHARDS --val VAL_SHARDS --run '--encoder vit_tiny --steps 2000' \\
         [--methods dino mae] [--seeds 0 1 2] [--output TABLE.md] [--picture CURVES.png]
 
-Each row of the table is one run of `pretrain/run.py`, with evaluations at equal distances, followed by
+Each row of the table is one run of `pretrain/run.py`, which evaluates at equal intervals, followed by
 `evaluation/linear_probe.py`. The run folders stay in `--folder`, and a finished run is not repeated.
 """
 
@@ -34,17 +34,17 @@ class LearningBenchmark(Settings):
     train: str
     """labelled SHARDS. Pretraining ignores their labels; the k-NN evaluation uses them as its bank"""
     val: str
-    """labelled SHARDS that are scored"""
+    """labelled SHARDS on which the accuracy is measured"""
     methods: tuple[str, ...] = ("dino", "mae")
     """methods to run"""
     seeds: tuple[int, ...] = (0,)
-    """seeds to run"""
+    """seeds with which to run each method"""
     run: str = ""
     """further flags of pretrain/run.py, as one string"""
     points: int = Field(default=6, ge=1)
-    """evaluations after the one before training; --run must name --steps"""
+    """number of evaluations, not counting the evaluation before training; --run must contain --steps"""
     folder: Path = Path("runs/learning")
-    """folder of the run folders"""
+    """folder in which the run folders are created"""
     output: Path | None = None
     """Markdown file for the table"""
     picture: Path | None = None
@@ -58,7 +58,7 @@ def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
         return output
     flags = shlex.split(settings.run)
     if "--steps" not in flags:
-        raise SettingsError("--run must name --steps, so that the evaluations can be spread over the run")
+        raise SettingsError("--run must contain --steps, so that the evaluations can be spread over the run")
     every = max(int(flags[flags.index("--steps") + 1]) // settings.points, 1)
     command = ["--method", method, "--seed", str(seed), "--output", str(output), "--evaluate_every", str(every)]
     command += ["--data", settings.train, "--evaluation.val", settings.val, *flags]
@@ -133,7 +133,7 @@ def draw(path: Path, runs: dict[tuple[str, int], Path]) -> None:
 
 
 def main() -> None:
-    """Run everything and print the table."""
+    """Run all pretrainings and linear probes, and print the table."""
     settings = parse(LearningBenchmark)
     runs = {(method, seed): pretrain(settings, method, seed) for method in settings.methods for seed in settings.seeds}
     text = table(settings, runs)

@@ -1,15 +1,16 @@
-"""DINO by lightly on the same images with the same encoder, as a baseline for benchmarks/learning.py.
+"""Pretrain an encoder with the DINO of the library lightly, as a baseline for benchmarks/learning.py.
 
     pip install lightly
     python benchmarks/lightly_dino.py --train TRAIN_SHARDS --output FOLDER --minutes 60 \\
         [--encoder vit_tiny --settings '{"dim": 128}' --size 64]
 
-The loss, the head, the augmentation and the update of the teacher are lightly's. The head and the augmentation have the
-values of lightly's benchmark on Imagenette: a batch norm in a head of 2,048 - 2,048 - 256 with 2,048 prototypes, colour
-strength 0.5, blur in the first global crop with probability 0.5. The optimizer has the values of its ViT benchmark:
-AdamW with learning rate 5e-4 * batch / 256, weight decay from 0.04 to 0.4, momentum from 0.996 to 1. `--lr`,
-`--momentum` and `--weight_decay_end` change them. FOLDER/encoder.safetensors is the teacher's encoder for
-evaluation/knn.py and evaluation/linear_probe.py.
+The loss, the head, the augmentation and the update of the teacher are lightly's. The encoder is built by this project.
+The head and the augmentation have the settings of lightly's benchmark on Imagenette: a head with batch norm, layers of
+width 2,048, 2,048 and 256, and 2,048 prototypes; colour strength 0.5; and blur with probability 0.5 in the first global
+crop only. The optimizer has the settings of lightly's ViT benchmark: AdamW with learning rate 5e-4 * batch / 256,
+weight decay from 0.04 to 0.4, and teacher momentum from 0.996 to 1. The flags `--lr`, `--weight_decay_end` and
+`--momentum` change these settings. The teacher's encoder is written to FOLDER/encoder.safetensors, as
+input for evaluation/knn.py and evaluation/linear_probe.py.
 """
 
 import copy
@@ -39,35 +40,35 @@ class LightlyBenchmark(Settings):
     train: str
     """SHARDS to train on"""
     output: Path
-    """folder of encoder.safetensors"""
+    """folder to which encoder.safetensors is written"""
     minutes: float = Field(default=60.0, gt=0)
-    """time for training, reading of the images included"""
+    """longest training time, including the time to read the images into memory"""
     encoder: str = "vit_tiny"
     """encoder variant"""
     settings: dict[str, Any] = Field(default_factory=dict)
     """settings of the encoder"""
     size: int = 64
-    """side of a global crop in pixels; a local crop has half of it"""
+    """side of a global crop in pixels; the side of a local crop is half as long"""
     local_crops: int = 6
-    """local crops per image"""
+    """number of local crops per image"""
     batch_size: int = 64
-    """images per step"""
+    """number of images per step"""
     steps: int = 4000
-    """length of the schedules; training ends with them or with the time"""
+    """length of the schedules in steps; training ends after these steps or after --minutes, whichever comes first"""
     lr: float = 5e-4
-    """learning rate for 256 images"""
+    """learning rate at a batch size of 256; scaled linearly to --batch_size"""
     momentum: float = 0.996
-    """momentum of the teacher at the start"""
+    """momentum of the teacher's moving average at the start of the schedule"""
     weight_decay_end: float = 0.4
-    """weight decay at the end"""
+    """weight decay at the end of the schedule"""
     workers: int = 1
-    """loader workers"""
+    """number of loader workers"""
     seed: int = 0
-    """seed"""
+    """seed of torch's random generator"""
 
 
 class Images(Dataset[list[Tensor]]):
-    """Images of shards, encoded in memory, decoded and transformed at each access."""
+    """Images of shards. The encoded files are kept in memory, and each access decodes and transforms one image."""
 
     def __init__(self, shards: str, transform: Any) -> None:
         samples = webdataset.WebDataset(expand(shards), shardshuffle=False)  # pyright: ignore[reportAttributeAccessIssue]

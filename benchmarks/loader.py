@@ -206,7 +206,7 @@ def cameras(files: list[bytes]) -> list[Row]:
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:
-    """Repeat `work` for some seconds, and return the time per image. `work` returns its number of images."""
+    """Repeat `work` for some seconds, and return the time per image. `work` returns the number of its images."""
     work()
     done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
@@ -235,14 +235,14 @@ def drawing() -> Callable[[bytes], object]:
 
 
 def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures how the first images of a shard are read from the page cache."""
+    """Return a function that measures the time to read the first images of a shard from the page cache."""
     opened = open_shards(shards)
     reader, count = Reader(opened), min(int(opened.counts[0]), BATCH)
     return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
 
 
 def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures how a batch builder adds decoded images. All batches reuse the same memory."""
+    """Return a function that measures how long a builder takes to add decoded images to a batch in reused memory."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         images, rng = [decode(file) for file in files], np.random.default_rng(0)
@@ -271,7 +271,7 @@ def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder
 
 
 def collating(files: list[bytes], seconds: float) -> Measured:
-    """Measure how a batch is completed after all crops have been cut."""
+    """Measure the time to complete a batch after all crops have been cut."""
     builder = filled(CropBuilder(DINO.views, BATCH), files)
     return timed(lambda: len(builder.build()[0]), seconds)
 
@@ -288,7 +288,7 @@ def change(batch: Batch) -> None:
 
 
 def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures `work` on the device, on a batch of whole images or, with `cut`, of crops."""
+    """Return a function that measures `work` on a batch on the device: crops if `cut` is true, else whole images."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         batch = filled(RawBuilder(), files).build()[0].to(device())

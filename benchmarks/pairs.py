@@ -55,7 +55,7 @@ class PairsBenchmark(Settings):
     """Measure the time and memory of a training step of every encoder under every method."""
 
     encoders: tuple[str, ...] = Field(default_factory=one_per_family)
-    """encoder variants; the time of each is compared with the time of the first; default: one variant per family"""
+    """encoder variants; times are also given relative to the first variant; default: one variant per family"""
     methods: tuple[str, ...] = Field(default_factory=lambda: tuple(METHODS))
     """pretraining methods; with mae, the table of dropped tokens is also measured; default: all"""
     dropping: tuple[str, ...] = ("vit_base", "navit_base")

@@ -39,7 +39,7 @@ class ShuffleBenchmark(Settings):
     batch_size: int = Field(default=1024, ge=1)
     """number of images in a batch"""
     seed: int = Field(default=0, ge=0)
-    """seed of the orders"""
+    """seed of the shuffled orders"""
     output: Path | None = None
     """Markdown file for the table"""
 
@@ -58,7 +58,8 @@ def full(counts: np.ndarray, seed: int) -> np.ndarray:
 def buffered(counts: np.ndarray, seed: int) -> np.ndarray:
     """Return the samples in the order that a shuffle of the shards and a shuffle buffer give: (N,) int64.
 
-    When the buffer is full, each new sample takes the place of a random sample, which comes next in the order.
+    When the buffer is full, each new sample replaces a random sample of the buffer. The replaced sample comes next in
+    the order.
     """
     rng = random.Random(seed)
     starts, shards = np.cumsum(counts) - counts, list(range(len(counts)))

@@ -42,7 +42,7 @@ class FeatureSettings(Settings):
     """Settings of every command that computes features."""
 
     checkpoint: str
-    """run folder, checkpoint in a run folder, or exported encoder; with `pixels`, the features are the pixels"""
+    """run folder, checkpoint in a run folder, exported encoder, or `pixels` to use the pixels as features"""
     image_size: int | None = Field(None, ge=1)
     """side of the images in pixels; default: the size that the encoder was built for"""
     resize: int | None = Field(None, ge=1)
@@ -93,7 +93,7 @@ class Extraction:
     image_size: int | None = None
     """Side of the images in pixels. None selects the size that the encoder was built for."""
     resize: int | None = None
-    """Short side to which images are resized before the centre crop, in pixels. None: see `resize_size`."""
+    """Short side in pixels to which images are resized before the centre crop. None: the default of `resize_size`."""
     batch_size: int = 256
     """Number of images per forward pass."""
     workers: int | None = None
@@ -125,7 +125,7 @@ class Pixels(Encoder):
     def forward(self, images: Images, mask: object = None, *, drop: bool = False) -> Features:
         """Return the pixels of each image as its pooled features: (B, C, S, S) -> (B, C * S * S)."""
         if mask is not None or drop or not isinstance(images, Tensor):
-            raise ValueError("Pixels takes only images of one size, and takes no mask.")
+            raise ValueError("The encoder `Pixels` takes only images of one size, and no mask.")
         return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 

@@ -101,8 +101,8 @@ def train_heads(
         features_of_epoch: function that returns the features and labels of this process's images for a given epoch
             number. The tensors may be on any device.
         counts: number of images of each process.
-        groups: pairs of a list of heads and a bool mask. The mask selects training images of these heads among the
-            images of all processes.
+        groups: pairs of a list of heads and a bool mask over the images of all processes. These heads are trained on
+            the images that the mask selects.
         training: epochs, batch size and seed.
     """
     before = sum(counts[: rank()])

@@ -51,7 +51,7 @@ HEADLINE = 20
 LOW = 2**32 - 1
 """Mask of the low 32 bits of a sort key. These bits hold the index of an image in the bank."""
 NONE = -(2**63)
-"""Sort key of an empty entry. It is smaller than the sort key of any neighbour."""
+"""Sort key where there is no neighbour. It is smaller than the sort key of any neighbour."""
 
 
 class KNNSettings(FeatureSettings):
@@ -93,8 +93,8 @@ def knn_accuracy(
 ) -> dict[int, tuple[float, float]]:
     """Return the top-1 and top-5 accuracy (0 to 1) for each k. Call this function on all processes.
 
-    The bank and the queries are the parts of all processes, joined in order of rank. The computation is in float32 on
-    the accelerator's device, and the memory that it needs does not grow with the bank. Ties between neighbours go to
+    Each process passes its part of the bank and of the queries. The parts are joined in order of rank. The computation
+    is in float32 on the accelerator's device, and its memory does not grow with the bank. Ties between neighbours go to
     the first image in the bank, and ties between classes go to the lowest class, so that the result does not depend on
     the number of processes.
 
@@ -237,7 +237,7 @@ def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, prot
     relative = similarity.double() - similarity[:, :1].double()
     weights = (relative / protocol.temperature).exp()
     found = {}
-    for n in range(1, max(protocol.k) + 1):  # one neighbour at a time, so that the order of the sums is fixed
+    for n in range(1, max(protocol.k) + 1):  # add one neighbour at a time, so that the order of the sums is fixed
         votes.scatter_add_(1, labels[:, n - 1 : n], weights[:, n - 1 : n])
         if n in protocol.k:
             rank = true_class_rank(votes, target)

@@ -270,7 +270,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """Make `folder` empty for a `with` block. If the block raises, the previous contents of the folder are restored.
+    """Empty `folder` before a `with` block. If the block raises, restore the previous contents of the folder.
 
     Raises:
         LaunchError: the folder cannot be made.

@@ -160,7 +160,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         try:
             write_record(folder, record, jobs)
             release(jobs)
-        except BaseException:  # if jobs.json is not written, `cancel` cannot find the submitted jobs
+        except BaseException:  # without jobs.json, the command `cancel` could not find the jobs
             scancel([job.id for job in jobs])
             raise
     for job in jobs:
@@ -331,7 +331,7 @@ def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
 def cancel(output: Path) -> None:
     """Cancel all jobs of a run that have not ended."""
     cancelled: list[str] = []
-    for _ in range(2):  # the second pass cancels evaluations that the pretraining job has submitted during the first
+    for _ in range(2):  # the second pass cancels evaluations that the pretraining job submits during the first pass
         _, jobs = read_record(output)
         known = states([job.id for job in jobs])
         active = [number for number, state in known.items() if not is_over(state) and number not in cancelled]

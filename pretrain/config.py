@@ -141,13 +141,14 @@ class RunConfig(Settings, frozen=True):
     steps: int | None = Field(default=None, ge=1)
     """length of the run in optimizer steps; default: 100 epochs"""
     batch_size: int | None = Field(default=None, ge=1)
-    """number of images of an optimizer step over all processes; default: 512, or less for fewer than 25,000 images"""
+    """number of images per optimizer step, summed over all processes; default: 512, or less for fewer than 25,000
+    images"""
     accumulate: int = Field(default=1, ge=1)
     """number of forward passes per optimizer step in each process (gradient accumulation)"""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """seed of all random generators"""
     workers: int | None = Field(default=None, ge=0)
-    """loader workers per training process; default: one per free core, at most 8"""
+    """number of loader workers per training process; default: one per free core, at most 8"""
     resume: bool = False
     """resume from the newest complete checkpoint of --output; start from the beginning if there is none"""
     dry_run: bool = False
@@ -187,7 +188,7 @@ class RunConfig(Settings, frozen=True):
 
 
 class ResolvedRun(RunConfig, frozen=True):
-    """Run settings in which the length, optimizer, encoder and normalisation have all their values."""
+    """Run settings in which all values of the length, the optimizer, the encoder and the normalisation are set."""
 
     data: ResolvedData = Field()
     steps: int = Field()
@@ -255,7 +256,7 @@ def load(argv: Sequence[str]) -> RunConfig:
         raise SettingsError(
             f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
         )
-    if variant != preset_variant:  # the preset's encoder settings are for the preset's own variant only
+    if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)
     model = settings_model(variant)
     chosen = {"encoder": {"variant": variant}}
@@ -297,7 +298,7 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
 
 
 def default_batch_size(images: int) -> int:
-    """Return the power of two nearest to 1 / 64 of the images, at least 64 and at most 512."""
+    """Return the power of two that is nearest to `images / 64`, but at least 64 and at most 512."""
     return 2 ** round(math.log2(min(max(images / 64, 64), 512)))
 
 

@@ -129,7 +129,7 @@ def build(described: dict[str, Any]) -> Method:
 
 
 def _module_name(method: Method, part: str) -> str:
-    """Return the dotted name of the module `part` inside the method, or an empty name for the whole method.
+    """Return the dotted name of the module that `part` selects, or an empty name for the whole method.
 
     Raises:
         ValueError: the method has no module for `part`.
@@ -145,7 +145,7 @@ def _module_name(method: Method, part: str) -> str:
 
 
 def _fill(module: nn.Module, prefix: str, checkpoint: Path) -> None:
-    """Load the tensors of a module on the meta device from a checkpoint, in which the names of these tensors start with
+    """Fill `module`, which is on the meta device, with the tensors of `checkpoint` that have names starting with
     `prefix`."""
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}

@@ -56,7 +56,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     """Train, evaluate and export an encoder. The process group must be initialised."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
-    with accelerator.local_main_process_first():  # the first process of a node fills its caches
+    with accelerator.local_main_process_first():  # the first process of a node fills the caches that the others use
         shards, given = training_shards(given)
         opened = open_sources(shards, source=given.source)
     sizes = [one.mean_bytes for one in opened.lists]
@@ -94,7 +94,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     knn = online_knn(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
-        with atomic_write(output / "config.yaml") as part:  # atomic, because --resume reads this file
+        with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
@@ -143,8 +143,11 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
 
 
 def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
-    """Return the SHARDS to train on, and the settings. Without --data, these are the SHARDS of the embedded digits, and
-    the evaluation uses the digits too, unless other SHARDS are given for it."""
+    """Return the SHARDS to train on, and the settings of the run.
+
+    Without --data, the run trains on the embedded digits. The returned settings then evaluate on the digits too, unless
+    the user gave other SHARDS for the evaluation.
+    """
     if config.data.shards is not None:
         return config.data.shards, config
     train_shards, val_shards = demo_shards()
@@ -207,10 +210,10 @@ def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
 
 
 def run_folder(config: ResolvedRun) -> tuple[Path, Path | None]:
-    """Return the run folder and the newest complete checkpoint in it, or None if there is none. Write nothing.
+    """Return the run folder, and its newest complete checkpoint or None. Write nothing.
 
     Raises:
-        SettingsError: the folder holds another run, or there is no run that `--resume` could continue.
+        SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
     """
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
@@ -247,8 +250,8 @@ def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
     Processes with equal random states get equal weights.
 
     Args:
-        fresh: True for a new run, whose encoder gets the weights of `config.init_from` if they are given. A resumed
-            run takes its weights from the checkpoint.
+        fresh: True for a new run. The encoder then gets the weights of `config.init_from`, if this setting is given. A
+            resumed run takes its weights from the checkpoint.
 
     Raises:
         SettingsError: the encoder or the method does not support the settings.
@@ -277,7 +280,8 @@ def compile_blocks(method: Method) -> None:
     """Apply `torch.compile` to each block of every encoder in the method."""
     import torch._dynamo.config  # imported here, because the import takes seconds
 
-    torch._dynamo.config.recompile_limit = 64  # blocks of all stages and crop sizes share this limit
+    # the compiled variants for all stages and crop sizes count towards this limit
+    torch._dynamo.config.recompile_limit = 64
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:
@@ -287,7 +291,7 @@ def compile_blocks(method: Method) -> None:
 def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:
     """Return the settings with `loader.crops` resolved to `workers` or `device`.
 
-    config.yaml then records where the crops were cut.
+    config.yaml then records where the crops are cut.
 
     Raises:
         SettingsError: the machine or the method does not support the value of `loader.crops`.

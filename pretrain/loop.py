@@ -69,7 +69,7 @@ class Step:
     """Result of one optimizer step."""
 
     loss: float
-    """Mean loss over the images of the step, on all processes."""
+    """Loss of the step, averaged over the images of all processes."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
     updated: bool
@@ -79,7 +79,7 @@ class Step:
     stop: bool
     """True if any process received a stop signal."""
     metrics: dict[str, Tensor]
-    """Metrics that the method returned, averaged over the forward passes of this step in this process."""
+    """Metrics that the method returned, averaged over this process's forward passes of the step."""
 
 
 def training_step(run: Run, batches: Iterable[Batch]) -> Step:
@@ -88,7 +88,7 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
-        # Seed drop path by seed, step and sample, so that the result does not depend on the number of processes.
+        # Drop path is drawn from seed, step and sample, so that the result does not depend on the number of processes.
         samples = None if batch.positions is None else torch.from_numpy(batch.positions)
         with nullcontext() if samples is None else random_keys(config.seed, step, samples):
             loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
@@ -101,8 +101,8 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     if updated:
         engine.step()
         method.after_step(step)
-    # Float16 gradients that overflow at a finite loss are normal while the loss scale can still be lowered, so such
-    # a step does not count as skipped in a row.
+    # An overflow of float16 gradients at a finite loss is normal while the loss scale can still be lowered. Such a step
+    # is therefore not counted in `skipped_in_a_row`.
     overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
     if not updated:
         engine.skip()
@@ -223,7 +223,7 @@ class Window:
 
 
 def _count_corrupt(run: Run, window: Window) -> None:
-    """Add the corrupt images that all processes counted in `window` to `run.state`, and reset the count. Collective."""
+    """Add the number of corrupt images in all processes' windows to `run.state`, and reset the count. Collective."""
     run.state.corrupt_images += int(all_reduce_sum(torch.tensor(window.corrupt)))
     window.corrupt = 0
 
@@ -289,7 +289,7 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, ala
 
 
 def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:
-    """Add the accuracy in `record` to the scores of the run, and return the line that says how the run goes."""
+    """Add the accuracy in `record` to the scores of the run, and return the verdict on the run as one line."""
     step, scores = run.state.step, verdict.Scores(run.state.scores)
     scores.add(step, record)
     if step == 0:
@@ -319,7 +319,7 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
-    """Log that a step was skipped. Unless float16 overflowed, also write the names of its samples to skipped.jsonl.
+    """Log that a step was skipped, and write the names of its samples to skipped.jsonl unless float16 overflowed.
 
     Raises:
         NonFiniteError: too many steps in a row were skipped.

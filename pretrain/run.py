@@ -11,7 +11,7 @@ if __name__ == "__main__":
     preemption.listen()  # handle signals before the imports below, which take seconds
 
 # OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
-# On two shared cores, training fell to 38 images/s at times by default, and never below 275 images/s with PASSIVE.
+# On two shared cores, training at times fell to 38 images/s by default, but never below 275 images/s with PASSIVE.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from data.shards import ShardError
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if rank == 0:
             _complain(str(error))
-        elif isinstance(error, ShardError):  # print the error, because the shard may be damaged on this node only
+        elif isinstance(error, ShardError):  # other ranks print it too, because a shard may be damaged on one node only
             _complain(f"process {rank}: {error}")
         return 2
     except preemption.Preempted as stop:
@@ -82,5 +82,5 @@ if __name__ == "__main__":
     saver = sys.modules.get("pretrain.checkpoints.save")  # None if the run has not started
     if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
-        os._exit(code)  # because a normal exit would wait for the lost process
+        os._exit(code)  # a normal exit would wait for the lost process
     sys.exit(code)

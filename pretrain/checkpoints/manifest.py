@@ -14,7 +14,7 @@ Files = dict[str, dict[str, int | str]]
 
 
 def describe(paths: Iterable[Path]) -> Files:
-    """Return the size in bytes and the SHA-256 checksum of each file, by file name."""
+    """Return a dict from the name of each file to its size in bytes and its SHA-256 checksum."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(paths)}
 
 
@@ -24,8 +24,10 @@ def write(folder: Path, files: Files) -> None:
 
 
 def wrong_sizes(folder: Path) -> list[str]:
-    """Compare the files of `folder` with its manifest by name and size. Return one message per file that is missing,
-    additional or of another size."""
+    """Compare the names and sizes of the files in `folder` with its manifest.
+
+    Return one message for each file that is missing, that the manifest does not list, or that has the wrong size.
+    """
     try:
         files = _read(folder)
         found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
@@ -43,10 +45,10 @@ def wrong_sizes(folder: Path) -> list[str]:
 
 
 def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str]:
-    """Return one message per file of `folder` whose checksum differs from the manifest.
+    """Compare the checksums of a share of the files in `folder` with its manifest. Each process checks one share.
 
-    Each process checks a share of the files. Call `wrong_sizes` first, because this function expects that all files
-    exist.
+    Return one message for each file whose checksum differs from the manifest. Call `wrong_sizes` first, because this
+    function expects that all files exist.
     """
     faults = []
     for name, (_, checksum) in list(_read(folder).items())[rank::processes]:

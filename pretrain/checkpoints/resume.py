@@ -2,11 +2,12 @@
 
 OUTPUT/checkpoints/
   step-00001000/
-    __0_0.distcp ...     weights, buffers and moments, by torch.distributed.checkpoint (engines/local_state.py)
+    __0_0.distcp ...     weights, buffers and AdamW's moments in torch's format (engines/local_state.py)
     .metadata
     random-00000.pt      random states, one file per process
     trainer.json         train state, settings, versions, loss scale
-    encoder.safetensors  the trained encoder, for evaluation     encoder.json
+    encoder.safetensors  the trained encoder, for evaluation
+    encoder.json         settings of the trained encoder
     manifest.json        sizes and checksums of the files above
   latest -> step-00001000
 """
@@ -53,16 +54,17 @@ class TrainState:
     skipped_steps: int = 0
     """Number of steps whose loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Number of skipped steps since the last step that was not skipped. Overflows of float16 do not count."""
+    """Number of skipped steps since the last step that was not skipped. Steps that were skipped because of a float16
+    overflow do not count."""
     corrupt_images: int = 0
     """Number of corrupt images that were replaced by other images, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
     """State of the collapse alarm."""
     scores: dict[str, Any] = field(default_factory=dict)
-    """k-NN accuracies so far, and the accuracy of the raw pixels (`monitoring.verdict.Scores`)."""
+    """k-NN accuracies of the encoder so far, and of the raw pixels (`monitoring.verdict.Scores`)."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step if the run stopped before the evaluation of this step, else empty. The resumed run
-    evaluates and then writes these metrics."""
+    """Metrics of the last step if the run was stopped before it evaluated this step, else empty. The resumed run
+    evaluates the step, and then writes its metrics."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -83,7 +85,7 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     trainer = read_trainer(path)
     verify(path)
     latest, main = path.parent / "latest", accelerator.is_main_process
-    # Point `latest` to this checkpoint, because the run may have been killed before it could do so.
+    # The run may have been killed after it wrote this checkpoint, but before it pointed `latest` to the checkpoint.
     run_on_all_ranks(lambda: os.replace(temporary_link(latest, path.name), latest) if main else None)
     state = engine.local_state()
     try:
@@ -109,8 +111,8 @@ def verify(path: Path) -> None:
     """Compare the files of a checkpoint with its manifest. Collective; each process checks a share of the files.
 
     Raises:
-        CheckpointError: a file is damaged. The message names the damaged files, and the newest earlier checkpoint that
-            is intact.
+        CheckpointError: a file is damaged. The message names the damaged files and the newest intact checkpoint before
+            this one.
     """
     faults = {fault for of_rank in gather_objects(manifest.wrong_sizes(path)) for fault in of_rank}
     if not faults:
@@ -130,14 +132,15 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def read_train_state(path: Path) -> TrainState:
-    """Return the train state of a checkpoint. Collective. Raise `CheckpointError` as `read_trainer` does."""
+    """Return the train state of a checkpoint. Collective. Raise the same errors as `read_trainer`."""
     return TrainState(**read_trainer(path)["position"])
 
 
 def check_fits(path: Path, settings: dict[str, Any]) -> None:
     """Check that a checkpoint has the method and encoder of the run, and warn about other changed settings. Collective.
 
-    A checkpoint may lack an encoder setting that was introduced later. The default of the encoder variant is then used.
+    A checkpoint may lack an encoder setting that was introduced after the checkpoint was written. The check then uses
+    the default of the encoder variant.
 
     Args:
         settings: resolved settings of the run to resume.

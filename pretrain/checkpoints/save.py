@@ -1,7 +1,7 @@
 """Writing of checkpoints.
 
-A checkpoint is written to a temporary folder, which is renamed when the checkpoint is complete. A folder with the name
-of a checkpoint is therefore never partial.
+A checkpoint is written to a temporary folder, which is renamed when the checkpoint is complete. Every folder with a
+name such as step-00001000 is therefore a complete checkpoint.
 """
 
 import copy
@@ -58,7 +58,7 @@ class _Snapshot:
     random: dict[str, Any]
     """Random states of this process."""
     bytes: int
-    """Size of the checkpoint, over all processes."""
+    """Size of the checkpoint in bytes, summed over all processes."""
     keep_old: bool
     """True to keep all older checkpoints, even those that the settings would remove."""
 
@@ -69,10 +69,10 @@ class _Snapshot:
 
 
 class Saver:
-    """Writer of the checkpoints of a run, one after the other. All methods are collective.
+    """Writer of the checkpoints of a run. It writes at most one checkpoint at a time. All methods are collective.
 
-    On exit, the context manager waits until the last checkpoint is written. After an exception, the wait is at most
-    `BACKGROUND_TIMEOUT` seconds long.
+    A saver is a context manager. On exit, it waits until the last checkpoint is written. If an exception ends the
+    `with` block, it waits at most `BACKGROUND_TIMEOUT` seconds.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Saver:
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
             self._write(snapshot)
-        except BaseException as error:  # `wait` raises it on the main thread
+        except BaseException as error:  # `wait` raises the error on the main thread
             self._error = error
 
     def _write(self, snapshot: _Snapshot) -> None:
@@ -242,12 +242,13 @@ class Saver:
 
 
 def has_unfinished_save() -> bool:
-    """Return True while a checkpoint is written in the background. The save may wait for a lost process forever."""
+    """Return True if a checkpoint is being written in the background. The write may never end if a process
+    was lost."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
-    """Remove old checkpoints, and partial checkpoints that killed runs left. A removal that fails is only logged.
+    """Remove old checkpoints, and incomplete checkpoints of killed runs. If a removal fails, only log the failure.
 
     Args:
         keep: number of newest checkpoints to keep.

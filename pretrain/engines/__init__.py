@@ -16,7 +16,7 @@ __all__ = ["Engine", "select"]
 
 
 def select(accelerator: Accelerator, precision: str, accumulate: int) -> type[Engine]:
-    """Return the engine class that the launcher's settings choose, after a check of these settings.
+    """Check the launcher's settings, and return the engine class that they choose.
 
     Raises:
         SettingsError: the launcher's settings choose a backend or an option that is not supported.

@@ -29,7 +29,7 @@ class Engine(ABC):
     name: str
     """Name of the engine in logs and checkpoints."""
     sharded: bool
-    """True if `local_gradients` returns shards, so that squared norms have to be summed over processes."""
+    """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer
@@ -40,14 +40,14 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run forward and backward pass of a batch, accumulate the gradient, and return the loss and the metrics.
+        """Run the forward and backward pass of a batch, accumulate its gradients, and return its loss and metrics.
 
         Args:
-            last: True for the last batch of an optimizer step, after which gradients are reduced over processes.
+            last: True for the last batch of an optimizer step. Gradients are then reduced over processes.
         """
 
     def local_gradients(self, parts: list[nn.Module]) -> list[list[Tensor]]:
-        """Return this process's shard of the gradients as views of them, one list per module of `parts`."""
+        """Return views of this process's shards of the gradients, as one list for each module of `parts`."""
         return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
 
     def step(self) -> None:
@@ -70,7 +70,7 @@ class Engine(ABC):
 
     @abstractmethod
     def local_state(self) -> dict[str, LocalTensor]:
-        """Return this process's shards of weights, buffers and moments as views, by name."""
+        """Return views of this process's shards of the weights, buffers and moments, by name."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -79,7 +79,7 @@ class Engine(ABC):
         return next((int(state["step"]) for state in self.adamw_state.values()), 0)
 
     def after_load(self, optimizer_steps: int) -> None:
-        """Finish the loading of a checkpoint whose tensors were read into `local_state`.
+        """Finish the loading of a checkpoint. Call this after its tensors were read into `local_state()`.
 
         Args:
             optimizer_steps: number of updates that the optimizer had made when the checkpoint was written.
@@ -89,7 +89,7 @@ class Engine(ABC):
 
     @property
     def adamw_state(self) -> AdamWState:
-        """AdamW's state, including the moments, by parameter."""
+        """AdamW's state of each parameter: the moments and the number of updates."""
         return self.optimizer.state
 
 

@@ -69,7 +69,7 @@ class FSDP2(Engine):
 
 
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the full parameters of `module`, gathered from all processes one after the other. Collective."""
+    """Yield each parameter of `module` in full, after gathering it from all processes. Collective."""
     for parameter in module.parameters():
         yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 

@@ -45,7 +45,8 @@ class LocalTensor:
     """Elements `offset` to `offset + len(data)` of a flattened tensor of `numel` elements."""
 
     data: Tensor
-    """View of the elements (n,). Checkpoints are saved from the view and loaded into the view."""
+    """View of the elements that this process holds, (n,). Checkpoints are saved from the view and loaded into the
+    view."""
     offset: int
     """Index of the first element of `data` in the flattened tensor."""
     numel: int
@@ -54,7 +55,10 @@ class LocalTensor:
     """True if every process holds the same elements."""
 
     def write_share(self, rank: int, processes: int) -> "LocalTensor":
-        """Return the elements that process `rank` writes: all of `data`, or an equal share if `replicated` is true."""
+        """Return the elements that process `rank` writes to a checkpoint.
+
+        These are all of `data`, or an equal share of `data` if every process holds the same elements.
+        """
         if not self.replicated:
             return self
         share = -(-len(self.data) // processes)
@@ -78,7 +82,7 @@ def unsharded(tensor: Tensor) -> LocalTensor:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Save planner of torch.distributed.checkpoint for a local state."""
+    """Save planner of torch.distributed.checkpoint for a process's shards (its local state)."""
 
     def __init__(self, state: LocalState) -> None:
         super().__init__()
@@ -107,7 +111,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Load planner of torch.distributed.checkpoint for a local state.
+    """Load planner of torch.distributed.checkpoint for a process's shards (its local state).
 
     The tensors of the checkpoint and of the local state must have the same names and sizes.
     """
@@ -153,9 +157,9 @@ def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState)
 
 
 class _Writer(FileSystemWriter):
-    """Writer that raises an `OSError` of the disk unchanged.
+    """Writer of checkpoint files that raises an `OSError`, such as a full disk, unchanged.
 
-    Torch would wrap the error in another error, and the other processes would not receive the cause.
+    Without this class, torch wraps the error in another exception, and the other processes do not receive the cause.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -180,7 +184,7 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
         CheckpointException: at least one process could not write. All processes raise the exception.
     """
     save(
-        {},  # empty, because the planner holds the tensors
+        {},  # an empty state dict, because the planner holds the tensors
         storage_writer=_Writer(folder),
         planner=_SavePlanner(state),
         process_group=group,
@@ -192,7 +196,7 @@ def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
     """Load the local state of each process from the files that `write` made in `folder`. Collective.
 
     Args:
-        strict: True if a tensor of the checkpoint that `state` does not name is an error.
+        strict: True to raise an error if the checkpoint holds a tensor that is not in `state`.
 
     Raises:
         CheckpointException: names or sizes of tensors differ between `state` and the checkpoint, or at least one

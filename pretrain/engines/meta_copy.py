@@ -1,4 +1,4 @@
-"""A copy of a method on the meta device, from which engines that shard weights build modules with full weights."""
+"""A copy of a method on the meta device. Engines that shard weights use the copy to build modules with full weights."""
 
 import copy
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class MetaCopy:
         self._names = {id(module): name for name, module in method.named_modules()}
 
     def fill(self, module: M, parameters: Iterable[Tensor], device: torch.device) -> M:
-        """Return a copy with full parameters of `module`, which is the method or one of its modules, on `device`.
+        """Return a copy of `module` with full parameters on `device`. `module` is the method or one of its modules.
 
         Args:
             parameters: full parameters of `module`, in the order of `module.parameters()`.

@@ -22,7 +22,7 @@ from runtime.settings import SettingsError
 class ZeRO(Engine):
     """Engine that uses DeepSpeed.
 
-    Loss scaling, gradient clipping and the skipping of steps are not DeepSpeed's own, but work as under DDP.
+    Gradient clipping and the skipping of steps work as under DDP. DeepSpeed's own versions of both are not used.
 
     Weights stay in float32, and autocast sets the precision of the forward pass. DeepSpeed's own bf16 would also cast
     the teacher's weights, and in bf16 most updates of a moving average are rounded to zero.
@@ -147,7 +147,7 @@ class ZeRO(Engine):
 
 
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the full parameters of `module`, gathered from all processes one after the other. Collective."""
+    """Yield each parameter of `module` in full, after gathering it from all processes. Collective."""
     import deepspeed  # imported here, because the import takes seconds and other engines do not need DeepSpeed
 
     for parameter in module.parameters():
@@ -157,7 +157,7 @@ def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -> None:
-    """Check the DeepSpeed settings of the launcher or its DeepSpeed file, and set the values that follow from the run.
+    """Check the DeepSpeed settings of the launcher or its DeepSpeed file. Set the values that the run determines.
 
     Raises:
         SettingsError: a DeepSpeed setting would change the results of the method, or would have no effect.
@@ -174,7 +174,7 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     # No module is marked as safe for low precision, so DeepSpeed reduces gradients and gathers weights in float32.
     autocast = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     config |= {
-        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, which only uses it to report throughput
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires a value, but uses it only to report throughput
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": 0.0,
         "torch_autocast": autocast,
@@ -201,7 +201,8 @@ def _config(accelerator: Accelerator) -> dict[str, Any]:
     return plugin.deepspeed_config
 
 
-# Sections that a DeepSpeed file may have. They do not change the results of a run, or `complete_config` checks them.
+# Sections that a DeepSpeed file may have. A section either cannot change the results of a run, or is checked by
+# `complete_config`.
 SECTIONS = {
     "zero_optimization", "fp16", "bf16", "torch_autocast", "gradient_clipping", "gradient_accumulation_steps",
     "train_batch_size", "train_micro_batch_size_per_gpu", "communication_data_type", "data_types", "steps_per_print",

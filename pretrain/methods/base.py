@@ -16,7 +16,7 @@ from pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
 from runtime.settings import Section
 
 LARGE = 100_000
-"""Number of images from which the published recipes apply."""
+"""Smallest number of training images for which the published recipes apply."""
 ResolvedT = TypeVar("ResolvedT", bound=Section)
 
 
@@ -38,7 +38,7 @@ class RunSize:
 
     @property
     def large(self) -> bool:
-        """True if the published recipes, which were found on ImageNet, apply."""
+        """True if there are enough images for the published recipes, which were tuned on ImageNet."""
         return self.images >= LARGE
 
 
@@ -131,9 +131,9 @@ class Method(nn.Module):
         return {}
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
-        """Return reasons why the run may not learn, seen in the metrics of one step, each with settings to try.
+        """Return possible reasons why the run does not learn, judged by the metrics of one step.
 
-        They are printed when the k-NN accuracy does not rise.
+        Each reason comes with settings to try. The reasons are printed when the k-NN accuracy does not rise.
         """
         return ["Try more steps, or another optim.lr."]
 

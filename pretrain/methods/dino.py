@@ -121,7 +121,7 @@ class Prototypes(nn.Module):
 class BatchNorm(nn.Module):
     """Batch norm over the rows of all processes.
 
-    It always uses the statistics of the batch and keeps no running statistics, because heads are not used for
+    This module always uses the statistics of the batch and keeps no running statistics, because heads are not used for
     inference. Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm`, this module also runs on
     the CPU.
     """
@@ -248,8 +248,8 @@ class DINO(Method):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))
-        # the step of the last forward pass, and a vector (K + 1,): the sum of the teacher's logits over the rows, and
-        # the number of rows
+        # the step of the last forward pass, and a vector (K + 1,). Its first K elements are the teacher's logits summed
+        # over the rows, and its last element is the number of rows.
         self._sums: tuple[int, Tensor] | None = None
         # the teacher's pooled features in the last forward pass, and each row's most probable prototype; for health()
         self._last: tuple[Tensor, Tensor] | None = None

@@ -234,14 +234,14 @@ class MAE(Method):
     @staticmethod
     def encoder_defaults(config: MAEConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         drop = family.can_drop if config.drop is None else config.drop
-        # the long side of a native image, which is at most four times as long as wide, is at most twice `size`
+        # a native image is at most four times as long as wide, so its long side is at most twice `size`
         longest = config.size * 2 if config.native else config.size
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
         return supported(family, wanted)
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        # The default budget is a multiple of the tokens of an image of `size`, because that leaves the least padding
+        # The default is a multiple of the number of tokens in an image of `size`, because that leaves the least padding
         # (benchmarks/results/packing.md).
         budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
         crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)

@@ -105,7 +105,10 @@ class CollapseAlarm:
         return due
 
     def signs(self, record: Mapping[str, float], method_signs: Mapping[str, str]) -> dict[str, str]:
-        """Return all signs of collapse in one record, those of the method and a fallen rank: kind -> message."""
+        """Return all signs of collapse in one record: those of the method, and a fallen rank of the features.
+
+        The keys are kinds of collapse, and the values are messages.
+        """
         return {**method_signs, **self._rank_sign(record.get("feature_rank"))}
 
     def _rank_sign(self, rank: float | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, op
 class Recorder:
     """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
 
-    Metrics and pictures go to the chosen sinks. Pictures and the names of skipped samples go to the run folder.
+    Metrics and pictures go to the chosen sinks. The run folder also gets the pictures, and names of skipped samples.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Progress:
         self.progress = RichProgress(*columns, console=console, disable=not self.bar)
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
         self.steps, self.first, self.started = steps, done, time.perf_counter()
-        self.knn = ""  # newest k-NN accuracy in words
+        self.knn = ""  # newest k-NN accuracy as text
 
     def __enter__(self) -> "Progress":
         self.progress.start()
@@ -97,7 +97,7 @@ class Progress:
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def scored(self, accuracy: float | None) -> None:
-        """Show a k-NN accuracy, 0 to 1, from now on. Do nothing if `accuracy` is None."""
+        """Set the k-NN accuracy (0 to 1) that is shown next to the bar. Do nothing if `accuracy` is None."""
         if accuracy is not None:
             self.knn = f"k-NN {100 * accuracy:.1f} %  "
 

@@ -24,7 +24,7 @@ from pretrain.config import EvaluationConfig
 from runtime.collectives import all_reduce_sum
 
 PIXEL_SIDE = 32
-"""Side in pixels to which larger images are shrunk for the accuracy of the raw pixels."""
+"""Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
 
 
 class OnlineKNN:
@@ -100,7 +100,8 @@ class OnlineKNN:
     def _accuracy(
         self, train: LabelledFeatures, val: LabelledFeatures, columns: slice, *, centred: bool = False
     ) -> float:
-        """Return the accuracy of some columns of the features, with the mean of the bank subtracted if `centred`."""
+        """Return the k-NN accuracy of some columns of the features. If `centred`, first subtract the mean of the
+        bank."""
         bank, queries = train.features[:, columns], val.features[:, columns]
         if centred:
             bank, queries = subtract_mean(bank, queries)
@@ -109,7 +110,7 @@ class OnlineKNN:
 
 
 def pooled_and_pixels(encoder: Encoder, images: Tensor) -> Tensor:
-    """Return the encoder's pooled output and the pixels of the shrunk images, side by side.
+    """Return the encoder's pooled output, concatenated with the pixels of the shrunk images.
 
     (B, C, S, S) -> (B, D + C * s * s), where s is the smaller of S and `PIXEL_SIDE`.
     """

@@ -243,7 +243,7 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def keep_lines(path: Path, step: int) -> None:
-    """Remove the lines of a JSON lines file whose step is after `step`. Remove all lines if `step` is 0."""
+    """Remove from a JSON lines file the lines of all steps after `step`. Remove all lines if `step` is 0."""
     if not path.exists():
         return
     kept = []
@@ -258,7 +258,8 @@ def keep_lines(path: Path, step: int) -> None:
 
 
 def read_run(output: Path, service: str) -> dict[str, str]:
-    """Return the id and name under which a tracking service knows this run folder, or an empty dict if it does not."""
+    """Return the id and name under which a tracking service knows this run folder, or an empty dict if none is
+    stored."""
     path = output / "tracking.json"
     return json.loads(path.read_text()).get(service, {}) if path.exists() else {}
 

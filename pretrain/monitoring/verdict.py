@@ -9,7 +9,7 @@ Outcome = Literal["warming up", "learning", "levelled off", "flat", "falling", "
 RECENT = 3
 """Number of evaluations without a clear gain after which a run has levelled off."""
 ADVISED = ("flat", "falling", "collapsing")
-"""Outcomes whose line ends in settings to try."""
+"""Outcomes after which the verdict also names settings to try."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,18 @@ class Scores:
 
 
 def noise(accuracy: float, queries: int) -> float:
-    """Return two standard errors of the difference of two accuracies near `accuracy`, each measured on `queries`
-    images."""
+    """Return twice the standard error of the difference between two accuracies.
+
+    Both accuracies are near `accuracy` and were measured on `queries` images each.
+    """
     p = min(max(accuracy, 1 / (queries + 1)), 1 - 1 / (queries + 1))
     return 2 * math.sqrt(2 * p * (1 - p) / queries)
 
 
 def outcome(history: Sequence[Score], queries: int, warmup_steps: int, signs: Mapping[str, str]) -> Outcome:
-    """Return how a run goes.
+    """Return the outcome of the newest evaluation.
 
-    Differences count if they are larger than `noise`.
+    An accuracy is higher or lower than another one only if they differ by more than the measurement noise (`noise`).
 
     - collapsing: the method, or the rank of the features, shows a sign of collapse.
     - warming up: the learning rate still rises.
@@ -89,7 +91,7 @@ def outcome(history: Sequence[Score], queries: int, warmup_steps: int, signs: Ma
 
 
 def baselines(scores: Scores) -> str:
-    """Return the accuracies with which a score is to be compared, in words."""
+    """Return as text the accuracies with which to compare a score: before training, and of the raw pixels."""
     first = scores.history[0]
     when = "before training" if first.step == 0 else f"step {first.step}"
     text = f"{when} {100 * first.accuracy:.1f} %"

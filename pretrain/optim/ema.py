@@ -15,7 +15,7 @@ def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float
     If the engine shards teacher and student in the same way, each process updates its own shard.
 
     The update is computed as `t + (1 - m)(s - t)`. Its float32 rounding error then scales with the distance between
-    teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal.
+    teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal to it.
 
     Raises:
         TypeError: the teacher has lower precision than float32. In bfloat16 with momentum 0.996, most updates would be
