@@ -96,7 +96,7 @@ def measures(order: np.ndarray, counts: np.ndarray, batch_size: int) -> dict[str
 
 
 def places(counts: np.ndarray, name: str) -> str:
-    """Return as text the number of positions in shards from which a shuffle reads at the same time."""
+    """Return a text that says from how many positions in the shards a shuffle reads at the same time."""
     if name == "full shuffle":
         return f"{counts.sum():,}"
     order = ShuffledSampler(counts, 0)

@@ -317,7 +317,7 @@ class BatchSampler(Sampler[np.ndarray]):
                 yield self.positions(step, micro)
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
-        """Return the positions of forward pass `micro` of step `step` on this process: (P,) int64."""
+        """Return the positions in the run of the samples of one forward pass of this process: (P,) int64."""
         numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
         if self.batch_size % self.streams == 0:
             stream, turn = np.divmod(numbers, self.batch_size // self.streams)

@@ -98,7 +98,7 @@ class SharedBatch:
 
     @classmethod
     def from_batch(cls, batch: Batch, buffer: Buffer) -> "SharedBatch | Batch":
-        """Wrap a batch whose memory is the beginning of the buffer.
+        """Return a batch that refers to the buffer, if the pixels of `batch` lie at the start of the buffer.
 
         If the batch uses other memory, return the batch unchanged and free the buffer.
         """

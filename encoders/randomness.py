@@ -123,8 +123,9 @@ def _constants(rates: tuple[float, ...], device: torch.device) -> tuple[Tensor, 
     """Return the constants of `drop_path_scales` on the device.
 
     Returns:
-        Words to hash with the keys (blocks, 2, 1), thresholds below which a hash drops the branch (blocks, 1, 1), and
-        factors of branches that are not dropped (blocks, 1, 1).
+        Three tensors. Numbers that are hashed together with the keys of the samples: (blocks, 2, 1). Thresholds, where
+        a hash below the threshold drops the branch: (blocks, 1, 1). Factors that scale the other branches: (blocks, 1,
+        1).
     """
     with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
         words = _mixed((torch.arange(2 * len(rates)) + 0x9E3779B9) & MASK).view(-1, 2, 1)

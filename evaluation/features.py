@@ -162,7 +162,7 @@ def load_encoder(settings: FeatureSettings) -> tuple[Encoder, Path | None]:
     """
     if settings.checkpoint == PIXELS:
         if settings.image_size is None:
-            raise EvaluationError("--checkpoint pixels needs an image size. Give --image_size (32 for CIFAR-10).")
+            raise EvaluationError("--checkpoint pixels has no size. Give --image_size (32 for CIFAR-10).")
         half = (0.5,) * settings.channels
         preprocessing = IMAGENET if settings.channels == IMAGENET.channels else Preprocessing(half, half)
         return Pixels(settings.image_size, preprocessing).eval(), None
@@ -229,7 +229,7 @@ def extract(
         reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
     )
     totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
-    if len(totals) > 1:  # if the processes count different numbers of images, their parts overlap or leave gaps
+    if len(totals) > 1:  # different counts give parts that overlap or leave gaps
         raise ShardError(
             f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
             "Some shards are missing on some nodes. Check the shards and start again."

@@ -192,7 +192,7 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
             raise LaunchError(f"{name} is an option of `submit`. Give {name} before --")
     if any(flag.partition("=")[0] == "--dry_run" for flag in flags):
         raise LaunchError(
-            "--dry_run is an option of `submit`. Give --dry_run before --. To see what a run needs, call "
+            "--dry_run is an option of `submit`. Give --dry_run before the --. To see what a run needs, call "
             "`python pretrain/run.py --dry_run`"
         )
     if "data" not in settings and not flag_values("data", flags):

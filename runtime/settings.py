@@ -78,7 +78,7 @@ def section_type(field: FieldInfo | None) -> type[Section] | None:
 
 
 def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Return all settings of a model and of its sections, as a dictionary from dotted names to fields."""
+    """Return the fields of a settings class and of its nested sections, as a dictionary from dotted name to field."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section = section_type(field)

@@ -177,7 +177,7 @@ class Cache:
     def _evict(self, target: int) -> int:
         """Remove the least recently used entries until the cache takes at most `target` bytes.
 
-        Return the remaining size of the cache in bytes, including the part files of running writers.
+        Return the size of the cache in bytes after the removal, with the unfinished files of other processes.
         """
         total, entries = 0, []
         for folder in os.scandir(self.folder):

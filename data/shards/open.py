@@ -79,7 +79,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
         return shards
     if isinstance(shards, Mapping):
         raise ShardError(
-            "a mixture with weights was given, but only shards without weights are possible. "
+            "a mixture with weights was given, but weights are possible for training data only. "
             "Give a path, a pattern, or a list of paths and patterns."
         )
     indices = FolderIndices(source)

@@ -1,4 +1,6 @@
-"""Check every member of shards in the same way as a run. Report the contents and everything that a run would refuse.
+"""Check every member of the shards as a pretraining run checks it.
+
+The report names the contents and everything that a run would refuse.
 
     python -m data.check_shards SHARDS [options]
 

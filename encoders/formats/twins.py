@@ -141,9 +141,9 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     For images that need no padding, such as images of `image_size`, the timm model computes the same features as the
-    encoder. For other images, the features differ, because timm does not mask the padding of windows. Before patch
-    embedding and subsampling, timm also crops the images and grids that this project pads. The mask token is not
-    exported.
+    encoder. For other images, the features differ, because timm does not mask the padding of windows. Where
+    a size is not a multiple of the patch or of the subsampling factor, this project pads and timm crops. The mask token
+    is not exported.
 
     Raises:
         WeightsError: timm has no equivalent model, or images of `image_size` need padding.

@@ -82,7 +82,9 @@ def recognises(state: State) -> bool:
     first = state.get(FIRST)
     if first is None or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
         return False
-    flat = first.ndim == 2 and "pos_embed" in state  # a NaViT has flat filters but no `pos_embed`
+    flat = (
+        first.ndim == 2 and "pos_embed" in state
+    )  # NaViT weights also store the filters as a matrix, but have no `pos_embed`
     return (flat or first.ndim == 4) and any(re.match(r"blocks\.0\.(0\.)?mlp\.(fc1|w12)\.", name) for name in state)
 
 

@@ -245,7 +245,7 @@ def _check_sections(config: dict[str, Any]) -> None:
 
 
 def _check_batch_sizes(config: dict[str, Any], accumulate: int) -> None:
-    """Raise `SettingsError` for batch sizes and accumulation that differ from those of the run."""
+    """Raise `SettingsError` if the DeepSpeed file has other batch sizes or accumulation than the run."""
     passes = config.get("gradient_accumulation_steps", "auto")
     if passes not in ("auto", 1, accumulate):  # accelerate sets 1 if no value is given
         raise SettingsError(

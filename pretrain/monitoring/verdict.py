@@ -24,7 +24,7 @@ class Score:
 
 @dataclass
 class Scores:
-    """k-NN accuracies of a run so far, and the accuracy of the raw pixels."""
+    """k-NN accuracies of a run so far, and the k-NN accuracy with raw pixels as features."""
 
     memory: dict[str, Any] = field(default_factory=dict)
     """State in JSON types. It is updated in place, so that a checkpoint can store it."""
@@ -36,7 +36,7 @@ class Scores:
 
     @property
     def pixels(self) -> float | None:
-        """Accuracy of the raw pixels, or None if it was not measured."""
+        """k-NN accuracy with raw pixels as features, or None if it was not measured."""
         return self.memory.get("pixels")
 
     def add(self, step: int, record: Mapping[str, float]) -> None:

@@ -214,7 +214,7 @@ def test_without_slurm_the_same_command_is_named(slurm: Slurm) -> None:
         ("data: d.tar", ["--gpus", "2", "--processes", "2"], "--processes is only for nodes without GPUs"),
         ("data: d.tar", ["--", "--output=elsewhere"], "Give --output before --"),
         ("data: d.tar", ["--", "--resume"], "Give --resume before --"),
-        ("data: d.tar", ["--", "--dry_run"], "Give --dry_run before --"),
+        ("data: d.tar", ["--", "--dry_run"], "Give --dry_run before the --"),
     ],
 )
 def test_what_would_fail_in_the_queue_is_said(slurm: Slurm, settings: str, arguments: list[str], said: str) -> None:
