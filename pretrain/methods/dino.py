@@ -41,8 +41,9 @@ class DINOConfig(MultiCropConfig, frozen=True):
     """width of the head's bottleneck, the last layer before the prototypes"""
     head_layers: int = Field(default=3, ge=1)
     """number of linear layers of the head before the prototypes"""
-    batch_norm: bool = False
-    """use batch norm in the head, with statistics over the batch of all processes"""
+    batch_norm: bool | None = None
+    """use batch norm in the head, with statistics over the batch of all processes; default: true for fewer than 100,000
+    images"""
     norm_last_layer: bool = True
     """fix the norm of every prototype vector at 1"""
     freeze_steps: int | None = Field(default=None, ge=0)
@@ -68,6 +69,7 @@ class ResolvedDINO(DINOConfig, frozen=True):
     """Settings of DINO with all values set, as returned by `resolve`."""
 
     prototypes: int = Field()
+    batch_norm: bool = Field()
     freeze_steps: int = Field()
     teacher_temperature: float = Field()
     teacher_temperature_steps: int = Field()
@@ -94,6 +96,7 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
     }
     defaults = {
         "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
+        "batch_norm": not size.large,
         "freeze_steps": min(epoch, steps // 20),
         "teacher_temperature": 0.07 if long else 0.04,
         "teacher_temperature_steps": min(30 * epoch, steps // 3),
@@ -257,7 +260,9 @@ class DINO(Method):
 
     @staticmethod
     def encoder_defaults(config: DINOConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        return supported(family, {"image_size": config.global_size, "drop_path": 0.1})
+        published: dict[str, Any] = {"drop_path": 0.1}
+        small = {"drop_path": 0.0, "init": "xavier", "position_init": "sincos"}
+        return supported(family, {"image_size": config.global_size} | (published if size.large else small))
 
     def transform(self) -> MultiCrop:
         return MultiCrop(self.config)

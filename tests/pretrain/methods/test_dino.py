@@ -25,6 +25,7 @@ def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:
         "global_size": 16,
         "local_size": 8,
         "local_crops": 3,
+        "batch_norm": False,
     }
     config, _ = resolve(DINOConfig(**(given | settings)), OptimConfig(), RunSize(1000, images, steps))
     method = DINO(encoders.build("vit_micro", depth=2, dim=24, heads=2), config, steps)
@@ -197,9 +198,11 @@ def test_settings_scale_with_the_data() -> None:
     imagenet, optim = resolve(DINOConfig(), OptimConfig(), RunSize(1_281_167, 512, 250_200))
     assert (imagenet.prototypes, imagenet.momentum, imagenet.teacher_temperature) == (65536, 0.996, 0.04)
     assert (optim.lr, optim.warmup_steps, optim.weight_decay_end) == (5e-4, 25_020, 0.4)
+    assert not imagenet.batch_norm
     small, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600))
     assert small.prototypes == 256
     assert small.momentum == 0.99
+    assert small.batch_norm
     given, _ = resolve(DINOConfig(prototypes=99), OptimConfig(), RunSize(1437, 64, 600))
     assert given.prototypes == 99
 
