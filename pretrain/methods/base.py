@@ -1,6 +1,7 @@
 """The interface of all pretraining methods."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ class RunSize:
     def large(self) -> bool:
         """True if there are enough images for the published recipes, which were tuned on ImageNet."""
         return self.images >= LARGE
+
+    def small_lr(self, base: float) -> float:
+        """Return the `optim.lr` whose peak learning rate is `base` * sqrt(batch size / 1024).
+
+        `optim.lr` is the learning rate for 256 images, which `optim.lr_scaling` linear scales.
+        """
+        return float(f"{base * math.sqrt(self.batch_size / 1024) * 256 / self.batch_size:.3g}")
 
 
 class Method(nn.Module):

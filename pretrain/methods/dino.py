@@ -86,7 +86,7 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
     epoch, steps = size.epoch, size.steps
     long = size.large and steps >= 200 * epoch
     optim_defaults = {
-        "lr": 5e-4,
+        "lr": 5e-4 if size.large else size.small_lr(4e-3),
         "min_lr": 1e-6,
         "warmup_steps": min(10 * epoch, steps // 10),
         "weight_decay": 0.04,

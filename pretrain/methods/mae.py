@@ -35,6 +35,8 @@ ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     NaViT: {"pool": "mean"},  # mean pooling, because MAE's loss does not train attention pooling
 }
 """the paper's encoder settings, for encoders that have them"""
+SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}}
+"""encoder settings for small data sets: the mean of the patch tokens says more about an image than the class token"""
 
 
 class MAEConfig(RandomCropConfig):
@@ -69,10 +71,11 @@ class MAEConfig(RandomCropConfig):
 def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAEConfig, ResolvedOptim]:
     """Return the settings of MAE and of the optimizer. Missing settings get the values of the published recipe.
 
-    The published warm-up is 40 of 800 epochs. Shorter runs have a shorter warm-up.
+    The published warm-up is 40 of 800 epochs. Shorter runs have a shorter warm-up. Small data sets have a higher
+    learning rate (docs/results.md).
     """
     defaults = {
-        "lr": 1.5e-4,
+        "lr": 1.5e-4 if size.large else size.small_lr(8e-3),
         "min_lr": 0.0,
         "warmup_steps": min(40 * size.epoch, size.steps // 20),
         "weight_decay": 0.05,
@@ -237,7 +240,7 @@ class MAE(Method):
         # a native image is at most four times as long as wide, so its long side is at most twice `size`
         longest = config.size * 2 if config.native else config.size
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
-        return supported(family, wanted)
+        return supported(family, wanted if size.large else wanted | SMALL.get(family, {}))
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride

@@ -34,13 +34,15 @@ NAMES = {
     "attention.q_proj": "attn.qkv",
     "attention.o_proj": "attn.proj",
 }
+PUBLISHED = RunSize(1_281_167, 4, 10)
+"""Size of a data set for which the published settings are the defaults."""
 
 
 def make(variant: str = "vit_micro", encoder: dict | None = None, **settings) -> MAE:
     torch.manual_seed(0)
-    config, _ = resolve(MAEConfig(**(SMALL | settings)), OptimConfig(), RunSize(1000, 4, 10))
+    config, _ = resolve(MAEConfig(**(SMALL | settings)), OptimConfig(), PUBLISHED)
     family = encoders.family(variant)
-    defaults = MAE.encoder_defaults(config, family, RunSize(1000, 4, 10))
+    defaults = MAE.encoder_defaults(config, family, PUBLISHED)
     return MAE(encoders.build(variant, **(defaults | (TINY if encoder is None else encoder))), config, 10)
 
 
@@ -122,13 +124,21 @@ def test_loss_and_gradients_equal_those_of_transformers(normalize: bool) -> None
         torch.testing.assert_close(grad, expected_grad.view_as(grad), rtol=1e-4, atol=1e-5, msg=lambda t, n=ours: n + t)
 
 
+def test_small_data_has_mean_pooling_and_a_higher_learning_rate() -> None:
+    small = RunSize(4809, 64, 1000)
+    config, optim = resolve(MAEConfig(), OptimConfig(), small)
+    assert optim.scaled_lr(64) == pytest.approx(8e-3 * (64 / 1024) ** 0.5, rel=1e-2)
+    assert MAE.encoder_defaults(config, encoders.family("vit_micro"), small)["pool"] == "mean"
+    assert "pool" not in MAE.encoder_defaults(config, encoders.family("vit_micro"), PUBLISHED)
+
+
 def test_published_parameter_counts_of_encoder_and_decoder() -> None:
     """Less the decoder's table of positions, which is a constant here and a parameter without gradient there."""
     counts = {"vit_base": 111_907_840, "vit_large": 329_541_888, "vit_huge": 657_074_508}
     for variant, expected in counts.items():
-        config, _ = resolve(MAEConfig(), OptimConfig(), RunSize(1000, 4, 10))
+        config, _ = resolve(MAEConfig(), OptimConfig(), PUBLISHED)
         with torch.device("meta"):
-            defaults = MAE.encoder_defaults(config, encoders.family(variant), RunSize(1000, 4, 10))
+            defaults = MAE.encoder_defaults(config, encoders.family(variant), PUBLISHED)
             encoder = encoders.build(variant, **defaults)
             method = MAE(encoder, config, 10)
         table = 512 * (1 + (224 // encoder.stride) ** 2)
