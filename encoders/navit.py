@@ -156,12 +156,10 @@ class NaViT(Encoder):
         patch_size: side of a patch in pixels.
         image_size: image size in pixels for which the position tables are made, one side or (height, width).
         channels: number of channels of an image.
-        positions: lookup in the position tables by row ("absolute") or by row / number of rows ("fractional"). Columns
-            are looked up in the same way.
+        positions: lookup in the position tables, by row and column ("absolute") or by their fractions ("fractional").
         pool: rule for `Features.pooled`, pooling with a learned query ("attention") or mean of the tokens ("mean").
         token_drop: fraction of the tokens of each image that is dropped in training.
-        token_drop_full: dropped fraction for an image of `image_size`. For smaller images, the fraction is interpolated
-            linearly in the image area, from `token_drop` for area 0. None means `token_drop` for all images.
+        token_drop_full: dropped fraction for an image of `image_size`, if not `token_drop` (linear in the image area).
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden tokens.
         norm_eps: epsilon of all layer norms.

@@ -168,7 +168,7 @@ def test_names_that_are_there_again_and_what_the_reader_warns_of(write_tar, png,
     finally:
         logging.getLogger().removeHandler(handler)
     assert (found["keys_again"], found["images"], found["good"]) == (2, 5, True)
-    assert any("1 images are not read, the first c.gif" in note for note in found["notes"])
+    assert any("1 images are not read, the first is c.gif" in note for note in found["notes"])
     captured = capfd.readouterr()
     assert "c.gif" in captured.out
     assert "c.gif" not in captured.err

@@ -131,6 +131,8 @@ def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[
             word = (
                 "is missing on" if "missing" in said else "trainer.json is not valid JSON" if "bytes" in said else word
             )
+            if harm is flip:  # a flipped byte may break the syntax, which is noticed first
+                word += "|trainer.json is not valid JSON"
         with pytest.raises(CheckpointError, match=word) as caught:
             resume.restore(newest, accelerator, engine)
         if (newest / "trainer.json").exists():
