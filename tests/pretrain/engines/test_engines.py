@@ -39,9 +39,7 @@ def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | N
     )
     encoder = "" if "--encoder " in more else f"--encoder vit_micro {NARROW}"
     if method == "dino" and "batch_norm" not in more:
-        more += (
-            " --dino.batch_norm false"  # under it some biases do not matter, and AdamW moves them by rounding errors
-        )
+        more += " --dino.batch_norm false"  # with it, AdamW moves some biases by rounding errors
     words = f"--method {method} {SMALL[method]} {encoder} {common} --evaluation.pictures 0 --steps {steps} {more}"
     return ["--data", shards, *words.split()], poison or {}
 
