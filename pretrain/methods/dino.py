@@ -42,8 +42,8 @@ class DINOConfig(MultiCropConfig, frozen=True):
     head_layers: int = Field(default=3, ge=1)
     """number of linear layers of the head before the prototypes"""
     batch_norm: bool | None = None
-    """use batch norm in the head, with statistics over the batch of all processes; default: true for fewer than 100,000
-    images"""
+    """use batch norm in the head, with statistics over one forward pass of all processes; default: true for fewer than
+    100,000 images"""
     norm_last_layer: bool = True
     """fix the norm of every prototype vector at 1"""
     freeze_steps: int | None = Field(default=None, ge=0)

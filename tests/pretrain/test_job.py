@@ -62,7 +62,7 @@ def test_two_processes_whose_disks_differ_stop(launch, tmp_path: Path) -> None:
     run = launch(words, processes=2, script=script)
     log = run.wait(120)
     assert run.process.returncode != 0
-    assert "process 1 sees 1078 images and process 0 sees 1437, but all must see the same shards" in log
+    assert "process 1 sees 1078 images and process 0 sees 1437, but all processes must see the same shards" in log
     assert not (tmp_path / "run").exists()
 
 

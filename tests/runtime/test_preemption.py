@@ -93,7 +93,9 @@ def test_the_evaluation_of_the_last_step_is_left_to_the_resumed_run(
 ) -> None:
     scored = []
     evaluate = OnlineKNN.evaluate
-    monkeypatch.setattr(OnlineKNN, "evaluate", lambda self, encoder: scored.append(1) or evaluate(self, encoder))
+    monkeypatch.setattr(
+        OnlineKNN, "evaluate", lambda self, encoder, **more: scored.append(1) or evaluate(self, encoder, **more)
+    )
     run = [*TINY, "--evaluate_every", "6", "--record_every", "4"]
     assert main([*run, "--output", str(tmp_path / "whole")]) == 0
     assert len(scored) == 3
