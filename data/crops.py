@@ -64,8 +64,8 @@ class MultiCropConfig(ColorConfig, frozen=True):
     """side length of each of the two global crops, in pixels"""
     global_scale: Areas = (0.4, 1.0)
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
-    local_crops: int = Field(default=8, ge=0)
-    """number of local crops per image"""
+    local_crops: int = Field(default_factory=lambda given: 8 if given.get("global_size", 224) >= 128 else 4, ge=0)
+    """number of local crops per image; default: 8, or 4 if global_size is less than 128"""
     local_size: int = Field(default_factory=lambda given: local_side(given.get("global_size", 224)), ge=1)
     """side of a local crop, in pixels; default: 3/7 of global_size, rounded to a multiple of 16"""
     local_scale: Areas = (0.05, 0.4)

@@ -35,10 +35,11 @@ class DINOConfig(MultiCropConfig, frozen=True):
 
     prototypes: int | None = Field(default=None, ge=2)
     """number of prototypes, which is the number of outputs of the head (K)"""
-    hidden_dim: int = Field(default=2048, ge=1)
-    """width of the head's hidden layers"""
-    bottleneck_dim: int = Field(default=256, ge=1)
-    """width of the head's bottleneck, the last layer before the prototypes"""
+    hidden_dim: int | None = Field(default=None, ge=1)
+    """width of the head's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
+    bottleneck_dim: int | None = Field(default=None, ge=1)
+    """width of the head's bottleneck, the last layer before the prototypes; default: 256, or 128 for fewer than 100,000
+    images"""
     head_layers: int = Field(default=3, ge=1)
     """number of linear layers of the head before the prototypes"""
     batch_norm: bool | None = None
@@ -69,6 +70,8 @@ class ResolvedDINO(DINOConfig, frozen=True):
     """Settings of DINO with all values set, as returned by `resolve`."""
 
     prototypes: int = Field()
+    hidden_dim: int = Field()
+    bottleneck_dim: int = Field()
     batch_norm: bool = Field()
     freeze_steps: int = Field()
     teacher_temperature: float = Field()
@@ -96,6 +99,8 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
     }
     defaults = {
         "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
+        "hidden_dim": 2048 if size.large else 512,
+        "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,
         "freeze_steps": min(epoch, steps // 20),
         "teacher_temperature": 0.07 if long else 0.04,
