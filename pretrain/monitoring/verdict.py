@@ -55,13 +55,13 @@ def noise(accuracy: float, queries: int) -> float:
     return 2 * math.sqrt(2 * p * (1 - p) / queries)
 
 
-def outcome(history: Sequence[Score], queries: int, warmup_steps: int, signs: Mapping[str, str]) -> Outcome:
+def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Mapping[str, str]) -> Outcome:
     """Return the outcome of the newest evaluation.
 
     An accuracy is higher or lower than another one only if they differ by more than the measurement noise (`noise`).
 
+    - warming up: the run is in its first `early_steps`.
     - collapsing: the method, or the rank of the features, shows a sign of collapse.
-    - warming up: the learning rate still rises.
     - falling: the accuracy is lower than at an earlier evaluation, or lower than before training.
     - flat: the accuracy is not higher than before training.
     - levelled off: the accuracy is higher than before training, but has not risen over the last `RECENT` evaluations.
@@ -70,16 +70,16 @@ def outcome(history: Sequence[Score], queries: int, warmup_steps: int, signs: Ma
     Args:
         history: accuracies so far; the first one belongs to the encoder before training.
         queries: number of images that are scored.
-        warmup_steps: steps of the learning rate's warm-up.
+        early_steps: steps at the start of the run after which accuracies and signs of collapse count.
         signs: signs of collapse in the metrics of this step.
     """
     first, now = history[0], history[-1]
     best = max(history, key=lambda score: score.accuracy)
     margin = noise(now.accuracy, queries)
+    if now.step <= early_steps:
+        return "warming up"
     if signs:
         return "collapsing"
-    if now.step <= warmup_steps:
-        return "warming up"
     if now.accuracy < best.accuracy - margin:
         return "falling"
     if now.accuracy <= first.accuracy + margin:

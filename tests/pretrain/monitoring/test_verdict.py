@@ -45,6 +45,7 @@ def test_more_images_make_smaller_gains_count() -> None:
 def test_warm_up_and_signs_of_collapse_come_first() -> None:
     assert outcome(history(0.5, 0.3), QUERIES, 100, {}) == "warming up"
     assert outcome(history(0.5, 0.6), QUERIES, 50, {"rank": "the rank fell"}) == "collapsing"
+    assert outcome(history(0.5, 0.6), QUERIES, 100, {"rank": "the rank fell"}) == "warming up"
 
 
 def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
