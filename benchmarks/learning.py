@@ -1,7 +1,7 @@
 """Measure the k-NN accuracy over the course of training, and then a linear probe, for each method and seed.
 
-    python benchmarks/learning.py --train TRAIN_SHARDS --val VAL_SHARDS --run '--encoder vit_tiny --steps 2000' \\
-        [--methods dino mae] [--seeds 0 1 2] [--output TABLE.md] [--picture CURVES.png]
+    python benchmarks/learning.py --train TRAIN_SHARDS --val VAL_SHARDS --run='--encoder vit_tiny' --steps 2000 \\
+        [--methods dino,mae] [--seeds 0,1,2] [--output TABLE.md] [--picture CURVES.png]
 
 Each row of the table is one run of `pretrain/run.py`, which evaluates at equal intervals, followed by
 `evaluation/linear_probe.py`. The run folders stay in `--folder`, and a finished run is not repeated.
@@ -23,7 +23,7 @@ from pydantic import Field
 
 from runtime.files import atomic_write
 from runtime.processes import exit_on_user_error
-from runtime.settings import Settings, SettingsError, parse
+from runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,8 +41,10 @@ class LearningBenchmark(Settings):
     """seeds with which to run each method"""
     run: str = ""
     """further flags of pretrain/run.py, as one string"""
+    steps: int = Field(default=2000, ge=1)
+    """optimizer steps of each run"""
     points: int = Field(default=6, ge=1)
-    """number of evaluations, not counting the evaluation before training; --run must contain --steps"""
+    """number of evaluations, not counting the evaluation before training"""
     folder: Path = Path("runs/learning")
     """folder in which the run folders are created"""
     output: Path | None = None
@@ -54,14 +56,12 @@ class LearningBenchmark(Settings):
 def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
     """Pretrain, unless the run folder holds a finished run. Return the run folder."""
     output = settings.folder / f"{method}-{seed}"
-    if (output / "encoder.safetensors").exists():
+    if (output / "seconds.json").exists():
         return output
-    flags = shlex.split(settings.run)
-    if "--steps" not in flags:
-        raise SettingsError("--run must contain --steps, so that the evaluations can be spread over the run")
-    every = max(int(flags[flags.index("--steps") + 1]) // settings.points, 1)
-    command = ["--method", method, "--seed", str(seed), "--output", str(output), "--evaluate_every", str(every)]
-    command += ["--data", settings.train, "--evaluation.val", settings.val, *flags]
+    every = max(settings.steps // settings.points, 1)
+    command = ["--method", method, "--seed", str(seed), "--output", str(output), "--steps", str(settings.steps)]
+    command += ["--evaluate_every", str(every), "--data", settings.train, "--evaluation.val", settings.val]
+    command += shlex.split(settings.run)
     started = time.perf_counter()
     _call("pretrain/run.py", *command)
     with atomic_write(output / "seconds.json") as part:
@@ -83,18 +83,16 @@ def _call(script: str, *arguments: str) -> None:
     subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, env=environment)
 
 
-def curve(run: Path) -> dict[int, float]:
-    """Return the k-NN accuracy at each evaluated step."""
+def curve(run: Path, metric: str = "knn_top1") -> dict[int, float]:
+    """Return a k-NN accuracy, 0 to 1, at each step where it was measured."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["knn_top1"] for record in records if "knn_top1" in record}
+    return {record["step"]: record[metric] for record in records if metric in record}
 
 
 def table(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> str:
     """Return the Markdown table: one row per run, one column per evaluated step."""
     first = next(iter(runs.values()))
-    records = (json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines())
-    pixels = next(record["knn_pixels"] for record in records if "knn_pixels" in record)
-    steps = list(curve(first))
+    steps, pixels = list(curve(first)), curve(first, "knn_pixels")[0]
     lines = [
         f"`{shlex.join(['python', 'benchmarks/learning.py', *sys.argv[1:]])}`",
         "",
@@ -123,9 +121,8 @@ def draw(path: Path, runs: dict[tuple[str, int], Path]) -> None:
         fresh = method not in axes.get_legend_handles_labels()[1]
         accuracies = [100 * accuracy for accuracy in points.values()]
         axes.plot(list(points), accuracies, f"C{methods.index(method)}o-", label=method if fresh else None)
-    first = next(iter(runs.values()))
-    records = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
-    axes.axhline(100 * records[0]["knn_pixels"], color="gray", linestyle="--", label="raw pixels")
+    pixels = curve(next(iter(runs.values())), "knn_pixels")[0]
+    axes.axhline(100 * pixels, color="gray", linestyle="--", label="raw pixels")
     axes.set(xlabel="step", ylabel="20-NN accuracy, %")
     axes.legend()
     figure.tight_layout()

@@ -97,10 +97,12 @@ def train(settings: LightlyBenchmark) -> Encoder:
     images = Images(s.train, transform)
     loader = DataLoader(images, s.batch_size, shuffle=True, drop_last=True, num_workers=s.workers)
     student = encoders.build(s.encoder, **s.settings)
-    head = DINOProjectionHead(student.dim, 2048, 256, 2048, batch_norm=True, freeze_last_layer=1)
-    teacher, teacher_head = copy.deepcopy((student, head))
-    teacher.requires_grad_(False).eval()
+    head, teacher_head = (
+        DINOProjectionHead(student.dim, 2048, 256, 2048, batch_norm=True, freeze_last_layer=1) for _ in range(2)
+    )
+    teacher_head.load_state_dict(head.state_dict())  # weight norm does not support deepcopy
     teacher_head.requires_grad_(False)
+    teacher = copy.deepcopy(student).requires_grad_(False).eval()
     criterion = DINOLoss(output_dim=2048, warmup_teacher_temp_epochs=5)
     optimizer = torch.optim.AdamW([*student.parameters(), *head.parameters()])
     step, epoch, warmup = 0, 0, s.steps // 10
