@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from curves import curve, draw
 from loader import processor
 from pydantic import Field
 
@@ -83,12 +84,6 @@ def _call(script: str, *arguments: str) -> None:
     subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, env=environment)
 
 
-def curve(run: Path, metric: str = "knn_top1") -> dict[int, float]:
-    """Return a k-NN accuracy, 0 to 1, at each step where it was measured."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record[metric] for record in records if metric in record}
-
-
 def table(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> str:
     """Return the Markdown table: one row per run, one column per evaluated step."""
     first = next(iter(runs.values()))
@@ -110,25 +105,6 @@ def table(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> str
     return "\n".join(lines) + "\n"
 
 
-def draw(path: Path, runs: dict[tuple[str, int], Path]) -> None:
-    """Draw the curves of all runs, one colour per method, and the accuracy of the raw pixels."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), dpi=150)
-    methods = list(dict.fromkeys(method for method, _ in runs))
-    for (method, _), run in runs.items():
-        points = curve(run)
-        fresh = method not in axes.get_legend_handles_labels()[1]
-        accuracies = [100 * accuracy for accuracy in points.values()]
-        axes.plot(list(points), accuracies, f"C{methods.index(method)}o-", label=method if fresh else None)
-    pixels = curve(next(iter(runs.values())), "knn_pixels")[0]
-    axes.axhline(100 * pixels, color="gray", linestyle="--", label="raw pixels")
-    axes.set(xlabel="step", ylabel="20-NN accuracy, %")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Run all pretrainings and linear probes, and print the table."""
     settings = parse(LearningBenchmark)
@@ -139,7 +115,7 @@ def main() -> None:
         with atomic_write(settings.output) as part:
             part.write_text(text)
     if settings.picture:
-        draw(settings.picture, runs)
+        draw({"": list(runs.values())}, settings.picture)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ PositionInit = Literal["normal", "sincos"]
 
 VARIANTS = {
     "vit_micro": {"dim": 96, "depth": 4, "heads": 3, "patch_size": 4, "image_size": 16},
+    "vit_mini": {"dim": 128, "depth": 4, "heads": 4, "patch_size": 8, "image_size": 64},
     "vit_tiny": {"dim": 192, "depth": 12, "heads": 3},
     "vit_small": {"dim": 384, "depth": 12, "heads": 6},
     "vit_base": {"dim": 768, "depth": 12, "heads": 12},
