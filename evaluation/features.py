@@ -293,11 +293,18 @@ def check_disjoint(train: Shards, val: Shards) -> None:
         raise EvaluationError(f"{both[0]} is in both --train and --val. Choose other shards for --val.")
 
 
-def check_labels(train: Tensor, val: Tensor) -> None:
-    """Check the labels of the training set and the validation set. The arguments hold the labels of all processes.
+def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = None) -> None:
+    """Check the labels of the training set and the validation set.
+
+    Args:
+        train: labels (N,) of the training images of all processes.
+        val: labels (M,) of the validation images of all processes.
+        classes: class names that both sets share. None if the classes have no names. In this case, both sets must have
+            the same largest label, because a set that lacks a class may have been numbered without this class.
 
     Raises:
-        EvaluationError: a set is empty, a label is negative, or a class of `val` is not in `train`.
+        EvaluationError: a set is empty, a label is negative, a class of `val` is not in `train`, or the classes have no
+            names and the sets differ in their largest label.
     """
     for name, labels in (("train", train), ("val", val)):
         if not len(labels):
@@ -308,9 +315,17 @@ def check_labels(train: Tensor, val: Tensor) -> None:
             raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
     missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
     if missing:
+        example = str(missing[0]) if classes is None else repr(classes[missing[0]])
         raise EvaluationError(
-            f"{len(missing)} classes of --val are not in --train, for example {missing[0]}. "
+            f"{len(missing)} classes of --val are not in --train, for example {example}. "
             "Check that --train and --val belong to the same data set."
+        )
+    largest, other = int(train.max()), int(val.max())
+    if classes is None and largest != other:
+        raise EvaluationError(
+            f"The labels of --train end at {largest}, but those of --val end at {other}, and no classes.json names the "
+            "classes. The sets may number their classes differently. Write the class names of each set, a JSON list in "
+            "the order of the class numbers, to a classes.json beside its shards."
         )
 
 

@@ -27,18 +27,17 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
+from evaluation.classes import open_labelled_pair
 from evaluation.features import (
     PIXELS,
     EvaluationError,
     FeatureSettings,
     LabelledFeatures,
-    check_disjoint,
     check_finite,
     check_labels,
     extract,
     input_size,
     load_encoder,
-    open_labelled,
     resize_size,
 )
 from evaluation.results import UNRANKED, report, result_path, true_class_rank
@@ -256,9 +255,7 @@ def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
 def run(settings: KNNSettings) -> None:
     """Compute the k-NN accuracy, print the result and write it to a file."""
     accelerate = make_accelerator()
-    check_disjoint(settings.train, settings.val)
-    train_shards = open_labelled(settings.train, settings.source, accelerate)
-    val_shards = open_labelled(settings.val, settings.source, accelerate)
+    train_shards, val_shards = open_labelled_pair(settings.train, settings.val, settings.source, accelerate)
     encoder, file = load_encoder(settings)
     encoder.to(accelerate.device)
     train, val = (extract(encoder, shards, accelerate, settings.extraction()) for shards in (train_shards, val_shards))
@@ -266,7 +263,7 @@ def run(settings: KNNSettings) -> None:
         centred = subtract_mean(train.features, val.features)
         train, val = train._replace(features=centred[0]), val._replace(features=centred[1])
     bank, targets = (torch.cat(all_gather(part.labels)) for part in (train, val))
-    check_labels(bank, targets)
+    check_labels(bank, targets, train_shards.classes)
     asked = list(dict.fromkeys(settings.k))
     k, left_out = [n for n in asked if n <= len(bank)], [n for n in asked if n > len(bank)]
     if not k:

@@ -37,17 +37,16 @@ from data.batch import ViewParameters
 from data.collate import ViewShape
 from data.crops import RandomCrop, RandomCropConfig
 from encoders.base import Encoder
+from evaluation.classes import open_labelled_pair
 from evaluation.features import (
     EvaluationError,
     FeatureSettings,
     LabelledFeatures,
-    check_disjoint,
     check_finite,
     check_labels,
     extract,
     input_size,
     load_encoder,
-    open_labelled,
     resize_size,
 )
 from evaluation.heads import Heads, HeadTraining, accuracy, normaliser, train_heads
@@ -238,16 +237,15 @@ def _chosen(
 def run(settings: ProbeSettings) -> None:
     """Compute the linear-probe accuracy, print the result and write it to a file."""
     accelerate = make_accelerator()
-    check_disjoint(settings.train, settings.val)
-    train_shards = open_labelled(settings.train, settings.source, accelerate)
-    val_shards = open_labelled(settings.val, settings.source, accelerate)
+    train_shards, val_shards = open_labelled_pair(settings.train, settings.val, settings.source, accelerate)
     encoder, file = load_encoder(settings)
     encoder.to(accelerate.device)
     size = input_size(encoder, settings.image_size)
     last_blocks = LastBlocks(max(settings.blocks), settings.average_pool != "no")
     extraction = replace(settings.extraction(), image_size=size, feature=last_blocks)
     train, val = (extract(encoder, shards, accelerate, extraction) for shards in (train_shards, val_shards))
-    check_labels(*(torch.cat(all_gather(part.labels)) for part in (train, val)))
+    train_labels, val_labels = (torch.cat(all_gather(part.labels)) for part in (train, val))
+    check_labels(train_labels, val_labels, train_shards.classes)
     check_finite(train.features, val.features)
     normalise = normaliser(train.features) if settings.batch_norm else lambda features: features
 

@@ -16,7 +16,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +229,15 @@ def check_queue(output: Path) -> None:
 
 
 def flag_values(name: str, flags: Sequence[str]) -> list[str]:
-    """Return all values that `flags` give for a flag, either as `--name value` or as `--name=value`."""
-    found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}=")]
-    return found + [value for flag, value in pairwise(flags) if flag == f"--{name}"]
+    """Return all values that `flags` give for a flag, as `--name value`, `--name value value` or `--name=value`."""
+    found, current = [], ""
+    for word in flags:
+        if word.startswith("--"):
+            current, equals, value = word.partition("=")
+            found += [value] if equals and current == f"--{name}" else []
+        elif current == f"--{name}":
+            found.append(word)
+    return found
 
 
 def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str]) -> list[str]:

@@ -35,9 +35,9 @@ class DataConfig(Section, frozen=True):
     short_form = "shards"
 
     shards: str | list[str] | dict[str, float] | None = None
-    """training SHARDS: a path or URL of .tar or .tar.gz files (glob and brace range allowed), an index.json, or
-    pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights; default: the embedded digits; short
-    form: --data SHARDS"""
+    """training SHARDS: a path or URL of .tar or .tar.gz files (glob and brace range allowed), a folder of such files,
+    an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights; default: the
+    embedded digits; short form: --data SHARDS"""
     channels: int = Field(default=3, ge=1)
     """number of channels of an image"""
     mean: Literal["auto"] | tuple[float, ...] | None = None

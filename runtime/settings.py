@@ -149,6 +149,9 @@ def peek(argv: Sequence[str], name: str) -> str | None:
 def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, Any]:
     """Return the settings of a command line as nested dictionaries. For `--help`, print the help and exit.
 
+    A flag for one or several strings, such as `--data SHARDS`, takes all words up to the next flag, because a shell
+    expands `--data shards/*.tar` to several words. If the command has positional arguments, it takes one word.
+
     Raises:
         SettingsError: a flag is unknown or has no value, or a positional argument is not expected. For an unknown flag,
             the message suggests the nearest known flag.
@@ -157,6 +160,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
     positional = [name for name, field in known.items() if _is_positional(field)]
     words: dict[str, list[str]] = {}
     rest = list(argv)
+    listed: str | None = None  # name of the flag that also takes the next word
     while rest:
         word = rest.pop(0)
         if word in ("-h", "--help"):
@@ -164,6 +168,9 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
             raise SystemExit(0)
         if word.startswith("--"):
             name, value = _flag(model, known, word[2:], rest)
+            listed = name if not positional and {str, list} <= _kinds(known[name].annotation) else None
+        elif listed:
+            name, value = listed, word
         else:
             open_names = (n for n in positional if n not in words or list in _kinds(known[n].annotation))
             name, value = next(open_names, None), word

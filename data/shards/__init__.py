@@ -1,6 +1,7 @@
 """Tar shards: expand the patterns that a user gives, open the shards, and read the bytes of their samples."""
 
 from data.shards.cache import cache_folder as cache_folder
+from data.shards.classes import class_names as class_names
 from data.shards.errors import MOST_LISTED as MOST_LISTED
 from data.shards.errors import ShardError as ShardError
 from data.shards.open import Sources as Sources

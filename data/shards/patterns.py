@@ -3,6 +3,8 @@
 import glob
 import logging
 import os
+import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +16,8 @@ from data.shards import index, remote
 from data.shards.errors import MOST_LISTED, ShardError
 from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
 from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import ShardList
+from data.shards.shard import ENDINGS, ShardList
+from data.shards.tar import IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +25,9 @@ Pattern = str | os.PathLike[str]
 Shards = Pattern | Sequence[Pattern] | ShardList
 """One pattern, several patterns, or a list of opened shards.
 
-A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, the `index.json` of a folder, or
-`pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that fsspec can open, such as `https://`,
-`s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
+A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards, the
+`index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that fsspec
+can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
 
 
 class PixelMoments(NamedTuple):
@@ -52,11 +55,12 @@ class Listed(NamedTuple):
 def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
     """Expand shard patterns to paths and URLs.
 
-    The result follows the order of the patterns. Matches of a glob are sorted, and shards of an `index.json` keep the
-    order of the file.
+    The result follows the order of the patterns. Matches of a glob and shards of a folder are sorted, and shards of an
+    `index.json` keep the order of the file.
 
     Raises:
-        ShardError: a pattern matches nothing or cannot be listed, a shard is named twice, or no shard is named.
+        ShardError: a pattern matches nothing or cannot be listed, a folder holds no shards or shards of several sets, a
+            shard is named twice, or no shard is named.
     """
     return expand_with(FolderIndices(source), shards)
 
@@ -81,7 +85,7 @@ def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
     pattern = pattern.removeprefix("file://")
     if os.path.exists(pattern):
-        return indices.read(pattern) if pattern.endswith(FOLDER_INDEX) else [pattern]
+        return _shards_at(pattern, indices)
     try:
         if pattern.startswith(remote.PIPE):
             return list(braceexpand(pattern, escape=False))  # `escape=False` keeps backslashes
@@ -97,8 +101,53 @@ def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
         if not found:
             raise ShardError(f"{pattern}: no file matches. Correct the pattern.")
         for one in found:
-            paths += indices.read(one) if remote.without_query(one).endswith(FOLDER_INDEX) else [one]
+            paths += _shards_at(one, indices)
     return paths
+
+
+def _shards_at(path: str, indices: "FolderIndices") -> list[str]:
+    """Return the shards that a path or URL without wildcards names: a shard, a local folder, or an `index.json`."""
+    if remote.without_query(path).endswith(FOLDER_INDEX):
+        return indices.read(path)
+    return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
+
+
+def _shards_in(folder: str) -> list[str]:
+    """Return the shards in a local folder, sorted by name.
+
+    Raises:
+        ShardError: the folder holds no shards, or shards whose names differ in more than numbers. Such shards may
+            belong to different sets, for example to a training set and a validation set.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
+    except OSError as error:
+        raise ShardError(f"{folder}: {error.strerror}. Correct the path or its permissions.") from error
+    patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
+    if len(patterns) > 1:
+        listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
+        raise ShardError(
+            f"{folder}: holds shards of several sets: {listed}. Name one set, for example "
+            f"'{os.path.join(folder, patterns[0])}', or all shards, '{os.path.join(folder, '*.tar')}'."
+        )
+    if not names:
+        raise ShardError(f"{folder}: {_describe_folder_without_shards(folder)}")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _describe_folder_without_shards(folder: str) -> str:
+    """Return the end of an error message: what a folder without shards holds, and what to do."""
+    subfolders = {os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))}
+    if subfolders:
+        listed = ", ".join(sorted(subfolders)[:MOST_LISTED])
+        return f"holds no shards, but its subfolders may: {listed}. Name one of them."
+    images = tuple(f".{extension}" for extension in IMAGES)
+    if any(name.lower().endswith(images) for _, _, names in os.walk(folder) for name in names):
+        return (
+            f"holds images, but no shards. Make shards with `python -m data.make_shards {shlex.quote(folder)} SHARDS`, "
+            "and name the folder SHARDS."
+        )
+    return "holds no shards (.tar, .tar.gz) and no images. Correct the path."
 
 
 def _local(name: str) -> str:

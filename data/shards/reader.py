@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from data.shards.cache import CacheError
+from data.shards.classes import CLASSES
 from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 from data.shards.shard import ShardList
 from data.shards.tar import Index, is_member
@@ -95,10 +96,10 @@ class Reader:
         return self._guard(shard, read)
 
     def label(self, shard: int, sample: int) -> int:
-        """Return the class number of a sample.
+        """Return the class number of a sample, renumbered if the shards have `ShardList.numbers`.
 
         Raises:
-            ShardError: the sample has no label, or its label is not an integer.
+            ShardError: the sample has no label, its label is not an integer, or classes.json does not name its class.
         """
         offset, size = map(int, self._guard(shard, lambda: self._index(shard)).labels[sample])
         if offset < 0:
@@ -107,11 +108,20 @@ class Reader:
             )
         text = self._guard(shard, lambda: self._member(shard, sample, offset, size, min(size, 64)))
         try:
-            return int(np.int64(int(text)))
+            label = int(np.int64(int(text)))
         except (ValueError, OverflowError):
             raise ShardError(
                 f"the label of {self.name(shard, sample)} is {text!r}, not an integer. Correct the .cls member."
             ) from None
+        numbers = self._shards.numbers
+        if numbers is None:
+            return label
+        if not 0 <= label < len(numbers):
+            raise ShardError(
+                f"the label of {self.name(shard, sample)} is {label}, but {CLASSES} names {len(numbers)} classes. "
+                f"Add the missing names to {CLASSES}, or correct the .cls member."
+            )
+        return numbers[label]
 
     def prepare(self, shards: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray) -> None:
         """Download the byte ranges of samples to the cache, with several simultaneous requests.

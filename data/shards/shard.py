@@ -22,6 +22,9 @@ from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
 from data.shards.tar import Index, scan_tar
 from runtime.files import atomic_write
 
+ENDINGS = (".tar", ".tar.gz")
+"""Ends of the file names of shards."""
+
 log = logging.getLogger(__name__)
 
 
@@ -53,17 +56,12 @@ class Shard:
         """Return the shard at `path`.
 
         Raises:
-            ShardError: the file does not exist, is empty, is a folder, or is not named `.tar` or `.tar.gz`; or the
-                server does not answer.
+            ShardError: the file does not exist, is empty, or is not named `.tar` or `.tar.gz`; or the server does not
+                answer.
         """
         if path.startswith(remote.PIPE):
             return cls(path, 0, "", source=source)
-        if os.path.isdir(path):
-            raise ShardError(
-                f"{path}: is a folder. If it holds shards, name them as '{path}/*.tar'. If it holds images, make "
-                f"shards with `python -m data.make_shards {path} SHARDS`."
-            )
-        if not remote.without_query(path).endswith((".tar", ".tar.gz")):
+        if not remote.without_query(path).endswith(ENDINGS):
             raise ShardError(
                 f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
             )
@@ -277,6 +275,10 @@ class ShardList:
     """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
     std: tuple[float, ...] | None = None
     """Standard deviation of each channel over all pixels, for values in [0, 1], from `index.json`; None if unknown."""
+    classes: tuple[str, ...] | None = None
+    """Class names in the order of the numbers that a reader returns as labels; None if unknown or not yet read."""
+    numbers: tuple[int, ...] | None = None
+    """Number that a reader returns for each class number in the shards; None if it returns the labels unchanged."""
 
     @property
     def images(self) -> int:

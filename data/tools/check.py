@@ -11,6 +11,7 @@ wrong.
 import json
 import os
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -20,13 +21,14 @@ from pydantic import Field, model_validator
 from rich.filesize import decimal
 
 from data.shards import remote
+from data.shards.classes import CLASSES, read_classes
 from data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
 from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder
 from data.shards.patterns import expand, load_folder_index
 from data.shards.retry import DEFAULT, SourceConfig
 from data.statistics import moments
 from data.tools.command import run_command, say
-from data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard, class_names
+from data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard
 from data.tools.make_report import sort_sizes
 from data.tools.parallel import Advance, spread
 from runtime.files import atomic_write
@@ -40,7 +42,7 @@ class CheckShards(Settings):
     """Check shards, and report their contents and everything that a run would refuse."""
 
     shards: Positional[list[str]]
-    """shards to check: paths, globs, brace ranges, URLs"""
+    """shards to check: paths, folders, globs, brace ranges, URLs"""
     workers: int = Field(default=os.cpu_count() or 1, ge=1)
     """number of worker processes"""
     decode: bool = True
@@ -101,12 +103,17 @@ def check(settings: CheckShards) -> dict[str, Any]:
     for path in paths:
         if not path.startswith(remote.PIPE):
             folders.setdefault(remote.without_query(path).rpartition("/")[0] or ".", []).append(found[path])
-    agree = []
+    agree, names = [], []
     for folder, shards in folders.items():
         if settings.write_index and not total.refused:
             _write_index(Path(folder), shards)
         agree.append(_compare_index(folder, shards, settings.source, total.refused))
-    return _report(settings, total, len(paths), agree)
+        names.append(_check_classes(folder, shards, settings.source, total.refused))
+    if len(set(names)) > 1:
+        total.notes.append(
+            f"the folders have different class names in {CLASSES}; an evaluation does not accept their labels together"
+        )
+    return _report(total, len(paths), agree, names[0] if len(set(names)) == 1 else None)
 
 
 def _entry(facts: Facts) -> ShardEntry:
@@ -174,12 +181,33 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
     return len(refused) == before
 
 
-def _report(settings: CheckShards, total: Facts, shards: int, agree: list[bool | None]) -> dict[str, Any]:
-    """Return the report as a dict that can be written as JSON."""
+def _check_classes(
+    folder: str, shards: list[Facts], source: SourceConfig, refused: list[str]
+) -> tuple[str, ...] | None:
+    """Return the class names of a folder, or None if there is no usable `classes.json`.
+
+    If the `classes.json` cannot be used, or does not name the classes of all labels, append the reason to `refused`.
+    """
+    try:
+        names = read_classes(folder, source)
+    except ShardError as error:
+        refused.append(str(error))
+        return None
+    labels = sum((facts.labels for facts in shards), Counter[int]())
+    if names is not None and labels and max(labels) >= len(names):
+        refused.append(
+            f"{folder}/{CLASSES}: names {len(names)} classes, from 0 to {len(names) - 1}, but the largest label is "
+            f"{max(labels)}. Add the missing names at the end of the file, or remove the file."
+        )
+    return names
+
+
+def _report(total: Facts, shards: int, agree: list[bool | None], names: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return the report as a dict that can be written as JSON. `names` are the class names, or None without names."""
     keys = np.frombuffer(b"".join(total.keys), dtype=np.uint64)
     good = total.decoded - total.corrupt
     pixels = moments(total.pixels)
-    names = class_names(Path(settings.shards[0]).parent)
+    names = names or ()
     smallest, largest = total.extremes or (None, None)
     return {
         "shards": shards,

@@ -5,7 +5,6 @@ which shards are checked.
 """
 
 import hashlib
-import json
 import logging
 import os
 from collections import Counter
@@ -246,12 +245,3 @@ def _check_table(facts: Facts, table: Index, checks: Checks) -> None:
             return
         if not all(np.array_equal(a, b) for a, b in zip(stored, table, strict=True)):
             facts.refused.append(f"{beside}: belongs to another shard. {REPLACE_INDEX}")
-
-
-def class_names(folder: Path) -> list[str]:
-    """Read the class names that `data.make_shards` wrote to a folder. Return an empty list if the folder has none."""
-    try:
-        names = json.loads((folder / "classes.json").read_text())
-    except (OSError, ValueError):
-        return []
-    return [str(name) for name in names] if isinstance(names, list) else []

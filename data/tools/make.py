@@ -10,7 +10,7 @@ NAME-000000.tar and so on to this folder, a table beside each shard, and these f
     report.json      counts of stored, left-out and duplicate files
     left_out.csv     files that were left out, with the reasons
     duplicates.csv   duplicate files, each with the first file of the same content
-    classes.json     names of the classes, if labels have names
+    classes.json     names of the classes, if labels have names; evaluations match classes by these names
 
 The distribution of images over shards depends only on the listing and the settings. After an interruption, the same
 command makes the missing shards.
@@ -18,6 +18,7 @@ command makes the missing shards.
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ from pydantic import Field, model_validator
 from rich.filesize import decimal
 
 from data.shards.cache import SPARE_BYTES
+from data.shards.classes import parse_classes
+from data.shards.errors import ShardError
 from data.tools.command import MakeError, run_command, say
 from data.tools.listing import Links, Listing, list_folder, renumber
 from data.tools.make_report import show_report, write_reports
@@ -42,6 +45,8 @@ from runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "python -m data.make_shards"
 MEGABYTE = 10**6
+TRAINING_SETS = {"train", "training"}
+HELD_OUT_SETS = {"val", "valid", "validation", "test", "testing"}
 
 
 class MakeShards(Settings):
@@ -63,7 +68,8 @@ class MakeShards(Settings):
     """number of worker processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
     """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in
-    the file; for a folder, like `folders` if every image is exactly one folder deep, otherwise like `none`"""
+    the file; for a folder, like `folders` if every image is exactly one folder deep, otherwise like `none`; auto
+    refuses a folder with subfolders such as train and val, which are sets and not classes"""
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
     path_column: str | None = None
@@ -162,6 +168,8 @@ def _list_images(settings: MakeShards) -> Listing:
             raise MakeError(f"--{given[0]} is for lists and manifests, but {images} is a folder. Leave the option out.")
         if images.resolve() == settings.shards.resolve():
             raise MakeError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
+        if settings.labels == "auto":
+            _refuse_several_sets(images, settings.shards)
         listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
         columns = Columns(settings.path_column or "path", settings.label_column)
@@ -175,15 +183,30 @@ def _list_images(settings: MakeShards) -> Listing:
     return listing
 
 
+def _refuse_several_sets(images: Path, shards: Path) -> None:
+    """Raise `MakeError` if a folder has a subfolder for training images and a subfolder for held-out images."""
+    sets = sorted(
+        (path for path in images.iterdir() if path.name.lower() in (*TRAINING_SETS, *HELD_OUT_SETS) and path.is_dir()),
+        key=lambda path: (path.name.lower() not in TRAINING_SETS, path.name),
+    )
+    if not {path.name.lower() for path in sets} & TRAINING_SETS or len(sets) < 2:
+        return
+    commands = [
+        shlex.join([*PROGRAM.split(), str(path), str(shards / path.name), "--name", path.name]) for path in sets
+    ]
+    raise MakeError(
+        f"{images} holds the folders {', '.join(path.name for path in sets)}, which look like separate sets of images, "
+        "not like classes. Make shards of each set:\n  " + "\n  ".join(commands) + "\n"
+        "To make shards of all images together, add --labels none, or --labels folders if these folders are classes."
+    )
+
+
 def _read_classes(path: Path) -> list[str]:
     """Read the class names from `classes.json`, in the order of the class numbers."""
     try:
-        names = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise MakeError(f"cannot read --classes {path}: {error}. Name the classes.json of other shards.") from error
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
-        raise MakeError(f"--classes {path} is not a list of unique names. Name the classes.json of other shards.")
-    return names
+        return list(parse_classes(path.read_bytes(), str(path)))
+    except (OSError, ShardError) as error:
+        raise MakeError(f"cannot read --classes {path}: {error} Name the classes.json of other shards.") from error
 
 
 def _describe_classes(names: list[str] | None) -> str:

@@ -196,5 +196,4 @@ def show_report(report: dict[str, Any], folder: Folder) -> None:
     if report["other_files"]:
         kinds = [f"{count:,} {kind}" for kind, count in [*report["other_files"].items()][:MOST_SHOWN]]
         say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
-    pattern = shlex.quote(f"{path}/{folder.name}-*.tar")
-    say("\nnext", f"accelerate launch pretrain/run.py --method dino --data {pattern}")
+    say("\nnext", f"accelerate launch pretrain/run.py --method dino --data {shlex.quote(str(path))}")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.shards.shard import ENDINGS
 from data.tools.command import MakeError
 from runtime.files import atomic_write
 
@@ -100,4 +101,4 @@ class Folder:
         """Return the names of all shards and index files in the folder that were not made by this command."""
         own = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan_file.exists() else "(?!)")
         names = (path.name for path in self.path.glob("*"))
-        return sorted(n for n in names if n.endswith((".tar", ".tar.gz", "index.json")) and not own.fullmatch(n))
+        return sorted(n for n in names if n.endswith((*ENDINGS, "index.json")) and not own.fullmatch(n))

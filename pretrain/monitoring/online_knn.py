@@ -10,10 +10,11 @@ from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches
 from data.shards import DEFAULT, SourceConfig
 from encoders.base import Encoder, Preprocessing
+from evaluation.classes import open_labelled_pair
 from evaluation.features import (
     Extraction,
     LabelledFeatures,
-    check_disjoint,
+    check_labels,
     extract,
     pooled,
     resize_size,
@@ -21,7 +22,7 @@ from evaluation.features import (
 )
 from evaluation.knn import KNNProtocol, knn_accuracy, subtract_mean
 from pretrain.config import EvaluationConfig
-from runtime.collectives import all_reduce_sum
+from runtime.collectives import all_gather, all_reduce_sum
 
 PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
@@ -38,7 +39,7 @@ class OnlineKNN:
         accelerator: Accelerator,
         source: SourceConfig = DEFAULT,
     ) -> None:
-        """Check that the shards of the bank and of the queries are disjoint.
+        """Open the shards of the bank and of the queries, and match their classes by name.
 
         Args:
             config: settings of the evaluation. `config.val` names the labelled SHARDS of the query images.
@@ -48,11 +49,12 @@ class OnlineKNN:
             source: options for reading remote shards.
 
         Raises:
-            EvaluationError: a shard is both in the bank and in `config.val`.
+            ShardError: a shard cannot be used, or a sample has no label.
+            EvaluationError: a shard is both in the bank and in `config.val`, or the classes cannot be matched.
         """
         assert config.val is not None
-        check_disjoint(bank, config.val)
-        self.config, self.bank, self.val = config, bank, config.val
+        self.config = config
+        self.bank, self.val = open_labelled_pair(bank, config.val, source, accelerator)
         self.image_size, self.accelerator, self.source = image_size, accelerator, source
         self.queries = 0
         """Number of scored images; known after the first evaluation."""
@@ -78,6 +80,9 @@ class OnlineKNN:
             encoder: encoder to evaluate.
             pixels: also return the accuracy of the raw pixels, as `knn_pixels`. The images are shrunk to `PIXEL_SIDE`
                 pixels, and the mean image of the bank is subtracted.
+
+        Raises:
+            EvaluationError: at the first evaluation, if `check_labels` refuses the labels.
         """
         training = encoder.training
         encoder.eval()
@@ -91,6 +96,9 @@ class OnlineKNN:
         with torch.random.fork_rng(devices=[]):
             train, val = (extract(encoder, shards, self.accelerator, extraction) for shards in (self.bank, self.val))
         encoder.train(training)
+        if not self.queries:  # later evaluations read the same labels
+            bank, queries = (torch.cat(all_gather(part.labels)) for part in (train, val))
+            check_labels(bank, queries, self.bank.classes)
         self.queries = int(all_reduce_sum(torch.tensor(len(val.labels))))
         scores = {"knn_top1": self._accuracy(train, val, slice(encoder.dim))}
         if pixels:

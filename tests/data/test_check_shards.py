@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -113,6 +114,41 @@ def test_labels(write_tar, png, report, capsys):
     Path(path).with_name("classes.json").write_text(json.dumps(list("abcdefghij")))
     check(path)
     assert "most 3 of 5 (f), least 1 of 9 (j)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('["a", "b"]', "names 2 classes, from 0 to 1, but the largest label is 2. Add the missing names"),
+        ('["a", "b", "a"]', "names the class 'a' more than once"),
+        ('{"a": 0}', "not a JSON list of class names"),
+        ('["a", 1, "c"]', "not a JSON list of class names"),
+        ("[]", "not a JSON list of class names"),
+        ("[" * 100_000, "not a JSON list of class names"),
+    ],
+)
+def test_class_names_that_do_not_fit(write_shards, report, content, message):
+    folder = Path(write_shards([3])[0]).parent
+    (folder / "classes.json").write_text(content)
+    found = report(str(folder), status=1)
+    assert len(found["refused"]) == 1
+    assert found["refused"][0].startswith(f"{folder}/classes.json: {message}")
+    (folder / "classes.json").write_text('["a", "b", "c", "d"]')
+    assert report(str(folder))["class_names"] == {"0": "a", "1": "b", "2": "c"}
+
+
+def test_class_names_of_several_folders(write_shards, tmp_path, report):
+    paths = []
+    for name, classes in (("a", '["x", "y"]'), ("b", '["y", "x"]')):
+        (tmp_path / name).mkdir()
+        paths.append(str(tmp_path / name / "data-000000.tar"))
+        os.rename(write_shards([2])[0], paths[-1])
+        (tmp_path / name / "classes.json").write_text(classes)
+    found = report(*paths)
+    assert (found["good"], found["class_names"]) == (True, {})
+    assert "the folders have different class names in classes.json" in found["notes"][0]
+    (tmp_path / "b" / "classes.json").write_text('["x", "y"]')
+    assert report(*paths)["class_names"] == {"0": "x", "1": "y"}
 
 
 def test_labels_that_are_none(write_tar, png, report, capsys):

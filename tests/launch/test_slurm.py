@@ -229,9 +229,9 @@ def test_what_would_fail_in_the_queue_is_said(slurm: Slurm, settings: str, argum
 
 def test_shards_may_be_flags(slurm: Slurm) -> None:
     (slurm.folder / "x.yaml").write_text("steps: 3")
-    shards = ["--data", "d.tar", "--evaluation.train=t.tar", "--evaluation.val", "v.tar"]
+    shards = ["--data", "d.tar", "--evaluation.train=t.tar", "--evaluation.val", "v.tar", "w.tar", "--seed", "3"]
     assert slurm.submit("--after-pretraining", "knn", "--", *shards).returncode == 0
-    assert flags_of(slurm.submitted()[1])[2:] == ["--train", "t.tar", "--val", "v.tar"]
+    assert flags_of(slurm.submitted()[1])[2:] == ["--train", "t.tar", "--val", "v.tar", "--val", "w.tar"]
 
 
 def test_another_run_is_not_touched(slurm: Slurm) -> None:

@@ -101,6 +101,23 @@ def test_shards_arrive_as_they_were_written(name: str, values: list[str], expect
         assert job.inner.rate == 0.5  # a sibling in the section stays
 
 
+@pytest.mark.parametrize("name", ["data", "inner.shards"])
+def test_a_shell_may_expand_a_glob(name: str) -> None:
+    job = load("--steps", "7", f"--{name}", "a.tar", "b.tar", "c.tar", "--inner.rate", "0.5")
+    assert (job.data if name == "data" else job.inner.shards) == ["a.tar", "b.tar", "c.tar"]
+    assert (job.steps, job.inner.rate) == (7, 0.5)
+    again = load(f"--{name}", "a.tar", "b.tar", f"--{name}=c.tar", "d.tar")
+    assert (again.data if name == "data" else again.inner.shards) == ["a.tar", "b.tar", "c.tar", "d.tar"]
+    for other in (["--steps", "7", "b.tar"], ["--inner.fast", "b.tar"], ["--data", "a.tar", "--on", "b.tar"]):
+        with pytest.raises(SettingsError, match=r"unexpected argument 'b\.tar'\. Give settings as --name VALUE"):
+            load(*other)
+
+
+def test_a_flag_takes_one_word_where_words_have_positions() -> None:
+    copy = validate(Copy, flags(Copy, ["--images", "a.tar", "b", "c"], "copy"))
+    assert (copy.images.shards, copy.source, copy.others) == ("a.tar", Path("b"), ["c"])
+
+
 def test_shards_with_weights() -> None:
     assert load("--data", '{"a.tar": 1, "b.tar": 0.5}').data == {"a.tar": 1.0, "b.tar": 0.5}
     with pytest.raises(SettingsError, match=r"the value of --data is neither JSON nor YAML"):

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from data.shards import Reader, ShardError, expand, open_shards, retry
+from data.shards import Reader, ShardError, class_names, expand, open_shards, retry
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
 from data.shards.tar import scan_tar
@@ -100,3 +100,17 @@ def test_without_credentials(bucket, monkeypatch):
     monkeypatch.setenv("HOME", "/nowhere")
     with pytest.raises(ShardError, match=r"s3://shards/index.json: .*[Cc]redentials"):
         open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=4))
+
+
+@pytest.mark.medium
+def test_class_names_lie_beside_the_shards(write_shards, bucket):
+    found = {}
+    for folder, content in {"plain": None, "named": b'["ant", "bee", "cat"]', "wrong": b"{}"}.items():
+        bucket.put(write_shards([2, 1]), f"shards/{folder}/")
+        if content:
+            bucket.pipe(f"shards/{folder}/classes.json", content)
+        found[folder] = open_shards(f"s3://shards/{folder}/*.tar")
+    assert class_names(found["plain"]) is None
+    assert class_names(found["named"]) == ("ant", "bee", "cat")
+    with pytest.raises(ShardError, match=r"s3://shards/wrong/classes\.json: not a JSON list of class names"):
+        class_names(found["wrong"])

@@ -27,6 +27,43 @@ def test_patterns(write_shards, tmp_path, monkeypatch):
     assert expand(odd) == [str(odd)]
 
 
+def test_a_folder_is_its_shards(write_shards, tmp_path):
+    paths = write_shards([1] * 12)
+    for name in (".data-000099.tar", "data-000000.tar.json", "classes.json"):
+        (tmp_path / name).write_text("[]")
+    assert expand(tmp_path) == expand(f"{tmp_path}/") == expand([f"{tmp_path}"]) == paths
+    (tmp_path / "more").mkdir()
+    os.rename(paths.pop(), tmp_path / "more" / "x.tar")
+    assert expand(str(tmp_path / "{more,data-000000.tar}")) == [str(tmp_path / "more" / "x.tar"), paths[0]]
+    assert open_sources({str(tmp_path): 1, str(tmp_path / "more"): 3}).lists[0].images == 11
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["train-00.tar", "train-01.tar", "val-00.tar"],
+            r"several sets: train-\*.tar, val-\*.tar. Name one",
+        ),
+        (["in1k-train-0.tar", "in1k-val-0.tar"], r"several sets: in\*k-train-\*.tar, in\*k-val-\*.tar"),
+        (["a.tar", "b.tar.gz"], r"several sets: a.tar, b.tar.gz"),
+        (["train/a.tar", "val/b.tar.gz"], r"no shards, but its subfolders may: .*/train, .*/val. Name one of them"),
+        (
+            ["x/y/a.JPEG", "notes.txt"],
+            r"images, but no shards. .* -m data.make_shards '.*' SHARDS`",
+        ),
+        (["notes.txt"], r"holds no shards \(.tar, .tar.gz\) and no images"),
+    ],
+)
+def test_folders_that_are_refused(tmp_path, files, message):
+    for name in files:
+        path = tmp_path / "my data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(ShardError, match=message):
+        expand(tmp_path / "my data")
+
+
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
@@ -49,18 +86,15 @@ def test_all_bad_shards_are_named(write_shards, tmp_path):
     paths = write_shards([2] * 30)
     for path in paths[:25]:
         Path(path).write_bytes(b"text" * 1000)
-    (tmp_path / "folder.tar").mkdir()
-    others = [str(tmp_path / name) for name in ("gone.tar", "folder.tar", "notes.txt")]
+    others = [str(tmp_path / name) for name in ("gone.tar", "notes.txt")]
     with pytest.raises(ShardError) as caught:
         open_shards(others + paths)
     message = str(caught.value)
-    assert message.startswith("28 of 33 shards cannot be used:")
-    assert message.endswith("and 8 more")
+    assert message.startswith("27 of 32 shards cannot be used:")
+    assert message.endswith("and 7 more")
     assert "gone.tar: No such file" in message
-    assert "folder.tar: is a folder" in message
-    assert "data.make_shards" in message
     assert "notes.txt: the file name must end in .tar" in message
-    assert [path for path in paths if path in message] == paths[:17]
+    assert [path for path in paths if path in message] == paths[:18]
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz"])

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import tarfile
 
 import pytest
@@ -43,6 +44,39 @@ def test_class_folders_with_an_image_beside_them(photos, tmp_path, capsys):
     make(folder, tmp_path / "out", "--labels=folders", status=1)
     assert "b.jpg is not in a class folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("folders", "sets"),
+    [
+        (["train", "val"], ["train", "val"]),
+        (["Training", "validation", "other"], ["Training", "validation"]),
+        (["test", "train", "valid"], ["train", "test", "valid"]),
+    ],
+)
+def test_sets_are_not_classes(photos, tmp_path, folders, sets, capsys):
+    files = [f"{folder}/{name}/a.jpg" for folder in folders for name in ("ant", "bee")]
+    folder = photos({name: picture(n) for n, name in enumerate(files)}, "my photos")
+    make(folder, tmp_path / "out", status=1)
+    text = capsys.readouterr().err
+    assert f"{folder} holds the folders {', '.join(sets)}, which look like separate sets" in text
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  python")]
+    assert len(commands) == len(sets)
+    for words, name in zip(commands, sets, strict=True):
+        assert words[:4] == ["python", "-m", "data.make_shards", f"{folder}/{name}"]
+        make(*words[3:])
+        assert json.loads((tmp_path / "out" / name / "classes.json").read_text()) == ["ant", "bee"]
+        assert [path.name for path in shards(tmp_path / "out" / name)] == [f"{name}-000000.tar"]
+    make(folder, tmp_path / "classes", "--labels=folders")
+    assert len(json.loads((tmp_path / "classes" / "classes.json").read_text())) == len(folders)
+    make(folder, tmp_path / "all", "--labels=none")
+    assert {label for *_, label in samples(tmp_path / "all")} == {None}
+
+
+@pytest.mark.parametrize("folders", [["train", "bus"], ["val", "test"], ["train"]])
+def test_classes_that_are_named_like_a_set(photos, tmp_path, folders):
+    make(photos({f"{name}/a.jpg": picture(n) for n, name in enumerate(folders)}), tmp_path / "out")
+    assert len(samples(tmp_path / "out")) == len(folders)
 
 
 def test_numbers_of_other_shards(photos, tmp_path, capsys):
