@@ -7,9 +7,9 @@ derived from other settings and from the data.
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import yaml
 from pydantic import Field, create_model
@@ -140,6 +140,8 @@ class RunConfig(Settings, frozen=True):
     """run folder; default: a new folder under runs/"""
     steps: int | None = Field(default=None, ge=1)
     """length of the run in optimizer steps; default: 100 epochs"""
+    epochs: float | None = Field(default=None, gt=0)
+    """length of the run in epochs, in place of `steps`"""
     batch_size: int | None = Field(default=None, ge=1)
     """number of images per optimizer step, summed over all processes; default: 512, or less for fewer than 25,000
     images"""
@@ -150,7 +152,10 @@ class RunConfig(Settings, frozen=True):
     workers: int | None = Field(default=None, ge=0)
     """number of loader workers per training process; default: one per free core, at most 8"""
     resume: bool = False
-    """resume from the newest complete checkpoint of --output; start from the beginning if there is none"""
+    """resume from the newest complete checkpoint of --output; start from the beginning if there is none; short form for
+    the folder of the run: --resume RUN"""
+    overwrite: bool = False
+    """delete the run in --output, if there is one, before the new run starts"""
     dry_run: bool = False
     """print the resolved settings, and the run's length, memory and shards per worker; then exit without training"""
     init_from: str | None = None
@@ -223,6 +228,17 @@ def settings_model(variant: str) -> type[RunConfig]:
     return cast(type[RunConfig], model)
 
 
+class Early(NamedTuple):
+    """Settings that are read first, because they decide which other settings exist and which defaults these have."""
+
+    method: str | None
+    encoder: str | None
+    shards: Any
+    config: str | None
+    output: str | None
+    resume: bool
+
+
 def load(argv: Sequence[str]) -> RunConfig:
     """Return the settings of a run from its command line and its settings file.
 
@@ -232,35 +248,94 @@ def load(argv: Sequence[str]) -> RunConfig:
     Raises:
         SettingsError: a name is unknown, or a value is out of range.
     """
-    config, output = peek(argv, "config"), peek(argv, "output")
-    own = Path(output) / "config.yaml" if output and "--resume" in argv else None
+    argv = expand_resume(argv)
+    early = Early(
+        method=peek(argv, "method"),
+        encoder=peek(argv, "encoder") or peek(argv, "encoder.variant"),
+        shards=peek(argv, "data") or peek(argv, "data.shards"),
+        config=peek(argv, "config"),
+        output=peek(argv, "output"),
+        resume="--resume" in argv,
+    )
+    return _complete(early, lambda model: flags(model, argv, "run.py"))
+
+
+def from_values(values: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a run from nested dictionaries, with the same defaults as `load`.
+
+    Raises:
+        SettingsError: a name is unknown, or a value is out of range.
+    """
+    expanded = merge(RunConfig, values)
+    early = Early(
+        method=values.get("method"),
+        encoder=(expanded.get("encoder") or {}).get("variant"),
+        shards=(expanded.get("data") or {}).get("shards"),
+        config=values.get("config"),
+        output=values.get("output"),
+        resume=bool(values.get("resume")),
+    )
+    return _complete(early, lambda model: merge(model, values))
+
+
+def expand_resume(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which `--resume RUN` is written as `--resume --output RUN`."""
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("--resume=") and word.partition("=")[2].lower() not in ("true", "false"):
+            words += ["--resume", "--output", word.partition("=")[2]]
+        elif words[-1:] == ["--resume"] and not word.startswith("--") and word.lower() not in ("true", "false"):
+            words += ["--output", word]
+        else:
+            words.append(word)
+    return words
+
+
+def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
+    """Return validated settings. The defaults are overridden by the preset of the embedded digits if the run has no
+    other data, then by the settings file, and then by `given(model)`, where `model` is the class of the settings."""
+    config = early.config
+    own = Path(early.output) / "config.yaml" if early.output and early.resume else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
-    method = peek(argv, "method") or file.get("method", "dino")
+    method = early.method or file.get("method", "dino")
     if method not in METHODS:
         raise SettingsError(
             f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
         )
     file_data = file.get("data") or {}
-    shards = peek(argv, "data") or peek(argv, "data.shards")
-    if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
+    if config and not early.shards and "shards" not in file_data:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS")
     digits = PRESETS / f"digits_{method}.yaml"
-    use_preset = not (shards or file_data.get("shards")) and digits.exists()
+    use_preset = not (early.shards or file_data.get("shards")) and digits.exists()
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
-    asked = peek(argv, "encoder") or peek(argv, "encoder.variant")
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    variant = asked or saved or preset_variant or "vit_small"
+    variant = early.encoder or saved or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
         raise SettingsError(
-            f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
+            f"the run in {early.output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
         )
     if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)
     model = settings_model(variant)
     chosen = {"encoder": {"variant": variant}}
-    return validate(model, merge(model, preset, file, chosen, flags(model, argv, "run.py")))
+    layers = one_length([preset, file, chosen, given(model)])
+    return validate(model, merge(model, *layers))
+
+
+def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the layers of settings without the `steps` and `epochs` that a later layer replaces.
+
+    Both set the length of the run, so `epochs` in one layer also replaces `steps` in an earlier layer.
+    """
+    kept: list[Mapping[str, Any]] = []
+    replaced: set[str] = set()
+    for layer in reversed(layers):
+        kept.insert(0, {name: value for name, value in layer.items() if name not in replaced})
+        if layer.get("steps") is not None or layer.get("epochs") is not None:
+            replaced = {"steps", "epochs"}
+    return kept
 
 
 def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = None) -> ResolvedRun:
@@ -274,7 +349,9 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
         SettingsError: a setting is invalid, or two settings contradict each other.
     """
     batch_size = config.batch_size or default_batch_size(images)
-    steps = config.steps or max(100 * images // batch_size, 1)
+    if config.steps and config.epochs:
+        raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
+    steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
     size = RunSize(images, batch_size, steps)
     method = METHODS[config.method]
     method_config, optim = method.resolve(config.method_config, config.optim, size)
@@ -292,7 +369,7 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
     encoder = _resolved_encoder(config, defaults, data.channels)
     model = create_model("ResolvedRun", __base__=(ResolvedRun, type(config)), encoder=(type(encoder), encoder))
     given = {name: getattr(config, name) for name in config.model_fields_set}
-    own = {"steps": steps, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
+    own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
     own[config.method] = method_config
     return cast(ResolvedRun, validate(model, given | own))
 
@@ -315,6 +392,6 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
 
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. A run with --config and that file repeats the run."""
-    values = config.model_dump(mode="json", exclude={"config", "resume", "dry_run", "output"})
+    values = config.model_dump(mode="json", exclude={"config", "epochs", "resume", "overwrite", "dry_run", "output"})
     others = [name for name in METHODS if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
 from pretrain.config import ResolvedRun, RunConfig, resolve, to_yaml
 from pretrain.engines import Engine
+from pretrain.folder import delete_run, make_folder, run_folder
 from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
@@ -36,8 +36,9 @@ from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines
 from pretrain.preflight import Plan, dry_forward, report
 from runtime import processes
-from runtime.collectives import broadcast_object, gather_objects
+from runtime.collectives import broadcast_object, gather_objects, run_on_all_ranks
 from runtime.files import atomic_write
+from runtime.preemption import saving_on_interrupt
 from runtime.settings import SettingsError
 from runtime.watchdog import watched
 
@@ -83,6 +84,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             report(config, method, Plan(opened, images, accelerator.num_processes, workers(config, accelerator)))
         return
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
+    if config.overwrite:
+        run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
     make_folder(output)
     engine = engine_class(accelerator, method, config.optim)
     # A different seed per process, for code that draws from torch's generator. Drop path does not use that generator
@@ -98,7 +101,10 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
         announce(given, config, images, engine)
-    with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
+    with (
+        saving_on_interrupt(),
+        Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
+    ):
         run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position)
         train(run, iter(batches))
     finish_run(run)
@@ -207,41 +213,6 @@ def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
         [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
     ]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
-
-
-def run_folder(config: ResolvedRun) -> tuple[Path, Path | None]:
-    """Return the run folder, and its newest complete checkpoint or None. Write nothing.
-
-    Raises:
-        SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
-    """
-    if config.resume and not config.output:
-        raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
-    name = f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(broadcast_object(config.output or str(Path("runs") / name)))
-    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
-    holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
-    if holds_run and not config.resume:
-        raise SettingsError(f"{output} holds another run. Continue that run with --resume, or choose another --output")
-    if config.resume and not holds_run and config.data.shards is None and config.config is None:
-        raise SettingsError(f"{output} holds no run to continue. To start a run there, also give --data or --config")
-    if config.resume and not found:
-        log.info("%s has no checkpoint yet. The run starts from the beginning", output)
-    return output, found[-1] if found else None
-
-
-def make_folder(output: Path) -> None:
-    """Create the run folder.
-
-    Raises:
-        SettingsError: the folder cannot be created or written to.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"cannot create {output}: {error.strerror}. Choose another --output") from error
-    if not os.access(output, os.W_OK | os.X_OK):
-        raise SettingsError(f"{output} cannot be written to. Choose another --output")
 
 
 def build_method(config: ResolvedRun, *, fresh: bool) -> Method:

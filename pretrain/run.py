@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     """Train with the settings of a command line, and return the exit code.
 
     0: the run is done. 2: the user has to change something. 69: another process of the run was lost. 75: the run
-    received SIGTERM or SIGUSR1, saved and stopped, and --resume continues the run. 130: interrupted from the keyboard.
+    received SIGTERM, SIGUSR1 or Ctrl-C, saved and stopped, and --resume continues the run. 130: interrupted by Ctrl-C
+    before the first step, or by a second Ctrl-C, without saving.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_log_handler()])
     rank = int(os.environ.get("RANK", "0"))
@@ -50,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         return preemption.EXIT_CODE
     except KeyboardInterrupt:
         _complain(
-            "the run was interrupted. To continue from the last checkpoint, add --resume and the --output of this run. "
-            "To let a run save before it ends, send SIGTERM"
+            "the run was interrupted. To continue from the last checkpoint, start again with --resume and the folder "
+            "of this run"
         )
         return 130
     except OSError as error:

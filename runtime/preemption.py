@@ -1,5 +1,7 @@
-"""Preemption: on SIGTERM or SIGUSR1, a run finishes the current step, saves a checkpoint and exits with `EXIT_CODE`."""
+"""Preemption: on SIGTERM, SIGUSR1 or a first Ctrl-C, a run finishes the current step, saves a checkpoint and exits with
+`EXIT_CODE`."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -47,8 +49,25 @@ def listening() -> Iterator[None]:
         _received.clear()
 
 
+@contextmanager
+def saving_on_interrupt() -> Iterator[None]:
+    """Record the first Ctrl-C (SIGINT) within the context, like SIGTERM. A second Ctrl-C raises `KeyboardInterrupt`.
+
+    Outside of the main thread, or if the process ignores SIGINT, the context does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, _record_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def stop_requested() -> bool:
-    """Return True if this process has recorded SIGTERM or SIGUSR1."""
+    """Return True if this process has recorded a signal to stop."""
     return bool(_received)
 
 
@@ -60,3 +79,12 @@ def message(step: int) -> str:
 
 def _record(number: int, _: object) -> None:
     _received.append(signal.Signals(number))
+
+
+def _record_interrupt(number: int, frame: object) -> None:
+    _record(number, frame)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("RANK", "0") == "0":  # not by print or logging, which a signal may have interrupted
+        os.write(
+            2, b"\nThe run finishes this step, saves and ends. To end it at once, without saving, press Ctrl-C again.\n"
+        )

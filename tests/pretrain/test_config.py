@@ -7,7 +7,7 @@ import yaml
 from pydantic import BaseModel
 
 from encoders.base import IMAGENET, Preprocessing
-from pretrain.config import PRESETS, load, resolve, settings_model, to_yaml
+from pretrain.config import PRESETS, expand_resume, from_values, load, resolve, settings_model, to_yaml
 from pretrain.methods import METHODS
 from pretrain.methods.base import fill
 from pretrain.methods.mae import MAE
@@ -31,6 +31,47 @@ def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
     file.write_text("encoder: vit_base\n")
     assert load([*SHARDS, "--config", str(file)]).encoder_settings["variant"] == "vit_base"
     assert load([*SHARDS, "--config", str(file), "--encoder", "vit_large"]).encoder_settings == {"variant": "vit_large"}
+
+
+def test_the_length_in_steps_or_in_epochs(tmp_path: Path) -> None:
+    def steps(*arguments: str) -> int:
+        return resolve(load([*arguments, "--batch_size", "64"]), 1000).steps
+
+    assert steps(*SHARDS) == 1562  # 100 epochs
+    assert steps(*SHARDS, "--epochs", "2.5") == 39
+    assert steps("--epochs", "2") == 31  # replaces the 450 steps of the digits' preset
+    assert steps() == 450
+    file = tmp_path / "settings.yaml"
+    file.write_text("epochs: 3\n")
+    assert steps(*SHARDS, "--config", str(file)) == 46
+    assert steps(*SHARDS, "--config", str(file), "--steps", "7") == 7
+    with pytest.raises(SettingsError, match="Give only one of them"):
+        resolve(load([*SHARDS, "--steps", "7", "--epochs", "2"]), 1000)
+    config = resolve(load([*SHARDS, "--epochs", "2", "--batch_size", "64"]), 1000)
+    file.write_text(to_yaml(config))
+    assert steps("--config", str(file)) == 31
+
+
+def test_resume_takes_the_folder_of_the_run() -> None:
+    expected = ["--resume", "--output", "runs/a", "--steps", "3"]
+    assert expand_resume(["--resume", "runs/a", "--steps", "3"]) == expected
+    assert expand_resume(["--resume=runs/a", "--steps", "3"]) == expected
+    for unchanged in ("--resume --output a", "--resume true", "--resume=false", "--output a --resume"):
+        assert expand_resume(unchanged.split()) == unchanged.split()
+    config = load([*SHARDS, "--resume", "runs/a"])
+    assert (config.resume, config.output) == (True, "runs/a")
+
+
+def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("data: some.tar\nencoder: vit_mini\noptim: {lr: 0.5}\n")
+    command = ["--method", "mae", "--config", str(file), "--mae.size", "32", "--steps", "3", "--encoder.depth", "2"]
+    values = {"method": "mae", "config": str(file), "mae": {"size": 32}, "steps": 3, "encoder": {"depth": 2}}
+    assert to_yaml(from_values(values)) == to_yaml(load(command))
+    assert to_yaml(from_values({"method": "mae"})) == to_yaml(load(["--method", "mae"]))
+    assert from_values({"data": "some.tar", "encoder": "vit_tiny"}).encoder.variant == "vit_tiny"
+    with pytest.raises(SettingsError, match=r"did you mean 'optim\.lr'"):
+        from_values({"optim": {"l": 1}})
 
 
 @pytest.mark.parametrize(
@@ -89,7 +130,7 @@ def test_without_data_the_preset_of_the_embedded_data_lies_below(tmp_path: Path)
 def test_presets_are_valid(file: Path) -> None:
     config = resolve(load([*SHARDS, "--config", str(file)]), 1_281_167)
     assert config.method == file.stem.split("_")[1]
-    if file.stem.startswith("imagenet"):  # says in full what follows from the size of ImageNet anyway
+    if file.stem.startswith("imagenet_"):  # says in full what follows from the size of ImageNet anyway
         variant, size = config.encoder_settings["variant"], str(config.batch_size)
         flags = ["--method", config.method, "--encoder", variant, "--batch_size", size, "--precision", "bf16"]
         derived = resolve(load([*SHARDS, *flags, "--steps", str(config.steps)]), 1_281_167)

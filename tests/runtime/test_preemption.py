@@ -45,6 +45,29 @@ def test_signals_are_noted_and_what_was_before_comes_back() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.medium
+def test_the_first_interrupt_saves_and_the_second_ends_at_once(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run = launch([*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)])
+    run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
+    os.kill(run.process.pid, signal.SIGINT)
+    log = run.wait()
+    assert run.process.returncode == preemption.EXIT_CODE
+    assert "press Ctrl-C again" in log
+    assert "stopped by SIGINT" in log
+    assert "Traceback" not in log
+    saved = int((output / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
+    assert saved == records(output)[-1]["step"]
+    with preemption.listening():
+        before = signal.getsignal(signal.SIGINT)
+        with preemption.saving_on_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert preemption.stop_requested()
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_signal_that_came_before_the_run_began_counts() -> None:
     before = {number: signal.getsignal(number) for number in preemption.SIGNALS}
     try:
