@@ -13,6 +13,7 @@ Before the trainers start, both signals end the launcher as they end any program
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -113,6 +114,8 @@ def main() -> None:
     launch.simple_launcher = exec_trainer
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
+    # the trainers have printed what failed, and torch's launcher would log the exit codes after that
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch.main()
 
 

@@ -45,16 +45,16 @@ from runtime.watchdog import watched
 log = logging.getLogger(__name__)
 
 
-def pretrain(config: RunConfig) -> None:
-    """Train an encoder with the given settings, evaluate it during training, and export it."""
-    config = config.model_copy(update={"precision": resolve_precision(config.precision)})
+def pretrain(config: RunConfig) -> Path:
+    """Train an encoder with the given settings, evaluate it during training, and export it. Return the run folder."""
+    config = with_precision(config)
     accelerator, engine_class = make_accelerator(config)
     with watched():
-        run_job(accelerator, engine_class, config)
+        return run_job(accelerator, engine_class, config)
 
 
-def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig) -> None:
-    """Train, evaluate and export an encoder. The process group must be initialised."""
+def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig) -> Path:
+    """Train, evaluate and export an encoder. The process group must be initialised. Return the run folder."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
     with accelerator.local_main_process_first():  # the first process of a node fills the caches that the others use
@@ -82,7 +82,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if config.dry_run:
         if accelerator.is_main_process:
             report(config, method, Plan(opened, images, accelerator.num_processes, workers(config, accelerator)))
-        return
+        return output
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
@@ -108,10 +108,11 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position)
         train(run, iter(batches))
     finish_run(run)
+    return output
 
 
-def resolve_precision(precision: str) -> str:
-    """Return the precision of the forward pass: fp32, bf16 or fp16.
+def with_precision(config: RunConfig) -> RunConfig:
+    """Return the settings with the precision of the forward pass resolved to fp32, bf16 or fp16.
 
     `auto` becomes the launcher's precision if the launcher sets one. Otherwise it becomes bf16 on a GPU that supports
     bf16, and fp32 on any other device.
@@ -119,13 +120,14 @@ def resolve_precision(precision: str) -> str:
     Raises:
         SettingsError: the precision is fp16, and the machine has no CUDA device.
     """
+    precision = config.precision
     if precision == "auto":
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision == "no" and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
         raise SettingsError("--precision fp16 needs a CUDA device, and this machine has none. Use bf16 or fp32")
-    return {"no": "fp32"}.get(precision, precision)
+    return config.model_copy(update={"precision": {"no": "fp32"}.get(precision, precision)})
 
 
 def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:

@@ -1,0 +1,64 @@
+"""The command `tessera`, which works in any folder.
+
+    tessera COMMAND [--SETTING VALUE ...]
+    tessera FLAGS_OF_ACCELERATE_LAUNCH COMMAND [--SETTING VALUE ...]
+
+The second form starts several processes, for example `tessera --multi_gpu --num_processes 8 pretrain --data SHARDS`. It
+forwards SIGTERM, and nothing is printed after the last message of the command.
+"""
+
+import os
+import runpy
+import sys
+
+import tessera
+
+COMMANDS = {
+    "pretrain": ("pretrain.run", "pretrain an encoder"),
+    "knn": ("evaluation.knn", "k-NN accuracy"),
+    "linear_probe": ("evaluation.linear_probe", "linear probe"),
+    "embed": ("evaluation.embed", "write the features of images to a file"),
+    "export": ("pretrain.export", "extract weights from a checkpoint"),
+    "weights": ("encoders.weights", "convert published or own weights"),
+    "summary": ("encoders.summary", "print the size and cost of encoders"),
+    "make_shards": ("data.make_shards", "make shards from a folder of images"),
+    "check_shards": ("data.check_shards", "verify shards"),
+}
+"""Commands: name -> module and purpose."""
+
+
+def main() -> None:
+    """Run a command of the command line."""
+    words = sys.argv[1:]
+    place = next((i for i, word in enumerate(words) if word in COMMANDS), None)
+    if place is None:
+        asked_for_help = not words or words[0] in ("-h", "--help")
+        print(help_text(), file=sys.stdout if asked_for_help else sys.stderr)
+        raise SystemExit(0 if asked_for_help else 2)
+    module = COMMANDS[words[place]][0]
+    if place == 0:
+        sys.argv = [f"tessera {words[0]}", *words[1:]]
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+        return
+    # The trainers must not search the working folder, where a `data.py` would hide Tessera's package `data`.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    paths = [str(tessera.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    from launch import accelerate_launch
+
+    launcher = words[:place]
+    if "--config_file" not in launcher:  # otherwise accelerate lists these defaults in a warning
+        launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
+    sys.argv = ["tessera", *launcher, "--module", module, *words[place + 1 :]]
+    accelerate_launch.main()
+
+
+def help_text() -> str:
+    """Return the list of commands."""
+    lines = ["usage: tessera [FLAGS OF accelerate launch] COMMAND [--SETTING VALUE ...]", "", "commands:"]
+    lines += [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join([*lines, "", "`tessera COMMAND --help` lists the settings of a command."])
+
+
+if __name__ == "__main__":
+    main()

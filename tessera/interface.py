@@ -1,0 +1,156 @@
+"""Functions for Python programs and notebooks. Each does what the command of the same name does, in this process.
+
+Shape letters: B images of one batch, N images, C channels, S x S pixels, D features per image.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from PIL import Image, ImageOps
+from torch import Tensor
+
+import encoders
+from data.augment import to_model_input
+from data.batch import Batch
+from data.crops import CenterCrop
+from data.resample import cut
+from data.shards import open_shards, open_sources
+from encoders.base import Encoder
+from evaluation.features import Extraction, LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
+from pretrain import job
+from pretrain.config import from_values, resolve
+from runtime import preemption
+from runtime.processes import make_accelerator
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a pretraining run."""
+
+    path: Path
+    """Folder of the run."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings of the run."""
+        return yaml.safe_load((self.path / "config.yaml").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One dictionary of metrics per record (docs/monitoring.md)."""
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def encoder(self) -> Encoder:
+        """The trained encoder in eval mode, or that of the newest checkpoint if the run has not ended."""
+        return load(self.path)
+
+
+def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
+    """Pretrain an encoder in this process, on one device. `accelerate launch pretrain/run.py` uses several.
+
+    A first Ctrl-C saves and ends the run. `pretrain(resume=True, output=FOLDER)` continues it.
+
+    Args:
+        method: pretraining method.
+        data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. None trains on the embedded
+            digits.
+        settings: settings of `pretrain/run.py` by their names. A section is a dictionary, or a value in the section's
+            short form: `encoder="vit_small"`, `dino={"global_size": 64}`.
+
+    Raises:
+        SettingsError: a setting is unknown or invalid.
+        ShardError: the shards cannot be read.
+        Preempted: the run was told to stop, and has saved a checkpoint.
+    """
+    _forget_settings_of_earlier_runs()
+    with preemption.listening():
+        output = job.pretrain(from_values(_values(method, data, settings)))
+    return Run(output)
+
+
+def training_batches(method: str = "dino", data: Any = None, **settings: Any) -> Iterator[Batch]:
+    """Yield the batches that `pretrain` would train on, in the same order, for a training loop of one's own.
+
+    A batch holds the normalised images, crops and masks of the method on the device of this process: `batch.views`. The
+    arguments and errors are those of `pretrain`.
+    """
+    _forget_settings_of_earlier_runs()
+    given = job.with_precision(from_values(_values(method, data, settings)))
+    accelerator, _ = job.make_accelerator(given)
+    shards, given = job.training_shards(given)
+    opened = open_sources(shards, source=given.source)
+    images = sum(source.images for source in opened.lists)
+    config = resolve(given, images, job.measure_pixels(given, opened, accelerator))
+    torch.manual_seed(config.seed)
+    module = job.build_method(config, fresh=True)
+    config = job.resolve_crops(config, module)
+    for batch in job.loader(config, module, opened, 0, accelerator):
+        yield to_model_input(batch.to(accelerator.device, non_blocking=True))
+
+
+def load(path: str | Path) -> Encoder:
+    """Return the encoder of a run folder, of a checkpoint or of an exported encoder, in eval mode.
+
+    Raises:
+        EvaluationError: there is no encoder at `path`.
+    """
+    return encoders.load(resolve_checkpoint(path)).eval()
+
+
+def embed(encoder: Encoder, data: Any, extraction: Extraction | None = None) -> LabelledFeatures:
+    """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Labels are -1 without labels.
+
+    Raises:
+        ShardError: the shards cannot be read.
+        EvaluationError: the encoder does not accept images of this size.
+    """
+    accelerator = make_accelerator()
+    shards = open_shards(data)
+    extraction = extraction or Extraction(labels=shards.all_labelled())
+    return extract(encoder.to(accelerator.device), shards, accelerator, extraction)
+
+
+def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:
+    """Return a function that turns an RGB image into the encoder's input (3, S, S), as the evaluations do.
+
+    Args:
+        encoder: encoder whose mean and standard deviation normalise the image.
+        image_size: side S of the crop in pixels; None for the size that the encoder was built for.
+
+    Raises:
+        ValueError: the encoder does not take 3 channels.
+    """
+    preprocessing = encoder.preprocessing
+    if preprocessing.channels != 3:
+        raise ValueError(f"The encoder takes {preprocessing.channels} channels, but this function prepares RGB images.")
+    size = input_size(encoder, image_size)
+    crop = CenterCrop(size, resize=resize_size(size, None))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+
+    def prepare(image: Image.Image) -> Tensor:
+        rgb = ImageOps.exif_transpose(image).convert("RGB")
+        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)
+        (view,) = crop.draw((rgb.height, rgb.width))
+        out = torch.empty(1, size, size, 3, dtype=torch.uint8)
+        cut(pixels.permute(2, 0, 1), view.boxes, out)
+        return (out[0].permute(2, 0, 1) / 255 - mean) / std
+
+    return prepare
+
+
+def _values(method: str, data: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    return {"method": method, **({} if data is None else {"data": data}), **settings}
+
+
+def _forget_settings_of_earlier_runs() -> None:
+    """Let a run in this process have another precision than the run before it. Accelerate keeps the settings of the
+    first run otherwise."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()

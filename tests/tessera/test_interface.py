@@ -1,0 +1,107 @@
+"""Tessera from Python and by the command `tessera`, also in a folder whose files have the names of its packages."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import encoders
+import tessera
+from data.tools.make import main as make_shards
+from pretrain.run import main
+from tests.launched import ROOT, TINY, records
+
+SMALL = {
+    "steps": 3,
+    "batch_size": 16,
+    "record_every": 1,
+    "workers": 1,
+    "encoder": {"depth": 1, "dim": 24, "heads": 2},
+    "dino": {"hidden_dim": 32, "bottleneck_dim": 16, "prototypes": 64},
+    "evaluation": {"pictures": 0},
+}
+
+
+@pytest.mark.medium
+def test_pretraining_from_python_equals_the_command(tmp_path: Path) -> None:
+    run = tessera.pretrain("dino", output=str(tmp_path / "python"), **SMALL)
+    flags = ["--encoder.depth", "1", "--steps", "3", "--checkpoint_every", "1000", "--evaluation.pictures", "0"]
+    assert main([*TINY, *flags, "--output", str(tmp_path / "command")]) == 0
+    losses = [record["loss"] for record in run.metrics if "loss" in record]
+    assert losses == [record["loss"] for record in records(tmp_path / "command") if "loss" in record]
+    assert run.config["steps"] == 3
+    again = tessera.pretrain("dino", output=str(tmp_path / "bf16"), precision="bf16", **SMALL)  # another precision
+    assert again.metrics[-1]["loss"] != losses[-1]
+
+
+@pytest.mark.medium
+def test_the_batches_are_those_of_the_run() -> None:
+    batches = list(tessera.training_batches("dino", **SMALL))
+    assert len(batches) == 3
+    assert [tuple(view.images.shape) for view in batches[0].views] == [(32, 3, 16, 16), (32, 3, 12, 12)]
+    again = next(iter(tessera.training_batches("dino", **SMALL)))
+    torch.testing.assert_close(again.views[0].images, batches[0].views[0].images, rtol=0, atol=0)
+
+
+def test_one_prepared_image_equals_the_evaluation(tmp_path: Path) -> None:
+    encoder = encoders.build("vit_micro", depth=1, image_size=24).eval()
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 57, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "images" / "cat" / "a.png")
+    make_shards([str(tmp_path / "images"), str(tmp_path / "shards")])
+    found = tessera.embed(encoder, str(tmp_path / "shards"))
+    prepared = tessera.transform(encoder)(Image.open(tmp_path / "images" / "cat" / "a.png"))
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder(prepared[None]).pooled, found.features, rtol=1e-5, atol=1e-5)
+    assert found.labels.tolist() == [-1]  # one folder of images has no classes
+    encoder.preprocessing = encoders.Preprocessing((0.5,), (0.5,))
+    with pytest.raises(ValueError, match="takes 1 channels"):
+        tessera.transform(encoder)
+
+
+def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Path:
+    """Return a folder of a user whose files have the names of Tessera's packages."""
+    for name in ("data", "runtime", "encoders"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user was imported')\n")
+    return tmp_path
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("processes", [[], ["--num_processes", "1"], ["--multi_gpu", "--num_processes", "2"]])
+def test_the_command_works_among_files_of_the_same_names(crowded: Path, processes: list[str]) -> None:
+    done = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--steps", "2", "--output", "run")
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in records(crowded / "run")] == [0, 1, 2]
+    refused = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--output", "run")
+    assert refused.returncode == 2
+    assert "holds another run" in refused.stderr.strip().splitlines()[-1]  # nothing is printed after it
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_module_that_took_a_name_first_is_named(crowded: Path) -> None:
+    (crowded / "data.py").write_text("")
+    done = called(crowded, "-c", "import data, tessera")
+    assert f"{crowded / 'data.py'} has the name of Tessera's package `data`" in done.stderr
+    assert called(crowded, "-c", "import tessera, data, encoders; data.__path__").returncode == 0
+
+
+def test_unknown_commands_and_help(crowded: Path) -> None:
+    helped, unknown = called(crowded, "-m", "tessera", "--help"), called(crowded, "-m", "tessera", "pretrian")
+    assert (helped.returncode, unknown.returncode) == (0, 2)
+    for name in ("pretrain", "linear_probe", "make_shards"):
+        assert name in helped.stdout
+        assert name in unknown.stderr
+    assert "unknown flag --stps" in called(crowded, "-m", "tessera", "pretrain", "--stps", "3").stderr
