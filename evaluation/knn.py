@@ -104,7 +104,7 @@ def knn_accuracy(
     offset = _offset(train.labels, accelerator)
     correct = {n: torch.zeros(2, dtype=torch.int64) for n in k}
     with torch.no_grad(), torch.autocast(device.type, enabled=False), full_float32():
-        for query, target in _queries(val, protocol.queries, device, accelerator):
+        for query, target in queries(val, protocol.queries, device, accelerator):
             keys = _nearest(query, bank, offset, nearest, protocol.chunk)
             keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
             similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
@@ -144,7 +144,7 @@ def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
     return int(torch.cat(counts)[: accelerator.process_index].sum())
 
 
-def _queries(
+def queries(
     val: LabelledFeatures, size: int, device: torch.device, accelerator: Accelerator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the queries of all processes as unit vectors (Q, D) and labels (Q,), at most `size` queries at a time.

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import yaml
 
 LAUNCH = Path(__file__).resolve().parent
-EVALUATIONS = {"knn": "knn", "probe": "linear_probe"}
+EVALUATIONS = {"knn": "knn", "probe": "linear_probe", "few-shot": "few_shot", "retrieval": "retrieval"}
 """Map from the name of an evaluation on the command line to the stem of file names. The script of an evaluation is
 STEM.sbatch, and the names of its result files begin with STEM (`evaluation.results.result_path`)."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")

@@ -98,13 +98,15 @@ def test_engine_without_a_choice_is_frozen_too(slurm: Slurm) -> None:
 
 
 def test_a_chain_waits_for_success(slurm: Slurm) -> None:
-    done = slurm.submit("--gpus", "4", "--cpus", "40", "--after-pretraining", "probe,knn", "--partition=p", "--mem=1G",
-                        "--knn-flags=--k 20 --precision bf16", "--", "--seed", "3")  # fmt: skip
+    done = slurm.submit("--gpus", "4", "--cpus", "40", "--after-pretraining", "probe,knn,few-shot,retrieval",
+                        "--partition=p", "--mem=1G", "--knn-flags=--k 20 --precision bf16",
+                        "--few-shot-flags=--shares 1,10", "--", "--seed", "3")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    pretrain, probe, knn = slurm.submitted()
+    pretrain, probe, knn, few_shot, retrieval = slurm.submitted()
     assert "--hold" in pretrain
     assert flags_of(pretrain)[-2:] == ["--seed", "3"]
-    for argv, script in ((probe, "linear_probe"), (knn, "knn")):
+    scripts = ("linear_probe", "knn", "few_shot", "retrieval")
+    for argv, script in zip((probe, knn, few_shot, retrieval), scripts, strict=True):
         assert "--hold" not in argv
         assert "--dependency=afterok:101" in argv
         assert "--kill-on-invalid-dep=yes" in argv
@@ -115,6 +117,8 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     run = str(slurm.folder / "run")
     assert flags_of(probe) == ["--checkpoint", run, *shards]
     assert flags_of(knn) == ["--checkpoint", run, *shards, "--k", "20", "--precision", "bf16"]
+    assert flags_of(few_shot) == ["--checkpoint", run, *shards, "--shares", "1,10"]
+    assert flags_of(retrieval) == ["--checkpoint", run, *shards]
     assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
 
 
