@@ -72,10 +72,11 @@ def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
 
 def probe(settings: LearningBenchmark, run: Path) -> dict[str, Any]:
     """Return the result of the linear probe of a run on centre crops."""
-    path = run / "evaluation" / "linear_probe.json"
+    path = run / "evaluation" / "linear_probe-learning.json"
     if not path.exists():
         shards = ("--train", settings.train, "--val", settings.val)
-        _call("evaluation/linear_probe.py", "--checkpoint", str(run), *shards, "--no-augment", "--batch_norm")
+        options = ("--no-augment", "--batch_norm", "--output", str(path))
+        _call("evaluation/linear_probe.py", "--checkpoint", str(run), *shards, *options)
     return json.loads(path.read_text())
 
 

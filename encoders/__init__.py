@@ -47,6 +47,7 @@ __all__ = [
     "load",
     "load_weights",
     "read_description",
+    "read_step",
     "save",
 ]
 
@@ -102,10 +103,16 @@ def build(variant: str, **settings: Any) -> Encoder:
     return encoder
 
 
-def save(encoder: Encoder, path: str | Path):
+def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     """Write the weights of an encoder to `path` (.safetensors), and its settings to a .json file of the same name.
 
     The .json file also holds the preprocessing. Each of the two files is written atomically.
+
+    Args:
+        encoder: encoder made by `build`.
+        path: file to write.
+        step: number of optimizer steps after which the encoder has these weights. The .json file then holds the step,
+            so that the results of evaluations can name it.
 
     Raises:
         EncoderError: the encoder was not made by `encoders.build`, or `path` does not end in .safetensors.
@@ -117,8 +124,9 @@ def save(encoder: Encoder, path: str | Path):
     preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
     with atomic_write(weights) as file:
         save_file(state, file)
+    described = encoder.settings | {"preprocessing": preprocessing} | ({} if step is None else {"step": step})
     with atomic_write(description) as file:
-        file.write_text(json.dumps(encoder.settings | {"preprocessing": preprocessing}, indent=2) + "\n")
+        file.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def load(path: str | Path) -> Encoder:
@@ -159,7 +167,14 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
         raise EncoderError(f"{path} is not a JSON file: {error}.") from error
     if not isinstance(settings, dict) or "variant" not in settings:
         raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
+    settings.pop("step", None)
     return settings, _preprocessing(settings.pop("preprocessing", None), path)
+
+
+def read_step(path: str | Path) -> int | None:
+    """Return the step of a saved encoder, a .safetensors file, or None if `save` was called without a step."""
+    _, description = _files(path)
+    return json.loads(description.read_text()).get("step")
 
 
 def _preprocessing(described: Any, path: Path) -> Preprocessing:

@@ -15,9 +15,7 @@ features per image, K neighbours.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,20 +25,9 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from evaluation.classes import open_labelled_pair
-from evaluation.features import (
-    PIXELS,
-    EvaluationError,
-    FeatureSettings,
-    LabelledFeatures,
-    check_finite,
-    check_labels,
-    extract,
-    input_size,
-    load_encoder,
-    resize_size,
-)
-from evaluation.results import UNRANKED, report, result_path, true_class_rank
+from evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, check_finite
+from evaluation.labelled import described, full_float32, labelled_features
+from evaluation.results import UNRANKED, Evaluation, check_output, report, true_class_rank
 from runtime.collectives import all_gather, all_reduce_sum
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -65,7 +52,7 @@ class KNNSettings(FeatureSettings):
     temperature: float = Field(0.07, gt=0)
     """temperature of the vote; each neighbour has the weight exp(similarity / temperature)"""
     output: str | None = None
-    """JSON result file; default: evaluation/knn.json in the run folder, or a file next to the encoder"""
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +103,8 @@ def knn_accuracy(
     bank = train.features.float()
     offset = _offset(train.labels, accelerator)
     correct = {n: torch.zeros(2, dtype=torch.int64) for n in k}
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _full_float32():
-        for query, target in _queries(val, protocol.queries, device, accelerator):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), full_float32():
+        for query, target in queries(val, protocol.queries, device, accelerator):
             keys = _nearest(query, bank, offset, nearest, protocol.chunk)
             keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
             similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
@@ -157,18 +144,7 @@ def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
     return int(torch.cat(counts)[: accelerator.process_index].sum())
 
 
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """Disable TF32 in matrix products within a `with` block, because low precision would change the neighbours."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _queries(
+def queries(
     val: LabelledFeatures, size: int, device: torch.device, accelerator: Accelerator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the queries of all processes as unit vectors (Q, D) and labels (Q,), at most `size` queries at a time.
@@ -245,51 +221,33 @@ def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, prot
     return found
 
 
-def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract the mean of the bank of all processes from the bank and from the queries: (N, D), (M, D)."""
-    count = all_reduce_sum(torch.tensor(len(train), dtype=torch.float64))
-    mean = all_reduce_sum(train.sum(0, dtype=torch.float64)) / count  # (D,)
-    return train - mean.float(), val - mean.float()
-
-
 def run(settings: KNNSettings) -> None:
     """Compute the k-NN accuracy, print the result and write it to a file."""
     accelerate = make_accelerator()
-    train_shards, val_shards = open_labelled_pair(settings.train, settings.val, settings.source, accelerate)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerate.device)
-    train, val = (extract(encoder, shards, accelerate, settings.extraction()) for shards in (train_shards, val_shards))
-    if settings.checkpoint == PIXELS:
-        centred = subtract_mean(train.features, val.features)
-        train, val = train._replace(features=centred[0]), val._replace(features=centred[1])
-    bank, targets = (torch.cat(all_gather(part.labels)) for part in (train, val))
-    check_labels(bank, targets, train_shards.classes)
+    check_output(settings.output)
+    found = labelled_features(settings, settings.train, settings.val, accelerate)
+    train, val = found.train, found.val
+    images = int(all_reduce_sum(torch.tensor(len(train.labels))))
     asked = list(dict.fromkeys(settings.k))
-    k, left_out = [n for n in asked if n <= len(bank)], [n for n in asked if n > len(bank)]
+    k, left_out = [n for n in asked if n <= images], [n for n in asked if n > images]
     if not k:
-        raise EvaluationError(f"Every k is larger than the bank of {len(bank)} images. Give a smaller --k.")
+        raise EvaluationError(f"Every k is larger than the bank of {images} images. Give a smaller --k.")
     if left_out:
-        accelerate.print(f"k {left_out} left out: the bank has {len(bank)} images")
+        accelerate.print(f"k {left_out} left out: the bank has {images} images")
     accuracy = knn_accuracy(train, val, KNNProtocol(k, settings.temperature), accelerate)
+    facts = described(settings, found, accelerate)
     if not accelerate.is_main_process:
         return
     headline = HEADLINE if HEADLINE in k else k[0]
-    size = input_size(encoder, settings.image_size)
-    facts = {"image_size": size, "resize": resize_size(size, settings.resize), "processes": accelerate.num_processes}
     result: dict[str, Any] = {
         "top1": accuracy[headline][0],
         "top5": accuracy[headline][1],
         "protocol": f"{headline}-NN",
         "k": {str(n): {"top1": top1, "top5": top5} for n, (top1, top5) in accuracy.items()},
         "k_left_out": left_out,
-        "checkpoint": str(file or settings.checkpoint),
-        "train_images": len(bank),
-        "val_images": len(targets),
-        "classes": int(bank.max()) + 1,
-        "settings": settings.model_dump(mode="json") | facts,
     }
-    path = Path(settings.output) if settings.output else result_path(file, "knn")
-    report(path, result, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
+    evaluation = Evaluation("knn", found.file, settings.val, settings.output)
+    report(evaluation, result | facts, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
 
 
 if __name__ == "__main__":

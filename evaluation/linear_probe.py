@@ -50,7 +50,7 @@ from evaluation.features import (
     resize_size,
 )
 from evaluation.heads import Heads, HeadTraining, accuracy, normaliser, train_heads
-from evaluation.results import report, result_path
+from evaluation.results import Evaluation, check_output, report
 from runtime.collectives import all_gather
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -85,7 +85,7 @@ class ProbeSettings(FeatureSettings):
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initial weights and of the order of the images"""
     output: str | None = None
-    """JSON result file; default: evaluation/linear_probe.json in the run folder, or a file next to the encoder"""
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,7 @@ def _chosen(
 def run(settings: ProbeSettings) -> None:
     """Compute the linear-probe accuracy, print the result and write it to a file."""
     accelerate = make_accelerator()
+    check_output(settings.output)
     train_shards, val_shards = open_labelled_pair(settings.train, settings.val, settings.source, accelerate)
     encoder, file = load_encoder(settings)
     encoder.to(accelerate.device)
@@ -264,7 +265,7 @@ def run(settings: ProbeSettings) -> None:
 
 
 def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> None:
-    """Print the result, and write it to `settings.output` or to the default path for the encoder in `file`."""
+    """Print the result of the encoder in `file`, and write it to a file."""
     columns = ["blocks", "average_pool", "rate", "holdout_top1", "top1", "top5"]
     rows = []
     for row in result["all"]:
@@ -272,8 +273,8 @@ def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> 
         rows.append([*cells, "<- chosen" if row is result["chosen"] else ""])
     if result["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
         print("The chosen rate is the smallest or largest of --rates. Other rates, or --batch_norm, may be better.")
-    path = Path(settings.output) if settings.output else result_path(file, "linear_probe")
-    report(path, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
+    evaluation = Evaluation("linear_probe", file, settings.val, settings.output)
+    report(evaluation, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,33 @@
-"""Results of evaluations: rank of the true class, paths of result files, and printed tables."""
+"""Results of evaluations: rank of the true class, names of result files, and printed tables."""
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import encoders
+from runtime.errors import UserError
 from runtime.files import atomic_write
 
+SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
+"""File names that say which part of a data set a shard belongs to, but not which data set."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 UNRANKED = 2**31
 """Rank of a true class without a valid score. This rank is larger than any number of classes."""
+
+
+class ResultError(UserError, ValueError):
+    """Raised when a result cannot be written where the user asked for it."""
 
 
 def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
@@ -32,31 +42,81 @@ def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
     return ahead.sum(1).masked_fill(own.squeeze(1).isnan(), UNRANKED)
 
 
-def result_path(encoder: Path | None, name: str) -> Path | None:
-    """Return the path of the result file of evaluation `name` for an encoder file, or None if `encoder` is None.
+class Evaluation(NamedTuple):
+    """An evaluation of one encoder, as far as the name of its result file depends on it."""
 
-    | file `encoder` | path of the result |
-    |---|---|
-    | encoder of a run | OUTPUT/evaluation/NAME.json |
-    | encoder of a checkpoint | OUTPUT/evaluation/step-00001000/NAME.json |
-    | any other encoder file | ENCODER.NAME.json in the folder of the encoder file |
+    name: str
+    """Name of the evaluation, such as `knn`."""
+    encoder: Path | None
+    """File of the encoder, or None for `--checkpoint pixels`."""
+    data: str | Sequence[str]
+    """SHARDS of the images that are scored."""
+    output: str | None
+    """File that the user asked for, or None for the path that `result_path` returns."""
+
+
+def check_output(output: str | None) -> None:
+    """Check `--output` before any image is encoded.
+
+    Raises:
+        ResultError: the file exists.
     """
-    if encoder is None:
+    if output is not None and Path(output).exists():
+        raise ResultError(f"--output {output} exists. Results are never overwritten. Choose another file.")
+
+
+def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
+    """Return the path of a new result file, or None for `--checkpoint pixels`.
+
+    The name of the file is NAME-DATA-STEP-TIME.json, such as knn-cifar10-test-step-00005000-20261124T101530Z.json. DATA
+    is the return value of `data_name`. STEP is left out if the encoder file does not name the step of its run. TIME is
+    the end of the evaluation in UTC. If a file of this name exists, a number is added: the result of an evaluation
+    never replaces another one.
+
+    | file of the encoder | path of the result |
+    |---|---|
+    | encoder of a run or of its checkpoint | OUTPUT/evaluation/NAME-....json |
+    | any other encoder file | ENCODER-NAME-....json in the folder of the encoder file |
+    """
+    if evaluation.encoder is None:
         return None
-    encoder = encoder.resolve()  # `latest` is a symbolic link to the folder of a step
+    encoder = evaluation.encoder.resolve()  # `latest` is a symbolic link to the folder of a step
+    step = encoders.read_step(encoder)
+    parts = [evaluation.name, data_name(evaluation.data), *([] if step is None else [f"step-{step:08d}"])]
+    stem = "-".join([*parts, time.strftime("%Y%m%dT%H%M%SZ")])
     folder = encoder.parent
-    if folder.parent.name == "checkpoints":
-        return folder.parent.parent / "evaluation" / folder.name / f"{name}.json"
-    in_run = (folder / "checkpoints").is_dir() or (folder / "config.yaml").is_file()
+    # launch/progress.py keeps the encoder of a checkpoint in OUTPUT/evaluation/step-...
+    of_a_step = folder.name.startswith("step-") and folder.parent.name in ("checkpoints", "evaluation")
+    run = folder.parent.parent if of_a_step else folder
+    in_run = of_a_step or (run / "checkpoints").is_dir() or (run / "config.yaml").is_file()
     if in_run and encoder.name == "encoder.safetensors":
-        return folder / "evaluation" / f"{name}.json"
-    return folder / f"{encoder.stem}.{name}.json"
+        path = run / "evaluation" / f"{stem}.json"
+    else:
+        path = folder / f"{encoder.stem}-{stem}.json"
+    others = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
-def environment() -> dict[str, Any]:
-    """Return the current time, the versions of Python and of packages, and the name of the device."""
+def data_name(shards: str | Sequence[str]) -> str:
+    """Return a short name of a data set for file names, such as `cifar10-test` for `data/cifar10-test-*.tar.gz`.
+
+    The name is the constant beginning of the first pattern's file name. If this beginning is empty or only says which
+    split it is (`val-*.tar`), the name of the folder comes before it.
+    """
+    first = shards if isinstance(shards, str) else shards[0]
+    folder, _, file = first.rpartition("/")
+    beginning = re.sub(r"\.(tar|tar\.gz|json)$", "", re.split(r"[*?\[{]", file)[0])
+    beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # without the number of the shard
+    if beginning in ("", "index", *SPLITS):
+        named = [part for part in re.split(r"[/:]", folder) if part and not re.search(r"[*?\[{]", part)]
+        beginning = "-".join([*named[-1:], *([beginning] if beginning in SPLITS else [])]) or "data"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", beginning)[:60]
+
+
+def environment(time: datetime.datetime) -> dict[str, Any]:
+    """Return the time, the versions of Python and of packages, and the name of the device."""
     return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": time.isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
@@ -69,13 +129,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def report(path: Path | None, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a result as a table, and write it to `path` together with the return value of `environment`.
+def report(
+    evaluation: Evaluation, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Print a result as a table, and write it to a new file together with the return value of `environment`.
 
-    Call this function only on the main process.
+    In a run folder, a second file has a short name and always holds the newest result: `evaluation/knn.json`.
+
+    The file also holds the name of the evaluation, the name of the data set, and the step of the encoder. Call this
+    function only on the main process.
 
     Args:
-        path: JSON file to write. With None, the result is only printed.
+        evaluation: names the file.
         result: numbers and settings of the evaluation.
         columns: headings of the table.
         rows: cells of the table. Floats are accuracies from 0 to 1, printed in percent.
@@ -85,13 +150,18 @@ def report(path: Path | None, result: dict[str, Any], columns: Sequence[str], ro
     for row in rows:
         table.add_row(*(f"{100 * cell:.2f} %" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)
+    time = datetime.datetime.now(datetime.UTC)
+    path = Path(evaluation.output) if evaluation.output else result_path(evaluation, time)
     if path is None:
         console.print("The result was not written to a file. Give --output FILE to keep it.")
         return
-    if path.exists():
-        console.print(f"This replaces an older result in {path}.", soft_wrap=True)
+    step = None if evaluation.encoder is None else encoders.read_step(evaluation.encoder)
+    named = {"evaluation": evaluation.name, "data": data_name(evaluation.data), "step": step}
+    text = json.dumps(named | result | environment(time), indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result | environment(), indent=2) + "\n"
-    with atomic_write(path) as temporary:
-        temporary.write_text(text)
+    newest = path.with_name(f"{evaluation.name}.json")
+    in_run = not evaluation.output and path.parent.name == "evaluation"
+    for file in (path, newest) if in_run else (path,):
+        with atomic_write(file) as temporary:
+            temporary.write_text(text)
     console.print(f"Result written to {path}", soft_wrap=True)

@@ -14,9 +14,9 @@ from typing import Any, TypedDict
 import yaml
 
 LAUNCH = Path(__file__).resolve().parent
-EVALUATIONS = {"knn": "knn", "probe": "linear_probe"}
+EVALUATIONS = {"knn": "knn", "probe": "linear_probe", "few-shot": "few_shot", "retrieval": "retrieval"}
 """Map from the name of an evaluation on the command line to the stem of file names. The script of an evaluation is
-STEM.sbatch, and the result is STEM.json."""
+STEM.sbatch, and the names of its result files begin with STEM (`evaluation.results.result_path`)."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
@@ -96,14 +96,13 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
         step: name of the checkpoint folder, such as `step-00001000`. The checkpoint's encoder must be in
             OUTPUT/evaluation/STEP. None selects the finished run.
     """
-    result = EVALUATIONS[kind]
-    source, name, after = ["--checkpoint", str(output)], kind, "pretrain"
+    encoder, name, after = output, kind, "pretrain"
     if step is not None:
-        kept = output / "evaluation" / step
-        source = ["--checkpoint", str(kept / "encoder.safetensors"), "--output", str(kept / f"{result}.json")]
+        encoder = output / "evaluation" / step / "encoder.safetensors"
         name, after = f"{kind}-{step}", None
     own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name)]
-    return Job(name, own + record["options"], f"{result}.sbatch", source + record["flags"][kind], after=after)
+    flags = ["--checkpoint", str(encoder), *record["flags"][kind]]
+    return Job(name, own + record["options"], f"{EVALUATIONS[kind]}.sbatch", flags, after=after)
 
 
 def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> None:

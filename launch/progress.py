@@ -9,6 +9,8 @@ from typing import Any
 from jobs import EVALUATIONS, evaluation_job, read_record, read_settings, states, submit, write_record
 
 ENCODER_FILES = ("encoder.json", "encoder.safetensors")
+METRICS = {"top1": "top-1", "mean_average_precision": "mAP"}
+"""Key of the main number in a result file, and the name under which it is shown."""
 
 
 def follow(output: Path) -> None:
@@ -26,9 +28,11 @@ def follow(output: Path) -> None:
     if not kinds:
         return
     for kept in (output / "evaluation").glob("step-*"):
-        if _evaluated(kept, kinds):
+        if _evaluated(output, kept.name, kinds):
             for name in ENCODER_FILES:
                 (kept / name).unlink(missing_ok=True)
+            if not any(kept.iterdir()):
+                kept.rmdir()
     checkpoints = sorted((output / "checkpoints").glob("step-*"))
     steps = [checkpoint.name for checkpoint in checkpoints if _keep_encoder(checkpoint, output, kinds)]
     known = {job.name for job in jobs}
@@ -42,8 +46,10 @@ def follow(output: Path) -> None:
                 print(f"job {job.id}: {job.name}")
 
 
-def _evaluated(kept: Path, kinds: list[str]) -> bool:
-    return all((kept / f"{EVALUATIONS[kind]}.json").exists() for kind in kinds)
+def _evaluated(output: Path, step: str, kinds: list[str]) -> bool:
+    """Return True if the checkpoint of a step, such as `step-00001000`, has a result of each evaluation."""
+    results = output / "evaluation"
+    return all(any(results.glob(f"{EVALUATIONS[kind]}-*-{step}-*.json")) for kind in kinds)
 
 
 def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
@@ -51,9 +57,9 @@ def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
 
     Return False if the checkpoint already has all results, or if pretraining has removed the checkpoint.
     """
-    kept = output / "evaluation" / checkpoint.name
-    if _evaluated(kept, kinds):
+    if _evaluated(output, checkpoint.name, kinds):
         return False
+    kept = output / "evaluation" / checkpoint.name
     kept.mkdir(parents=True, exist_ok=True)
     for name in ENCODER_FILES:
         if not (kept / name).exists():
@@ -89,7 +95,7 @@ def status(output: Path) -> None:
     rows = _results(output)
     print()
     if rows:
-        _print_table([["result", "top-1"], *rows])
+        _print_table([["result", "metric", "value"], *rows])
     else:
         print("no results yet")
 
@@ -119,12 +125,14 @@ def _last_record(path: Path) -> dict[str, Any]:
 
 
 def _results(output: Path) -> list[list[str]]:
-    """Return a row with name and accuracy for each result. The results of checkpoints come first."""
+    """Return a row for each result of an evaluation in the run folder: file name without suffix, metric and value.
+
+    Files with short names, such as knn.json, are copies of other results.
+    """
     rows = []
-    for path in sorted((output / "evaluation").rglob("*.json"), key=lambda path: (len(path.parts) * -1, path)):
+    for path in sorted((output / "evaluation").glob("*-*.json")):
         result = json.loads(path.read_text())
-        if "top1" in result:
-            rows.append([str(path.relative_to(output / "evaluation").with_suffix("")), f"{100 * result['top1']:.2f} %"])
+        rows += [[path.stem, name, f"{100 * result[key]:.2f} %"] for key, name in METRICS.items() if key in result]
     return rows
 
 

@@ -141,7 +141,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     check_folder(output, options.resume)
     record: Record = {"every_checkpoint": every, "options": evaluation_options(options), "flags": {}}
     for kind in {*after, *every}:
-        own = shlex.split(getattr(options, f"{kind}_flags"))
+        own = shlex.split(getattr(options, f"{kind.replace('-', '_')}_flags"))
         record["flags"][kind] = evaluation_shards(options.config, settings, flags) + own
     jobs = [pretraining_job(options, output, flags)]
     jobs += [evaluation_job(kind, record, output) for kind in after]

@@ -81,7 +81,7 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
     module = method.get_submodule(name)
     _fill(module, f"method.{name}." if name else "method.", checkpoint)
     if isinstance(module, encoders.Encoder):
-        encoders.save(module, output)
+        encoders.save(module, output, step=described["step"])
         use = f'encoders.load("{output}")'
     else:
         _save(module, described, output)

@@ -353,7 +353,7 @@ def finish_run(run: Run) -> None:
     if run.recorder is None or encoder is None:
         return
     path = run.output / "encoder.safetensors"
-    encoders.save(encoder, path)
+    encoders.save(encoder, path, step=run.state.step)
     run.recorder.close()
     evaluation = run.config.evaluation
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val

@@ -212,7 +212,8 @@ class Saver:
         torch.save(snapshot.random, own[0])
         if snapshot.encoder is not None:
             own += [part / name for name in ("encoder.safetensors", "encoder.json", "trainer.json")]
-            encoders.save(snapshot.encoder, part / "encoder.safetensors")
+            step = snapshot.trainer["position"]["step"]
+            encoders.save(snapshot.encoder, part / "encoder.safetensors", step=step)
             (part / "trainer.json").write_text(json.dumps(snapshot.trainer, indent=1))
         for path in own:
             fsync(path)

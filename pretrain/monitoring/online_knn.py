@@ -20,7 +20,8 @@ from evaluation.features import (
     resize_size,
     single_view,
 )
-from evaluation.knn import KNNProtocol, knn_accuracy, subtract_mean
+from evaluation.knn import KNNProtocol, knn_accuracy
+from evaluation.labelled import subtract_mean
 from pretrain.config import EvaluationConfig
 from runtime.collectives import all_gather, all_reduce_sum
 

@@ -171,6 +171,7 @@ def test_two_processes(sets, tmp_path):
     result = launch(train, val)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "knn.json").read_text())
+    (tmp_path / "knn.json").unlink()  # an existing --output is refused
     assert (found["top1"], found["settings"]["processes"]) == (1.0, 2)
     for rank in range(2):  # a copy of the shards on each node, of which one has other names
         (tmp_path / f"node-{rank}").symlink_to(train)

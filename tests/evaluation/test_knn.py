@@ -120,7 +120,7 @@ def result(shards, tmp_path_factory):
             workers=0,
         )
     )
-    return folder / "vit.safetensors", json.loads((folder / "vit.knn.json").read_text())
+    return folder / "vit.safetensors", json.loads(next(folder.glob("vit-knn-*.json")).read_text())
 
 
 def test_command_writes_every_k_and_setting(result):
@@ -164,7 +164,9 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
         return capsys.readouterr().err
 
     with monkeypatch.context() as patch:
-        patch.setattr("evaluation.knn.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at"))
+        patch.setattr(
+            "evaluation.labelled.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at")
+        )
         assert "label" in fails(val=str(shards / "bare-0.tar"))
     assert "step-9" in fails(checkpoint=str(tmp_path / "step-9"))
     assert "--image_size" in fails(image_size=None)

@@ -1,9 +1,22 @@
+import datetime
 import json
 
 import pytest
 import torch
 
-from evaluation.results import UNRANKED, report, result_path, true_class_rank
+import encoders
+from evaluation.results import (
+    UNRANKED,
+    Evaluation,
+    ResultError,
+    check_output,
+    data_name,
+    report,
+    result_path,
+    true_class_rank,
+)
+
+TIME = datetime.datetime(2026, 11, 24, 10, 15, 30, tzinfo=datetime.UTC)
 
 
 def test_rank_counts_better_scores_and_lower_classes_of_a_tie():
@@ -18,47 +31,94 @@ def test_a_diverged_classifier_is_not_right_by_accident():
     assert true_class_rank(scores, torch.tensor([0, 2, 0])).tolist() == [UNRANKED, 1, 2]
 
 
+def saved(path, step=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encoders.save(encoders.build("vit_micro", depth=1), path, step=step)
+    return path
+
+
 @pytest.fixture
 def run_folder(tmp_path):
-    for step in ("step-00000010", "step-00000020"):
-        (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)
+    for step in (10, 20):
+        saved(tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "encoder.safetensors", step)
+    saved(tmp_path / "run" / "encoder.safetensors", 30)
     (tmp_path / "run" / "checkpoints" / "latest").symlink_to("step-00000020")
     return (tmp_path / "run").resolve()
 
 
-def test_each_encoder_has_a_result_file_of_its_own(run_folder):
-    results = run_folder / "evaluation"
+def test_a_name_holds_evaluation_data_step_and_time(run_folder):
+    def name(encoder):
+        evaluation = Evaluation("knn", encoder, ["shards/cifar10-test-{0..3}.tar", "x.tar"], None)
+        return str(result_path(evaluation, TIME).relative_to(run_folder.parent))
+
     steps = run_folder / "checkpoints"
-    assert result_path(run_folder / "encoder.safetensors", "knn") == results / "knn.json"
-    for step in ("step-00000010", "step-00000020"):
-        assert result_path(steps / step / "encoder.safetensors", "knn") == results / step / "knn.json"
-    newest = result_path(steps / "latest" / "encoder.safetensors", "linear_probe")
-    assert newest == results / "step-00000020" / "linear_probe.json"
-    elsewhere = run_folder.parent
-    assert result_path(elsewhere / "vit.safetensors", "knn") == elsewhere / "vit.knn.json"
-    assert result_path(elsewhere / "encoder.safetensors", "knn") == elsewhere / "encoder.knn.json"
-    assert result_path(None, "knn") is None
+    stem = "run/evaluation/knn-cifar10-test-step-{}-20261124T101530Z.json"
+    assert name(run_folder / "encoder.safetensors") == stem.format("00000030")
+    assert name(steps / "step-00000010" / "encoder.safetensors") == stem.format("00000010")
+    assert name(steps / "latest" / "encoder.safetensors") == stem.format("00000020")
+    kept = saved(run_folder / "evaluation" / "step-00000005" / "encoder.safetensors", 5)
+    assert name(kept) == stem.format("00000005")
+    assert name(saved(run_folder.parent / "vit.safetensors")) == "vit-knn-cifar10-test-20261124T101530Z.json"
+    assert name(saved(run_folder.parent / "b" / "vit.safetensors", 7)).endswith("-step-00000007-20261124T101530Z.json")
+    assert result_path(Evaluation("knn", None, "x.tar", None), TIME) is None
 
 
-def test_report_says_when_it_replaces_a_result(tmp_path, capsys):
-    path = tmp_path / "evaluation" / "knn.json"
-    for top1 in (0.25, 0.5):
-        report(path, {"top1": top1, "protocol": "20-NN", "val_images": 1234}, ["k", "top-1"], [[20, top1]])
+@pytest.mark.parametrize(
+    ("shards", "name"),
+    [
+        ("data/cifar10-test-*.tar.gz", "cifar10-test"),
+        ("cifar10.tar", "cifar10"),
+        ("cifar10-test-000003.tar.gz", "cifar10-test"),
+        ("photos/shards-val/*.tar", "shards-val"),
+        ("imagenet/val-{000000..000099}.tar", "imagenet-val"),
+        ("s3://bucket/imagenet/val-000000.tar", "imagenet-val"),
+        ("val-*.tar", "val"),
+        ("*.tar", "data"),
+        ("photos-val/index.json", "photos-val"),
+        ("my photos: a & b-*.tar", "my-photos-a-b"),
+        (["a-0.tar", "b-0.tar"], "a"),
+    ],
+)
+def test_the_name_of_a_data_set_comes_from_its_shards(shards, name):
+    assert data_name(shards) == name
+
+
+def show(evaluation, top1):
+    report(evaluation, {"top1": top1, "protocol": "20-NN", "val_images": 1234}, ["k", "top-1"], [[20, top1]])
+
+
+def test_a_repeated_evaluation_replaces_nothing(run_folder, capsys):
+    evaluation = Evaluation("knn", run_folder / "encoder.safetensors", "shards/val-*.tar", None)
+    accuracies = [0.25, 0.5, 0.75]
+    for top1 in accuracies:  # probably within one second
+        show(evaluation, top1)
         printed = capsys.readouterr().out
         assert f"{100 * top1:.2f} %" in printed
         assert "1,234" in printed
-        assert ("replaces" in printed) == (top1 == 0.5)
-    found = json.loads(path.read_text())
-    assert found["top1"] == 0.5
-    assert {"time", "versions", "device"} < set(found)
-    assert [p.name for p in path.parent.iterdir()] == ["knn.json"]
+    newest = run_folder / "evaluation" / "knn.json"
+    assert json.loads(newest.read_text())["top1"] == accuracies[-1]
+    files = sorted({*(run_folder / "evaluation").iterdir()} - {newest})
+    found = [json.loads(path.read_text()) for path in files]
+    assert sorted(one["top1"] for one in found) == accuracies
+    for path, one in zip(files, found, strict=True):
+        assert path.name.startswith("knn-shards-val-step-00000030-")
+        assert (one["evaluation"], one["data"], one["step"]) == ("knn", "shards-val", 30)
+        assert datetime.datetime.fromisoformat(one["time"]).strftime("%Y%m%dT%H%M%SZ") in path.name
+        assert {"versions", "device"} < set(one)
 
 
-def test_a_failed_write_leaves_the_old_result(tmp_path):
-    path = tmp_path / "knn.json"
-    shown = {"top1": 0.5, "protocol": "20-NN", "val_images": 1234}
-    report(path, shown, [], [])
+def test_an_existing_output_is_refused(tmp_path):
+    path = tmp_path / "new" / "x.json"
+    check_output(None)
+    check_output(str(path))
+    show(Evaluation("knn", None, "x.tar", str(path)), 0.5)
+    assert json.loads(path.read_text())["step"] is None
+    with pytest.raises(ResultError, match="exists"):
+        check_output(str(path))
+
+
+def test_a_failed_write_leaves_no_file(tmp_path):
+    evaluation = Evaluation("knn", saved(tmp_path / "vit.safetensors"), "x.tar", None)
     with pytest.raises(TypeError):
-        report(path, shown | {"top1": object()}, [], [])
-    assert json.loads(path.read_text())["top1"] == 0.5
-    assert [p.name for p in tmp_path.iterdir()] == ["knn.json"]
+        report(evaluation, {"top1": object(), "protocol": "20-NN", "val_images": 1}, [], [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["vit.json", "vit.safetensors"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.workers import free_cores
+from launch.jobs import EVALUATIONS
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 # says where the project is, records all other calls, and writes a checkpoint if $SAVES is set
@@ -68,7 +69,7 @@ def value(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-@pytest.mark.parametrize("name", ["pretrain", "knn", "linear_probe"])
+@pytest.mark.parametrize("name", ["pretrain", *EVALUATIONS.values()])
 def test_bash_understands_it(name: str) -> None:
     done = subprocess.run(["bash", "-n", ROOT / "launch" / f"{name}.sbatch"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -88,7 +89,7 @@ def test_flags_come_out_unharmed(script: Callable[[str], Script]) -> None:
     assert (pretrain.folder / "a $folder's").is_dir()
 
 
-@pytest.mark.parametrize("name", ["knn", "linear_probe"])
+@pytest.mark.parametrize("name", EVALUATIONS.values())
 def test_flags_of_evaluations_come_out_unharmed(script: Callable[[str], Script], name: str) -> None:
     evaluation = script(f"{name}.sbatch")
     done = evaluation.run(*HARD, SLURM_JOB_NUM_NODES="1")
@@ -169,7 +170,7 @@ def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
     assert errors == [False] * 5 + [True]
 
 
-@pytest.mark.parametrize("name", ["knn", "linear_probe"])
+@pytest.mark.parametrize("name", EVALUATIONS.values())
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False)])
 def test_an_evaluation_that_was_told_to_stop_begins_again(
     script: Callable[[str], Script], name: str, code: int, requeued: bool
@@ -204,8 +205,8 @@ def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
 
 
 def test_a_python_without_the_project_is_said(script: Callable[[str], Script]) -> None:
-    for name in ("pretrain.sbatch", "knn.sbatch", "linear_probe.sbatch"):
-        one = script(name)
+    for name in ("pretrain", *EVALUATIONS.values()):
+        one = script(f"{name}.sbatch")
         one.commands.add("python", "#!/bin/sh\nexit 1\n")
         done = one.run()
         assert done.returncode == 2

@@ -5,11 +5,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
+from evaluation.results import Evaluation, result_path
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 SETTINGS = "method: mae  # a comment\ndata: shards-{0..3}.tar\nevaluation: {train: [a.tar, b.tar], val: v.tar}\n"
@@ -96,13 +98,15 @@ def test_engine_without_a_choice_is_frozen_too(slurm: Slurm) -> None:
 
 
 def test_a_chain_waits_for_success(slurm: Slurm) -> None:
-    done = slurm.submit("--gpus", "4", "--cpus", "40", "--after-pretraining", "probe,knn", "--partition=p", "--mem=1G",
-                        "--knn-flags=--k 20 --precision bf16", "--", "--seed", "3")  # fmt: skip
+    done = slurm.submit("--gpus", "4", "--cpus", "40", "--after-pretraining", "probe,knn,few-shot,retrieval",
+                        "--partition=p", "--mem=1G", "--knn-flags=--k 20 --precision bf16",
+                        "--few-shot-flags=--shares 1,10", "--", "--seed", "3")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    pretrain, probe, knn = slurm.submitted()
+    pretrain, probe, knn, few_shot, retrieval = slurm.submitted()
     assert "--hold" in pretrain
     assert flags_of(pretrain)[-2:] == ["--seed", "3"]
-    for argv, script in ((probe, "linear_probe"), (knn, "knn")):
+    scripts = ("linear_probe", "knn", "few_shot", "retrieval")
+    for argv, script in zip((probe, knn, few_shot, retrieval), scripts, strict=True):
         assert "--hold" not in argv
         assert "--dependency=afterok:101" in argv
         assert "--kill-on-invalid-dep=yes" in argv
@@ -113,6 +117,8 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     run = str(slurm.folder / "run")
     assert flags_of(probe) == ["--checkpoint", run, *shards]
     assert flags_of(knn) == ["--checkpoint", run, *shards, "--k", "20", "--precision", "bf16"]
+    assert flags_of(few_shot) == ["--checkpoint", run, *shards, "--shares", "1,10"]
+    assert flags_of(retrieval) == ["--checkpoint", run, *shards]
     assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
 
 
@@ -260,6 +266,14 @@ def checkpoint(run: Path, step: int) -> str:
     return folder.name
 
 
+def result(kept: Path, name: str) -> Path:
+    """Return the path of the result of an evaluation of the encoder in the folder `kept`."""
+    (kept / "encoder.json").write_text(json.dumps({"step": int(kept.name.removeprefix("step-"))}))
+    path = result_path(Evaluation(name, kept / "encoder.safetensors", "v.tar", None), datetime.now(UTC))
+    assert path is not None
+    return path
+
+
 def test_every_checkpoint_once(slurm: Slurm) -> None:
     assert slurm.submit("--every-checkpoint", "knn,probe", "--partition=p").returncode == 0
     run = slurm.folder / "run"
@@ -274,8 +288,8 @@ def test_every_checkpoint_once(slurm: Slurm) -> None:
     inherited = {name: value for name, value in knn["environment"].items() if name.startswith("SLURM_")}
     assert inherited == {"SLURM_CONF": "c"}  # nothing of the job that submits
     kept = run / "evaluation" / first
-    assert flags_of(knn["argv"])[:4] == ["--checkpoint", f"{kept}/encoder.safetensors", "--output", f"{kept}/knn.json"]
-    assert flags_of(probe["argv"])[2:4] == ["--output", f"{kept}/linear_probe.json"]
+    for job in (knn, probe):
+        assert flags_of(job["argv"])[:3] == ["--checkpoint", f"{kept}/encoder.safetensors", "--train"]
     assert "--partition=p" in knn["argv"]
     for file in (run / "checkpoints" / first).iterdir():  # it need not stay
         file.unlink()
@@ -287,9 +301,10 @@ def test_every_checkpoint_once(slurm: Slurm) -> None:
         f"{run}/evaluation/{second}/encoder.safetensors"
     ] * 2
     for name in ("knn", "linear_probe"):
-        (kept / f"{name}.json").write_text('{"top1": 0.5}')
-    assert slurm.run("follow", "run").returncode == 0
-    assert sorted(path.name for path in kept.iterdir()) == ["knn.json", "linear_probe.json"]
+        assert kept.exists()
+        result(kept, name).write_text('{"top1": 0.5}')
+        assert slurm.run("follow", "run").returncode == 0
+    assert not kept.exists()
     assert len(slurm.submitted()) == 5
 
 
@@ -315,9 +330,9 @@ def test_status(slurm: Slurm) -> None:
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 120}\n{"step": 14')  # cut short by a kill
     step = checkpoint(run, 100)
     (run / "evaluation" / step).mkdir(parents=True)
-    (run / "evaluation" / step / "knn.json").write_text('{"top1": 0.125}')
     (run / "evaluation" / step / "encoder.json").write_text("{}")
-    (run / "evaluation" / "knn.json").write_text('{"top1": 0.75}')
+    (run / "evaluation" / f"knn-v-{step}-20261124T101530Z.json").write_text('{"top1": 0.125}')
+    (run / "evaluation" / "retrieval-v-20261124T101530Z.json").write_text('{"mean_average_precision": 0.75}')
     shown = slurm.run("status", "run")
     assert shown.returncode == 0, shown.stderr
     lines = [line.split() for line in shown.stdout.splitlines()]
@@ -325,8 +340,8 @@ def test_status(slurm: Slurm) -> None:
     assert ["101", "pretrain", "RUNNING"] in lines
     assert ["102", "knn", "PENDING", "(Dependency)"] in lines
     assert ["103", "probe", "over", *["(SLURM", "has", "forgotten", "how;", "see", "its", "log)"]] in lines
-    assert [f"{step}/knn", "12.50", "%"] in lines
-    assert ["knn", "75.00", "%"] in lines
+    assert [f"knn-v-{step}-20261124T101530Z", "top-1", "12.50", "%"] in lines
+    assert ["retrieval-v-20261124T101530Z", "mAP", "75.00", "%"] in lines
     assert "999" not in shown.stdout
     assert "encoder" not in shown.stdout
 

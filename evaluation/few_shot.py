@@ -1,0 +1,204 @@
+"""Accuracy with few labels: k-NN and logistic regression on frozen features, with a share of the training labels.
+
+    accelerate launch evaluation/few_shot.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+
+The features of all images are computed once, from centre crops. For each share (1, 2, 5, 10 and 100 % by default), the
+same share of the images of every class is drawn, but at least one image of each class. Each draw gives one accuracy of
+k-NN (`evaluation.knn`) and one of logistic regression (`evaluation.logistic`). The result is their mean and standard
+deviation over several draws. MSN (2204.07141) draws 1 % of the labels, or 1, 2 or 5 images of each class.
+
+The strength of the L2 penalty is fixed, as in MSN: 0.0025, the value in the README of its code. Nothing is chosen, so
+that no label is needed for a choice. (DINOv2, 2304.07193, tries 45 strengths on a tenth of the training images, which
+leaves no image of a class with one label.)
+
+Whether an image is drawn depends on the seed, the number of the draw, and the names and classes of the training images.
+It does not depend on the number of processes or workers. The images of a smaller share are among those of a larger one.
+
+Shape letters: N training images of this process, A training images of all processes, D features per image.
+"""
+
+import hashlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from rich.progress import track
+from torch import Tensor
+
+from evaluation import logistic
+from evaluation.features import FeatureSettings, LabelledFeatures
+from evaluation.knn import KNNProtocol, knn_accuracy
+from evaluation.labelled import described, labelled_features
+from evaluation.results import Evaluation, check_output, report
+from runtime.collectives import all_gather, rank
+from runtime.processes import exit_on_user_error, make_accelerator
+from runtime.settings import parse
+
+KNN, LOGISTIC = "knn", "logistic_regression"
+"""Names of the two classifiers in the result."""
+
+
+class FewShotSettings(FeatureSettings):
+    """k-NN and logistic regression on frozen features, with a share of the training labels."""
+
+    train: str | list[str]
+    """labelled SHARDS from which the training images are drawn"""
+    val: str | list[str]
+    """labelled SHARDS that are scored, and choose nothing"""
+    shares: list[Annotated[float, Field(gt=0, le=100)]] = Field([1, 2, 5, 10, 100], min_length=1)
+    """percentages of the training images of each class whose labels are used; at least one image of each class"""
+    draws: int = Field(3, ge=1)
+    """number of random draws for each share below 100 %"""
+    k: int = Field(20, ge=1)
+    """number of neighbours of k-NN, but at most the number of drawn images in the largest class"""
+    temperature: float = Field(0.07, gt=0)
+    """temperature of the vote of k-NN; each neighbour has the weight exp(similarity / temperature)"""
+    strength: float = Field(0.0025, gt=0)
+    """weight of half the squared L2 norm of the weights, beside the sum of the cross-entropy over the drawn images; it
+    is 1 / C of scikit-learn's LogisticRegression"""
+    iterations: int = Field(1000, ge=1)
+    """largest number of L-BFGS iterations of a logistic regression"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """seed of the draws"""
+    output: str | None = None
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+
+@dataclass
+class Scores:
+    """Accuracies of one classifier with one share of the labels, one for each draw."""
+
+    top1: list[float] = field(default_factory=list)
+    top5: list[float] = field(default_factory=list)
+
+    def add(self, top1: float, top5: float) -> None:
+        """Add the accuracies of a draw."""
+        self.top1.append(top1)
+        self.top5.append(top5)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the means over the draws, the standard deviation of the top-1 accuracy, and all top-1 accuracies.
+
+        The standard deviation is that of a sample (divided by draws - 1). For a single draw it is 0.
+        """
+        deviation = statistics.stdev(self.top1) if len(self.top1) > 1 else 0.0
+        top1, top5 = statistics.fmean(self.top1), statistics.fmean(self.top5)
+        return {"top1": top1, "top1_std": deviation, "top5": top5, "top1_of_draws": self.top1}
+
+
+def places_in_class(keys: Sequence[str], labels: Tensor, seed: int, draw: int) -> tuple[Tensor, Tensor]:
+    """Shuffle the images of each class. Call this function on all processes.
+
+    The order is that of a hash of the seed, the draw and the name of the sample.
+
+    Args:
+        keys: names of this process's N images.
+        labels: classes (N,) of these images.
+        seed: seed of all draws.
+        draw: number of the draw.
+
+    Returns:
+        Place of each image in the shuffled class (N,), from 0, and number of images in its class (N,), over all
+        processes.
+    """
+    names = (f"{seed}/{draw}/{key}".encode("utf-8", "surrogateescape") for key in keys)
+    hashes = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) - 2**63 for name in names]
+    parts = all_gather(torch.stack([labels.cpu(), torch.tensor(hashes, dtype=torch.int64)], dim=1))
+    classes, digests = torch.cat(parts).unbind(1)  # (A,)
+    order = digests.argsort(stable=True)
+    order = order[classes[order].argsort(stable=True)]  # class after class, shuffled within each class
+    sizes = classes.bincount()
+    first = sizes.cumsum(0) - sizes  # place of the first image of each class in `order`
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order)) - first[classes[order]]
+    start = sum(len(part) for part in parts[: rank()])
+    return places[start : start + len(keys)], sizes[labels.cpu()]
+
+
+def drawn(places: Tensor, sizes: Tensor, share: float) -> Tensor:
+    """Return a bool mask (N,) of the first `share` percent of the images of each class, and at least one image.
+
+    `places` and `sizes` are the return values of `places_in_class`. The number of images of a class is rounded.
+    """
+    return places < (sizes.double() * share / 100).round().clamp(min=1)
+
+
+def few_shot(
+    train: LabelledFeatures, val: LabelledFeatures, settings: FewShotSettings, accelerator: Accelerator | None = None
+) -> list[dict[str, Any]]:
+    """Return the accuracies for each share of the labels. Call this function on all processes.
+
+    Args:
+        train: this process's part of the training set, with keys.
+        val: this process's part of the images that are scored.
+        settings: settings of the command.
+        accelerator: accelerator of all processes. None selects a single process on the device of the features.
+
+    Raises:
+        EvaluationError: a set is empty, a label is out of range, or a feature is not finite.
+    """
+    device = train.features.device if accelerator is None else accelerator.device
+    inputs, targets = (logistic.normalised(part.features.to(device)) for part in (train, val))
+    labels, answers = train.labels.to(device), val.labels.to(device)
+    classes = int(torch.cat(all_gather(train.labels)).max()) + 1
+    shuffled = [places_in_class(train.keys, train.labels, settings.seed, draw) for draw in range(settings.draws)]
+    rows = []
+    shares = [(share, 1 if share == 100 else settings.draws) for share in dict.fromkeys(settings.shares)]
+    hidden = accelerator is None or not accelerator.is_main_process
+    for share, draws in track(shares, "shares of the labels", disable=hidden):
+        scores = {KNN: Scores(), LOGISTIC: Scores()}
+        images, k, iterations = 0, 0, []
+        for places, sizes in shuffled[:draws]:
+            mask = drawn(places, sizes, share)
+            of_class = torch.cat(all_gather(train.labels[mask])).bincount()
+            # more neighbours than images of a class would be votes of other classes
+            images, k = int(of_class.sum()), min(settings.k, int(of_class.max()))
+            bank = LabelledFeatures(train.features[mask], train.labels[mask])
+            protocol = KNNProtocol([k], settings.temperature, classes)
+            scores[KNN].add(*knn_accuracy(bank, val, protocol, accelerator)[k])
+            chosen = mask.to(device)
+            classifier = logistic.fit(inputs[chosen], labels[chosen], classes, settings.strength, settings.iterations)
+            scores[LOGISTIC].add(*logistic.accuracy(classifier, targets, answers))
+            iterations.append(classifier.iterations)
+        row = {"share": share, "images": images, "draws": draws, "k": k, "iterations": iterations}
+        rows.append(row | {name: one.summary() for name, one in scores.items()})
+    return rows
+
+
+def run(settings: FewShotSettings) -> None:
+    """Compute the accuracies with few labels, print the result and write it to a file."""
+    accelerate = make_accelerator()
+    check_output(settings.output)
+    found = labelled_features(settings, settings.train, settings.val, accelerate)
+    rows = few_shot(found.train, found.val, settings, accelerate)
+    facts = described(settings, found, accelerate)
+    if not accelerate.is_main_process:
+        return
+    if any(count >= settings.iterations for row in rows for count in row["iterations"]):
+        print("A logistic regression ended after --iterations, before it had converged. Raise --iterations.")
+    fewest = min(rows, key=lambda row: row["share"])
+    result = {
+        "top1": fewest[LOGISTIC]["top1"],
+        "top5": fewest[LOGISTIC]["top5"],
+        "protocol": f"few-shot, logistic regression with {fewest['share']:g} % of the labels",
+        "shares": rows,
+    }
+    columns = ["labels", "images", "draws", "k", "k-NN", "logistic regression"]
+    cells = [[f"{row['share']:g} %", *(row[name] for name in ("images", "draws", "k"))] for row in rows]
+    cells = [[*cell, *(_cell(row[name]) for name in (KNN, LOGISTIC))] for cell, row in zip(cells, rows, strict=True)]
+    report(Evaluation("few_shot", found.file, settings.val, settings.output), result | facts, columns, cells)
+
+
+def _cell(summary: dict[str, Any]) -> str:
+    """Return the mean of the top-1 accuracy in percent, and its standard deviation if there are several draws."""
+    mean = f"{100 * summary['top1']:.2f}"
+    return f"{mean} ± {100 * summary['top1_std']:.2f} %" if len(summary["top1_of_draws"]) > 1 else f"{mean} %"
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        run(parse(FewShotSettings))

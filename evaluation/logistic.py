@@ -1,0 +1,114 @@
+"""Multinomial logistic regression on extracted features, fitted on all images at once by L-BFGS. The images are spread
+over all processes.
+
+The protocol is that of MSN (2204.07141) and of its code, `logistic_eval.py`: from each feature vector its own mean is
+subtracted, the vector is divided by its L2 norm, and the classifier has no bias. With a weight matrix W, images x_i and
+labels y_i, it minimises
+
+    sum_i cross_entropy(W x_i, y_i) + strength / 2 * |W|^2
+
+MSN minimises the same function divided by the number of images.
+
+Shape letters: N images of this process, b of them in one chunk, D features per image, C classes.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evaluation.labelled import full_float32
+from evaluation.results import true_class_rank
+from runtime.collectives import all_reduce_sum
+
+HISTORY = 10
+"""Number of past gradients from which L-BFGS estimates the curvature."""
+TOLERANCE = 1e-6
+"""The fit ends when the largest entry of the gradient is at most this part of its value for weights of 0, or when the
+loss no longer falls. Sums in float32 are not much more exact."""
+CHUNK = 8192
+"""Number of images whose logits are in memory at a time."""
+
+
+class Classifier(NamedTuple):
+    """A fitted classifier."""
+
+    weight: Tensor
+    """Weights, (D, C) float32."""
+    iterations: int
+    """Number of iterations of L-BFGS."""
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Subtract from each row its mean and divide it by its L2 norm: (N, D) -> (N, D)."""
+    return F.normalize(features - features.mean(1, keepdim=True), dim=1)
+
+
+@torch.no_grad()
+def fit(features: Tensor, labels: Tensor, classes: int, strength: float, iterations: int) -> Classifier:
+    """Fit the classifier. Call this function on all processes. All processes return the same classifier.
+
+    The computation is in float32 on the device of the features. Losses and gradients of chunks are summed in
+    float64, so that the number of processes changes the result only by rounding.
+
+    Args:
+        features: normalised features (N, D) of this process's part of the training images.
+        labels: labels (N,) of these images.
+        classes: number of classes C.
+        strength: weight of the L2 penalty for a loss that is summed over the images.
+        iterations: largest number of iterations.
+    """
+    images = int(all_reduce_sum(torch.tensor(len(labels))))
+    weight = features.new_zeros(features.shape[1], classes)
+
+    def objective() -> float:
+        """Set the gradient of `weight` and return the loss, both divided by the number of images."""
+        loss = torch.zeros((), dtype=torch.float64, device=weight.device)
+        gradient = torch.zeros_like(weight, dtype=torch.float64)
+        for x, y in _chunks(features, labels):
+            scores = (x @ weight).log_softmax(1)  # (b, C)
+            loss -= scores.gather(1, y[:, None]).sum(dtype=torch.float64)
+            error = scores.exp_().scatter_add_(1, y[:, None], scores.new_full((len(y), 1), -1.0))
+            gradient += x.T @ error
+        total = all_reduce_sum(torch.cat([loss[None], gradient.flatten()]))
+        weight.grad = ((total[1:].view_as(weight) + strength * weight) / images).float()
+        return float(total[0] + strength / 2 * weight.double().square().sum()) / images
+
+    with full_float32():
+        objective()
+        assert weight.grad is not None
+        solver = torch.optim.LBFGS(
+            [weight],
+            max_iter=iterations,
+            max_eval=25 * iterations,  # a line search computes the loss at most 25 times
+            history_size=HISTORY,
+            line_search_fn="strong_wolfe",
+            tolerance_grad=TOLERANCE * float(weight.grad.abs().max()),
+            tolerance_change=1e-12,
+        )
+        solver.step(objective)
+    return Classifier(weight, solver.state[weight]["n_iter"])
+
+
+def _chunks(features: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(features.split(CHUNK), labels.split(CHUNK), strict=True)
+
+
+@torch.no_grad()
+def accuracy(classifier: Classifier, features: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the top-1 and top-5 accuracy (0 to 1) over all processes. Call this function on all processes.
+
+    Args:
+        classifier: return value of `fit`.
+        features: normalised features (N, D) of this process's part of the scored images.
+        labels: labels (N,) of these images.
+    """
+    counts = torch.zeros(3, dtype=torch.int64, device=features.device)
+    with full_float32():
+        for x, y in _chunks(features, labels):
+            place = true_class_rank(x @ classifier.weight, y)
+            counts += torch.stack([(place < 1).sum(), (place < 5).sum(), place.new_tensor(len(place))])
+    top1, top5, images = all_reduce_sum(counts).tolist()
+    return top1 / images, top5 / images

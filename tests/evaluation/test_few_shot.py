@@ -1,0 +1,127 @@
+import json
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from threadpoolctl import threadpool_limits
+
+import encoders
+from evaluation import few_shot
+from evaluation.features import LabelledFeatures
+from evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
+from tests.pretrain.small import on_processes
+
+
+def settings(**changed):
+    return FewShotSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
+
+
+def test_every_class_gives_its_share_and_at_least_one_image():
+    labels = torch.tensor([0] * 1000 + [1] * 30 + [2] * 3 + [4])[torch.randperm(1034)]
+    keys = [f"train-0.tar/{i}" for i in range(len(labels))]
+    places, sizes = places_in_class(keys, labels, seed=0, draw=0)
+    for share, expected in ((1, [10, 1, 1, 0, 1]), (10, [100, 3, 1, 0, 1]), (100, [1000, 30, 3, 0, 1])):
+        assert labels[drawn(places, sizes, share)].bincount().tolist() == expected
+    assert not (drawn(places, sizes, 2) & ~drawn(places, sizes, 5)).any()  # a larger share holds the smaller one
+
+
+def test_the_draw_depends_on_the_names_the_seed_and_the_draw():
+    labels, keys = torch.arange(500) % 5, [f"train-{i // 100}.tar/{i}" for i in range(500)]
+
+    def chosen(keys, labels, **draw):
+        mask = drawn(*places_in_class(keys, labels, **{"seed": 0, "draw": 0} | draw), 10)
+        return {key for key, one in zip(keys, mask.tolist(), strict=True) if one}
+
+    first = chosen(keys, labels)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    assert chosen([keys[i] for i in order], labels[order]) == first
+    for other in ({"draw": 1}, {"seed": 1}):
+        assert len(chosen(keys, labels, **other) & first) < 20  # 5 of 50 by chance
+
+
+@pytest.fixture(scope="module")
+def digits():
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.from_numpy(images).float(), torch.from_numpy(labels)
+    keys = [f"digits.tar/{i}" for i in range(1200)]
+    return LabelledFeatures(images[:1200], labels[:1200], keys), LabelledFeatures(images[1200:], labels[1200:])
+
+
+def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
+    train, val = digits
+    rows = few_shot.few_shot(train, val, settings(shares=[1, 10, 100], draws=2, seed=3))
+    assert [(row["share"], row["images"], row["draws"], row["k"]) for row in rows] == [
+        (1, 10, 2, 1),
+        (10, 120, 2, 12),
+        (100, 1200, 1, 20),
+    ]
+    x, y = train.features.double().numpy(), train.labels.numpy()
+    z, answers = val.features.double().numpy(), val.labels.numpy()
+
+    def scaled(rows):
+        centred = rows - rows.mean(1, keepdims=True)
+        return centred / np.linalg.norm(centred, axis=1, keepdims=True)
+
+    for row in rows:
+        expected = {"knn": [], "logistic_regression": []}
+        for draw in range(row["draws"]):
+            mask = drawn(*places_in_class(train.keys, train.labels, 3, draw), row["share"]).numpy()
+            knn = KNeighborsClassifier(
+                row["k"], metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07)
+            )
+            expected["knn"].append(knn.fit(x[mask], y[mask]).score(z, answers))
+            with threadpool_limits(1):
+                linear = LogisticRegression(C=400, fit_intercept=False, tol=1e-8, max_iter=5000)
+                expected["logistic_regression"].append(linear.fit(scaled(x[mask]), y[mask]).score(scaled(z), answers))
+        for name, accuracies in expected.items():
+            found = row[name]
+            assert found["top1_of_draws"] == pytest.approx(accuracies, abs=2.1 / 597)
+            assert found["top1"] == pytest.approx(statistics.fmean(found["top1_of_draws"]))
+            assert found["top1_std"] == pytest.approx(np.std(found["top1_of_draws"], ddof=min(row["draws"] - 1, 1)))
+            assert found["top5"] >= found["top1"]
+    assert rows[0]["logistic_regression"]["top1"] < rows[1]["logistic_regression"]["top1"]
+    assert rows[0]["knn"]["top1_std"] > 0
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+def test_the_command_works_for_every_family(shards, tmp_path, variant):
+    torch.manual_seed(0)
+    path = tmp_path / f"{variant}.safetensors"
+    encoders.save(encoders.build(variant), path)
+    run(
+        settings(
+            checkpoint=str(path),
+            train=str(shards / "train-{0..1}.tar"),
+            val=str(shards / "val-0.tar"),
+            shares=[10, 100],
+            workers=0,
+        )
+    )
+    (file,) = tmp_path.glob(f"{variant}-few_shot-shards*-val-*.json")
+    found = json.loads(file.read_text())
+    assert [row["images"] for row in found["shares"]] == [3, 31]
+    assert found["top1"] == found["shares"][0]["logistic_regression"]["top1"]
+    assert found["settings"]["strength"] == 0.0025
+
+
+def _run(rank, options):
+    run(FewShotSettings(**options))
+
+
+@pytest.mark.medium
+def test_two_processes_give_the_same(shards, tmp_path, free_port):
+    options = {"checkpoint": "pixels", "image_size": 16, "workers": 0, "shares": [10, 30, 100]}
+    options |= {"train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
+    on_processes(_run, free_port, options | {"output": str(tmp_path / "two.json")})
+    run(FewShotSettings(**options, output=str(tmp_path / "one.json")))
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
+    assert two["settings"]["processes"] == 2
+    for row in (*one["shares"], *two["shares"]):
+        assert max(row.pop("iterations")) < 100  # rounding may cost an iteration
+    same = ("top1", "top5", "shares", "train_images", "val_images", "classes", "data")
+    assert {key: two[key] for key in same} == {key: one[key] for key in same}
+    assert len({row["knn"]["top1"] for row in one["shares"]}) > 1

@@ -1,0 +1,117 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score
+
+import encoders
+from evaluation.features import EvaluationError, LabelledFeatures
+from evaluation.retrieval import RetrievalSettings, retrieve, run
+from tests.evaluation.conftest import write_shard
+from tests.pretrain.small import on_processes
+
+
+def made_up(images, seed, dim=6, classes=5):
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(0).normal(size=(classes, dim))
+    labels = rng.integers(0, classes, images)
+    features = centres[labels] + rng.normal(size=(images, dim))
+    return LabelledFeatures(torch.from_numpy(features).float(), torch.from_numpy(labels))
+
+
+def oracle(gallery, val=None):
+    """Return the mean of scikit-learn's average precision in float64, and the number of queries."""
+    scored = gallery if val is None else val
+    bank, queries = (
+        part.features.double() / part.features.double().norm(dim=1, keepdim=True) for part in (gallery, scored)
+    )
+    found = []
+    for number, (similarity, label) in enumerate(zip(queries @ bank.T, scored.labels, strict=True)):
+        keep = torch.ones(len(bank), dtype=torch.bool)
+        keep[number if val is None else slice(0)] = False
+        relevant = (gallery.labels == label)[keep]
+        if relevant.any():
+            found.append(average_precision_score(relevant, (similarity[keep] * 2**20).round()))
+    return np.mean(found), len(found)
+
+
+@pytest.mark.parametrize("cells", [2**25, 1000, 1])
+def test_precision_is_that_of_scikit_learn_for_any_chunks(cells):
+    gallery, val = made_up(300, 1), made_up(90, 2)
+    for scored in (val, None):
+        found = retrieve(gallery, scored, cells=cells)
+        expected, queries = oracle(gallery, scored)
+        assert found.mean_average_precision == pytest.approx(expected, abs=1e-6)
+        assert (found.queries, found.left_out) == (queries, 0)
+        assert 0.25 < expected < 0.9
+
+
+def test_equally_similar_images_share_a_rank():
+    directions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    rng = np.random.default_rng(3)
+    features = directions[rng.integers(0, 3, 60)] * torch.from_numpy(rng.integers(1, 4, (60, 1))).float()
+    gallery = LabelledFeatures(features, torch.from_numpy(rng.integers(0, 3, 60)))
+    found = retrieve(gallery, None).mean_average_precision
+    assert found == pytest.approx(oracle(gallery)[0], abs=1e-6)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    shuffled = LabelledFeatures(features[order], gallery.labels[order])
+    assert retrieve(shuffled, None).mean_average_precision == pytest.approx(found, abs=1e-9)
+
+
+def test_a_small_ranking_by_hand():
+    gallery = LabelledFeatures(
+        torch.tensor([[1.0, 0.0], [1.0, 0.5], [1.0, 2.0], [0.0, 1.0]]), torch.tensor([0, 1, 0, 1])
+    )
+    query = LabelledFeatures(torch.tensor([[5.0, 0.0]]), torch.tensor([0]))
+    assert retrieve(gallery, query).mean_average_precision == pytest.approx((1 / 1 + 2 / 3) / 2)
+
+
+def test_a_query_without_a_relevant_image_is_left_out():
+    gallery = made_up(80, 4)
+    gallery.labels[7] = 99
+    found = retrieve(gallery, None)
+    expected, queries = oracle(gallery)
+    assert found.mean_average_precision == pytest.approx(expected, abs=1e-6)
+    assert (found.queries, found.left_out, queries) == (79, 1, 79)
+    alone = LabelledFeatures(gallery.features[:3], torch.arange(3))
+    with pytest.raises(EvaluationError, match="another image of its class"):
+        retrieve(alone, None)
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+def test_the_command_works_for_every_family(shards, tmp_path, variant):
+    torch.manual_seed(0)
+    path = tmp_path / f"{variant}.safetensors"
+    encoders.save(encoders.build(variant), path)
+    run(RetrievalSettings(checkpoint=str(path), train=str(shards / "train-{0..1}.tar"), workers=0))
+    (file,) = tmp_path.glob(f"{variant}-retrieval-shards*-train-*.json")
+    found = json.loads(file.read_text())
+    assert (found["queries"], found["left_out"], found["protocol"]) == (31, 0, "retrieval, leave one out")
+    assert 0.3 < found["mean_average_precision"] < 1
+
+
+def _run(rank, options):
+    for number, one in enumerate(options):
+        run(RetrievalSettings(**one, output=f"{one['train']}-{number}.json"))
+
+
+@pytest.mark.medium
+def test_two_processes_give_the_same(shards, tmp_path, free_port):
+    options = {"checkpoint": "pixels", "train": str(tmp_path / "train.tar"), "image_size": 16, "workers": 0}
+    images = np.random.default_rng(0).integers(0, 256, (9, 16, 16, 3), dtype=np.uint8)
+    gallery = images[[0, 1, 2, 3, 0, 4, 1, 0, 2, 5, 6, 0, 1]]  # copies of an image rank equally on any process
+    write_shard(tmp_path / "train.tar", gallery, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
+    write_shard(tmp_path / "val.tar", images, [0, 1, 2, 0, 1, 2, 0, 1, 2])
+    cases = [options | {"val": str(tmp_path / "val.tar")}, options]
+    on_processes(_run, free_port, cases)
+    for number, case in enumerate(cases):
+        run(RetrievalSettings(**case, output=str(tmp_path / f"one-{number}.json")))
+        one, two = (
+            json.loads((tmp_path / name).read_text()) for name in (f"one-{number}.json", f"train.tar-{number}.json")
+        )
+        assert two["settings"]["processes"] == 2
+        same = ("mean_average_precision", "queries", "left_out", "train_images", "val_images", "classes")
+        assert {key: two[key] for key in same} == {key: one[key] for key in same}
+        assert one["queries"] == (9, 13)[number]
+        assert 0.2 < one["mean_average_precision"] < 0.9
