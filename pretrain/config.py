@@ -7,9 +7,9 @@ derived from other settings and from the data.
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import yaml
 from pydantic import Field, create_model
@@ -105,12 +105,13 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Settings of the k-NN evaluation and the pictures during pretraining."""
+    """Settings of the evaluation and the pictures during training."""
 
     train: str | list[str] | None = None
     """labelled SHARDS in which neighbours are searched (the bank); default: the training shards"""
     val: str | list[str] | None = None
-    """labelled SHARDS whose images are classified by their neighbours; default: no k-NN evaluation"""
+    """labelled SHARDS whose images are classified: by their neighbours, or by the classifier of --method finetune;
+    default: no evaluation"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
     batch_size: int = Field(default=256, ge=1)
@@ -123,6 +124,9 @@ class EncoderConfig(Section):
     """Encoder settings. A run uses a subclass whose fields are the arguments of the encoder's constructor."""
 
     short_form = "variant"
+    started: ClassVar[dict[str, Any]] = {}
+    """Settings of the encoder that `init_from` names. They replace the variant's, and the method's defaults and given
+    settings override them."""
 
     variant: str = "vit_small"
     """name of the encoder variant, such as vit_small; short form: --encoder NAME"""
@@ -132,7 +136,7 @@ class RunConfig(Settings, frozen=True):
     """Pretrain a vision encoder on shards of images. --config FILE.yaml overrides defaults, and flags override both."""
 
     method: str = "dino"
-    """pretraining method"""
+    """training method: a pretraining method, or finetune"""
     config: str | None = None
     """YAML file of settings; flags override its values"""
     data: DataConfig = DataConfig()
@@ -154,7 +158,8 @@ class RunConfig(Settings, frozen=True):
     dry_run: bool = False
     """print the resolved settings, and the run's length, memory and shards per worker; then exit without training"""
     init_from: str | None = None
-    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file"""
+    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
+    folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 on a GPU that
     supports bf16, else fp32"""
@@ -165,7 +170,8 @@ class RunConfig(Settings, frozen=True):
     checkpoint_every: int = Field(default=1000, ge=1)
     """number of steps between two checkpoints; the last step always gets a checkpoint"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """number of steps between two k-NN evaluations; default: evaluate only before the first and after the last step"""
+    """number of steps between two evaluations (k-NN; for --method finetune, classification accuracy); default: evaluate
+    only before the first and after the last step, and for --method finetune also after each epoch"""
     encoder: EncoderConfig = EncoderConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
@@ -196,8 +202,12 @@ class ResolvedRun(RunConfig, frozen=True):
     optim: ResolvedOptim = Field()
 
 
-def settings_model(variant: str) -> type[RunConfig]:
+def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> type[RunConfig]:
     """Return a subclass of `RunConfig` with a section for the encoder of `variant` and a section for each method.
+
+    Args:
+        variant: name of the encoder variant.
+        started: settings of the encoder that the run starts from. They become defaults.
 
     Raises:
         SettingsError: the variant is unknown.
@@ -207,13 +217,15 @@ def settings_model(variant: str) -> type[RunConfig]:
         raise SettingsError(f"unknown encoder '{variant}'{suggestion(variant, known)} (known: {', '.join(known)})")
     family = encoders.family(variant)
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
-    chosen = encoders.VARIANTS[variant]
+    started = dict(started or {})
+    chosen = encoders.VARIANTS[variant] | started
     help_text = EncoderConfig.model_fields["variant"].description
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)
         fields[name] = (parameter.annotation, Field(default, description=described.get(name)))
     encoder = create_model("Encoder", __base__=EncoderConfig, __doc__=f"Settings of {variant}.", **fields)
+    encoder.started = started
     sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.items()}
     method_help = RunConfig.model_fields["method"].description
     sections["method"] = (Literal[tuple(METHODS)], Field("dino", description=method_help))
@@ -251,31 +263,64 @@ def load(argv: Sequence[str]) -> RunConfig:
     asked = peek(argv, "encoder") or peek(argv, "encoder.variant")
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    variant = asked or saved or preset_variant or "vit_small"
+    start = {} if own and own.exists() else started_encoder(peek(argv, "init_from") or file.get("init_from"))
+    variant = asked or saved or start.get("variant") or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
         raise SettingsError(
             f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
         )
     if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)
-    model = settings_model(variant)
+    data = {"data": start.pop("data")} if start else {}
+    model = settings_model(variant, start if start.pop("variant", None) == variant else None)
     chosen = {"encoder": {"variant": variant}}
-    return validate(model, merge(model, preset, file, chosen, flags(model, argv, "run.py")))
+    return validate(model, merge(model, preset, data, file, chosen, flags(model, argv, "run.py")))
 
 
-def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = None) -> ResolvedRun:
+def started_encoder(init_from: str | None) -> dict[str, Any]:
+    """Return the settings of the encoder that `init_from` names, if its weights were written by this project.
+
+    The entry "data" holds the number of channels and the normalisation of the images. For a published weight file and
+    for None, return an empty dictionary.
+
+    Raises:
+        SettingsError: the folder `init_from` holds no encoder, or the description of the encoder cannot be read.
+    """
+    if init_from is None:
+        return {}
+    # imported here, because the import takes seconds, and --help does not need it
+    from evaluation.features import resolve_checkpoint
+
+    try:
+        file = resolve_checkpoint(init_from) if Path(init_from).is_dir() else Path(init_from)
+        description = file.with_suffix(".json")
+        if file.suffix != ".safetensors" or not description.is_file():
+            return {}
+        settings, preprocessing = encoders.read_description(description)
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"init_from: {error}") from error
+    settings.pop("channels", None)  # data.channels sets the number of channels
+    data = {"channels": preprocessing.channels, "mean": preprocessing.mean, "std": preprocessing.std}
+    return settings | {"data": data}
+
+
+def resolve(
+    config: RunConfig, images: int, statistics: Preprocessing | None = None, classes: int | None = None
+) -> ResolvedRun:
     """Return the settings with all derived values: steps, normalisation, and settings of the method and the encoder.
 
     Args:
         images: Number of training images.
         statistics: Pixel statistics of the shards. They are required if `config.data.needs_statistics` is true.
+        classes: Number of classes of the training images. It is required if the method is supervised and has no number
+            of classes.
 
     Raises:
         SettingsError: a setting is invalid, or two settings contradict each other.
     """
     batch_size = config.batch_size or default_batch_size(images)
     steps = config.steps or max(100 * images // batch_size, 1)
-    size = RunSize(images, batch_size, steps)
+    size = RunSize(images, batch_size, steps, classes)
     method = METHODS[config.method]
     method_config, optim = method.resolve(config.method_config, config.optim, size)
     if optim.warmup_steps >= steps:
@@ -294,6 +339,8 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
     given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
     own[config.method] = method_config
+    if method.supervised and config.evaluate_every is None:
+        own["evaluate_every"] = size.epoch
     return cast(ResolvedRun, validate(model, given | own))
 
 
@@ -304,7 +351,7 @@ def default_batch_size(images: int) -> int:
 
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
     """Return the encoder settings, completed by the method's defaults and the number of image channels."""
-    given = defaults | config.encoder_settings
+    given = config.encoder.started | defaults | config.encoder_settings
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
         raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")
