@@ -1,8 +1,7 @@
 """Fine-tuning of a whole encoder with labels, as in MAE (2111.06377): a linear classifier on the pooled features.
 
-The recipe is that of MAE's main_finetune.py: layer-wise learning-rate decay, mixup, CutMix, label smoothing, drop path
-and random erasing, and for a ViT the mean of the patch tokens with a new final norm. One part is left out: RandAugment
-(1909.13719).
+The recipe is that of MAE's main_finetune.py: layer-wise learning-rate decay, RandAugment, random erasing, mixup,
+CutMix, label smoothing and drop path, and for a ViT the mean of the patch tokens with a new final norm.
 
 Shapes: B images with C channels and H x W pixels; D width of the encoder; K classes.
 """
@@ -14,11 +13,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.augment import Share, Strength
+from data.augment import Share, Strength, normalize, to_pixels
 from data.batch import Batch
 from data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
 from data.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
-from encoders.base import Encoder
+from data.rand_augment import HIGHEST, draw_operations, rand_augment
+from encoders.base import Encoder, Preprocessing
 from encoders.images import Images
 from encoders.randomness import BITS, next_keys
 from encoders.segments import copy_to_device
@@ -54,6 +54,8 @@ class FinetuneConfig(Section):
     """parameter a of the distribution Beta(a, a) of the area that CutMix keeps; 0: no CutMix"""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     """share of the target that is spread equally over all classes"""
+    randaugment: float = Field(default=9.0, ge=0, le=HIGHEST)
+    """magnitude of RandAugment, which applies up to two operations to a crop; 0: no RandAugment"""
     erasing: Share = 0.25
     """probability that a box of a crop is replaced by noise (random erasing)"""
 
@@ -145,7 +147,8 @@ class Finetune(Method):
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch with labels and one view: B images, (B, C, H, W).
 
-        The images are first erased, then mixed. All random numbers are functions of seed, step and sample.
+        The images are first changed by RandAugment, then erased, then mixed. All random numbers are functions of seed,
+        step and sample.
 
         Raises:
             SettingsError: images are mixed in pairs, but the batch has an odd number of images.
@@ -160,19 +163,23 @@ class Finetune(Method):
                 f"mixup and CutMix mix pairs of images, but a forward pass of a process has {len(images)} images. "
                 "Choose a --batch_size that gives an even number, or set finetune.mixup and finetune.cutmix to 0."
             )
-        images, share = self._augmented(images)
+        images, share = self._augmented(images, batch.preprocessing)
         logits = self.logits(images).float()
         with full_precision(logits):
             partner = partners(len(images), logits.device)
             return mixed_cross_entropy(logits, labels, partner, share, self.config.label_smoothing), {}
 
-    def _augmented(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Erase and mix images: (B, C, H, W) -> (B, C, H, W), and the weight of each image's own label (B,)."""
+    def _augmented(self, images: Tensor, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
+        """Augment, erase and mix images: (B, C, H, W) -> (B, C, H, W), and the weight of each own label (B,)."""
         c, size = self.config, (images.shape[2], images.shape[3])
         keys = next_keys(len(images))
         if keys is None:  # outside of a training run, as encoders do
             keys = torch.randint(2**BITS, (len(images),))
         rngs = generators(keys)
+        if c.randaugment:
+            fill = [round(255 * mean) for mean in preprocessing.mean]
+            pixels = rand_augment(to_pixels(images, preprocessing), draw_operations(rngs, c.randaugment), fill)
+            images = normalize(pixels.div_(255), preprocessing)
         images = erase(images, draw_erased(rngs, size, c.erasing), keys)
         mixed = draw_mix(rngs, size, c.mixup, c.cutmix)
         return mix_images(images, mixed), copy_to_device(mixed.share, images.device)

@@ -18,7 +18,7 @@ START = f"--method mae --mae.decoder_dim 16 --mae.decoder_heads 2 {TINY} --steps
 RECIPE = (
     "--steps 220 --batch_size 64 --workers 1 --record_every 1 --checkpoint_every 176 --evaluate_every 110 "
     "--evaluation.pictures 0 --optim.lr 1.6e-2 --finetune.scale 0.5,1 --finetune.flip 0 --finetune.mixup 0.2 "
-    "--finetune.cutmix 0 --finetune.erasing 0 --encoder.drop_path 0.05"
+    "--finetune.cutmix 0 --finetune.erasing 0 --finetune.randaugment 0 --encoder.drop_path 0.05"
 )
 
 

@@ -9,7 +9,9 @@ from timm.data.mixup import mixup_target
 from timm.loss import SoftTargetCrossEntropy
 
 import encoders
+from data.augment import to_model_input, to_pixels
 from data.batch import Batch
+from encoders.base import IMAGENET
 from encoders.randomness import random_keys
 from pretrain.methods.base import RunSize
 from pretrain.methods.finetune import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
@@ -94,6 +96,7 @@ def test_the_published_settings_are_the_defaults_for_imagenet() -> None:
     config, optim = resolve(FinetuneConfig(), OptimConfig(), IMAGENET_SIZE)
     assert config.classes == 1000
     assert (config.mixup, config.cutmix, config.label_smoothing, config.erasing) == (0.8, 1.0, 0.1, 0.25)
+    assert config.randaugment == 9
     assert optim.scaled_lr(1024) == pytest.approx(2e-3)  # 5e-4 * 1024 / 256
     assert (optim.layer_decay, optim.weight_decay, optim.betas, optim.min_lr) == (0.65, 0.05, (0.9, 0.999), 1e-6)
     assert optim.warmup_steps == 5 * 1251
@@ -152,3 +155,18 @@ def test_scores_are_the_classifier_of_the_pooled_features() -> None:
     images = torch.randn(2, 3, 16, 16)
     expected = method.encoder(images).pooled.double() @ method.head.weight.double().T + method.head.bias.double()
     torch.testing.assert_close(method.logits(images).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_images_without_operations_are_not_changed() -> None:
+    pixels = torch.randint(256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    images = to_model_input(batch_of([pixels])).views[0].images
+    assert isinstance(images, torch.Tensor)
+    assert torch.equal(to_pixels(images, IMAGENET), pixels.float())
+    method = make(mixup=0.0, cutmix=0.0, erasing=0.0, randaugment=9.0)
+    changed = 0
+    for seed in range(12):
+        with random_keys(seed, 0, torch.arange(4)):
+            augmented, share = method._augmented(images, IMAGENET)
+        assert torch.equal(share, torch.ones(4))
+        changed += sum(not torch.equal(a, b) for a, b in zip(augmented, images, strict=True))
+    assert 24 < changed < 44  # three of four images get an operation, which rarely changes nothing
