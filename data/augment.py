@@ -282,8 +282,10 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
     """Return the pixels of normalised images: (N, C, H, W) -> (N, C, H, W) float32, whole numbers from 0 to 255."""
-    std, mean = (images.new_tensor(list(part)).view(-1, 1, 1) for part in (preprocessing.std, preprocessing.mean))
-    return (images * std + mean).mul_(255).round_().clamp_(0, 255)
+    x = images.clone()
+    for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
+        x[:, channel].mul_(std).add_(mean)
+    return x.mul_(255).round_().clamp_(0, 255)
 
 
 def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:

@@ -59,7 +59,7 @@ def rand_augment(pixels: Tensor, operations: Operations, fill: Sequence[float]) 
         operations: operations of the images.
         fill: value of each channel outside of a moved image, 0 to 255.
     """
-    background = pixels.new_tensor(list(fill)).view(-1, 1, 1)  # (C, 1, 1)
+    background = copy_to_device(torch.tensor(list(fill), dtype=pixels.dtype), pixels.device).view(-1, 1, 1)  # (C, 1, 1)
     for layer in range(LAYERS):
         for kind, operation in enumerate(OPERATIONS.values()):
             chosen = (operations.kinds[:, layer] == kind).nonzero().squeeze(1)  # (n,), on the CPU

@@ -10,3 +10,8 @@ METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE, "finetune": Finetu
 
 To add a method from another package, add it to this dictionary before the settings are read.
 """
+
+
+def pretraining_methods() -> tuple[str, ...]:
+    """Return the names of the methods that need no labels."""
+    return tuple(name for name, method in METHODS.items() if not method.supervised)
