@@ -1,5 +1,6 @@
 """Fine-tuning: its loss and its parameter groups against MAE's formulas, and its promises for every encoder."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from data.augment import to_model_input, to_pixels
 from data.batch import Batch
 from encoders.base import IMAGENET
 from encoders.randomness import random_keys
+from pretrain.config import load
+from pretrain.config import resolve as resolve_run
+from pretrain.job import build_method
 from pretrain.methods.base import RunSize
 from pretrain.methods.finetune import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
 from pretrain.optim.adamw import OptimConfig, learning_rate_factors, parameter_groups
@@ -170,3 +174,21 @@ def test_images_without_operations_are_not_changed() -> None:
         assert torch.equal(share, torch.ones(4))
         changed += sum(not torch.equal(a, b) for a, b in zip(augmented, images, strict=True))
     assert 24 < changed < 44  # three of four images get an operation, which rarely changes nothing
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_without_a_description_start_every_encoder(variant: str, tmp_path: Path) -> None:
+    """Such as published weights: a torch file, whose class head and final norm are left out where they do not fit."""
+    torch.manual_seed(1)
+    source = encoders.build(variant).state_dict()
+    torch.save({"model": source}, tmp_path / "published.pth")
+    flags = ["--data", "x.tar", "--method", "finetune", "--encoder", variant, "--precision", "fp32"]
+    config = resolve_run(load([*flags, "--init_from", str(tmp_path / "published.pth")]), 1000, classes=3)
+    method = build_method(config, fresh=True)
+    assert isinstance(method, Finetune)
+    fresh = {"fc_norm.weight", "fc_norm.bias"} if variant == "vit_micro" else set()
+    ours = method.encoder.state_dict()
+    assert {name for name in ours if name not in source} == fresh  # MAE's fine-tuning replaces norm by fc_norm
+    assert all(torch.equal(tensor, source[name]) for name, tensor in ours.items() if name in source)
+    assert method.encoder.settings["drop_path"] == 0.1
+    assert method.image_size == encoders.build(variant).settings["image_size"]
