@@ -29,7 +29,8 @@ IMAGENET_SIZE = RunSize(1_281_167, 1024, 125_100, classes=1000)
 
 def make(variant: str = "vit_micro", encoder: dict[str, Any] | None = None, **settings: Any) -> Finetune:
     torch.manual_seed(0)
-    config, _ = resolve(FinetuneConfig(**{"size": 16, "classes": 3} | settings), OptimConfig(), IMAGENET_SIZE)
+    given: dict[str, Any] = {"size": 16, "classes": 3} | settings
+    config, _ = resolve(FinetuneConfig(**given), OptimConfig(), IMAGENET_SIZE)
     defaults = Finetune.encoder_defaults(config, encoders.family(variant), IMAGENET_SIZE)
     method = Finetune(encoders.build(variant, **defaults | (encoder or {})), config, 10)
     torch.nn.init.normal_(method.head.weight, std=0.5)  # at the published 2e-5, all images have equal scores
