@@ -41,7 +41,7 @@ from data.decode import Picture
 from data.loader import Reading, training_batches
 from data.resample import cut_views
 from data.sampler import BatchSampler
-from pretrain.methods import METHODS
+from pretrain.methods import METHODS, pretraining_methods
 from pretrain.methods.base import Method, RunSize, supported
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients, parameter_groups
 from runtime.settings import Settings, parse
@@ -146,7 +146,7 @@ class Trainer:
 def agreement(settings: DeviceCheck) -> list[str]:
     """Return a table that compares losses in bf16 on the device with losses in float32 on the CPU."""
     lines = ["| method | encoder | steps | first loss, CPU | largest difference |", "|---|---|---|---|---|"]
-    for name in METHODS:
+    for name in pretraining_methods():
         for variant in (variant for variant in encoders.VARIANTS if variant.endswith("_micro")):
             method, optim, transform = build(name, variant, 16, settings.steps, **METHODS[name].small_settings)
             losses = []
@@ -167,7 +167,7 @@ def throughput(settings: DeviceCheck) -> list[str]:
         "| method | encoder | images | images/s | ms a step | copy and cut | photometric | peak memory | data wait |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in METHODS:
+    for name in pretraining_methods():
         for variant, images in (("vit_small", settings.batch_size), ("vit_base", settings.batch_size // 2)):
             method, optim, transform = build(name, variant, images, settings.steps)
             method.to("cuda")
@@ -226,7 +226,7 @@ def cifar(settings: DeviceCheck) -> list[str]:
     if settings.cifar is None:
         return ["not run; give --cifar FOLDER"]
     lines = ["| method | step | images | loss | 20-NN | s, evaluations included |", "|---|---|---|---|---|---|"]
-    for method in METHODS:
+    for method in pretraining_methods():
         preset = ROOT / "configs" / f"cifar10_{method}.yaml"
         if not preset.is_file():
             continue

@@ -31,7 +31,7 @@ from torch import nn
 from data.augment import to_model_input
 from encoders.base import Encoder
 from pretrain import engines
-from pretrain.methods import METHODS
+from pretrain.methods import pretraining_methods
 from pretrain.optim.adamw import apply_schedules, clip_gradients
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import Settings, SettingsError, parse
@@ -57,7 +57,7 @@ class EnginesBenchmark(Settings):
 
     encoders: tuple[str, ...] = ("vit_tiny", "vit_small", "vit_base")
     """encoder variants"""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = pretraining_methods()
     """pretraining methods"""
     engines: tuple[str, ...] = ENGINES
     """engines: names of files in configs/accelerate/, without .yaml"""
@@ -265,7 +265,7 @@ def main(settings: EnginesBenchmark) -> None:
     if settings.measure is not None:
         measure(settings, Path(settings.measure))
         return
-    for given, known in ((settings.methods, METHODS), (settings.engines, ENGINES)):
+    for given, known in ((settings.methods, pretraining_methods()), (settings.engines, ENGINES)):
         if unknown := set(given) - set(known):
             raise SettingsError(f"Unknown name: {', '.join(sorted(unknown))}. Choose from: {', '.join(known)}.")
     started = time.perf_counter()

@@ -31,7 +31,7 @@ import encoders
 from data.masking import random_mask
 from encoders.base import Encoder
 from encoders.images import Mask
-from pretrain.methods import METHODS
+from pretrain.methods import pretraining_methods
 from pretrain.optim.adamw import adamw
 from runtime.settings import Settings, parse
 
@@ -56,7 +56,7 @@ class PairsBenchmark(Settings):
 
     encoders: tuple[str, ...] = Field(default_factory=one_per_family)
     """encoder variants; times are also given relative to the first variant; default: one variant per family"""
-    methods: tuple[str, ...] = Field(default_factory=lambda: tuple(METHODS))
+    methods: tuple[str, ...] = Field(default_factory=pretraining_methods)
     """pretraining methods; with mae, the table of dropped tokens is also measured; default: all"""
     dropping: tuple[str, ...] = ("vit_base", "navit_base")
     """encoder variants in the table of dropped tokens"""
@@ -88,8 +88,8 @@ def main(settings: PairsBenchmark) -> None:
     try:
         for variant in (*settings.encoders, *settings.dropping):
             encoders.family(variant)
-        if unknown := set(settings.methods) - set(METHODS):
-            raise ValueError(f"Unknown method {min(unknown)!r}. Choose from: {', '.join(METHODS)}.")
+        if unknown := set(settings.methods) - set(pretraining_methods()):
+            raise ValueError(f"Unknown method {min(unknown)!r}. Choose from: {', '.join(pretraining_methods())}.")
     except ValueError as error:
         raise SystemExit(str(error)) from None
     batch_size = settings.batch_size or IMAGES[device().type]

@@ -156,7 +156,7 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
     if len(solarized):
         y = x[solarized]
         x.index_copy_(0, solarized, torch.where(y >= 0.5, 1 - y, y))
-    return _normalize(x, preprocessing)
+    return normalize(x, preprocessing)
 
 
 @torch.no_grad()
@@ -185,11 +185,11 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
             raise ValueError("Packed images cannot have colour changes. Use a transform that draws no colour changes.")
         # Within a patch, the channel index varies fastest, so that the last axis after `view` is the channel.
         x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
-        return replace(images, patches=_normalize(x, preprocessing).to(dtype).view_as(pixels))
+        return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
     if view.color is not None:
         return augment_colors(images, view.color, preprocessing).to(dtype)
     x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    return _normalize(x, preprocessing).to(dtype)
+    return normalize(x, preprocessing).to(dtype)
 
 
 def gray_image(x: Tensor) -> Tensor:
@@ -280,8 +280,16 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def _normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Normalise a tensor (N, C, ...) in place, one channel at a time."""
+def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Return the pixels of normalised images: (N, C, H, W) -> (N, C, H, W) float32, whole numbers from 0 to 255."""
+    x = images.clone()
+    for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
+        x[:, channel].mul_(std).add_(mean)
+    return x.mul_(255).round_().clamp_(0, 255)
+
+
+def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Normalise a tensor (N, C, ...) of values from 0 to 1 in place, one channel at a time."""
     for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
         x[:, channel].sub_(mean).div_(std)
     return x

@@ -64,6 +64,7 @@ class _Drawn(NamedTuple):
     key: str
     picture: Picture
     views: SampleParameters
+    label: int | None
 
 
 class _Failed(NamedTuple):
@@ -86,6 +87,8 @@ class TrainDataset(Dataset[Sample]):
     transform: Transform
     seed: int
     decoding: Decoding = Decoding()
+    classes: int | None = None
+    """Number of classes of the labels; None if labels are not read."""
 
     @functools.cached_property
     def _readers(self) -> list[Reader]:
@@ -106,7 +109,7 @@ class TrainDataset(Dataset[Sample]):
         If a sample cannot be used, yield a `Skipped` for this sample, and then the sample that replaces it.
 
         Raises:
-            ShardError: the shards cannot be read, or too many images in a row are corrupt.
+            ShardError: the shards cannot be read, too many images in a row are corrupt, or a label is wrong.
         """
         sources, shards, numbers = self.sampler(np.asarray(positions))
         for source, reader in enumerate(self._readers):
@@ -124,11 +127,28 @@ class TrainDataset(Dataset[Sample]):
             key = reader.name(address.shard, address.number)
             encoded = reader.image(address.shard, address.number)
             picture = self.decoding.picture(encoded)
-            return _Drawn(key, picture, self.transform.draw(picture.size, sample_rng(self.seed, address.position)))
+            views = self.transform.draw(picture.size, sample_rng(self.seed, address.position))
+            return _Drawn(key, picture, views, self._label(reader, address))
         except ImageError as error:
             return _Failed(f"{key}: {error}", corrupt=True)
         except UnreadableError as error:
             return _Failed(f"sample {address.number} of {error}", corrupt=False)
+
+    def _label(self, reader: Reader, address: _Address) -> int | None:
+        """Return the label of the sample at an address, or None if labels are not read.
+
+        Raises:
+            ShardError: the label is missing, not an integer, or not the number of a class.
+        """
+        if self.classes is None:
+            return None
+        label = reader.label(address.shard, address.number)
+        if not 0 <= label < self.classes:
+            raise ShardError(
+                f"the label of {reader.name(address.shard, address.number)} is {label}, but the run has "
+                f"{self.classes} classes, numbered from 0. Correct the .cls member, or set the number of classes."
+            )
+        return label
 
     def _decode(self, address: _Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
         """Yield the decoded sample at an address.
@@ -156,7 +176,7 @@ class TrainDataset(Dataset[Sample]):
             drawn = self._draw(address._replace(shard=int(shards[0]), number=int(numbers[0])))
         for one in failed:
             yield Skipped(one.reason)
-        yield sample._replace(position=address.position)
+        yield sample._replace(position=address.position, label=drawn.label)
 
 
 @dataclass

@@ -97,6 +97,10 @@ class Reading:
     The number of channels of decoded images equals the number of these means.
     """
 
+    classes: int | None = None
+    """Number of classes of the labels in training; None if training reads no labels. Evaluation has an argument of its
+    own for labels."""
+
     @property
     def decoding(self) -> Decoding:
         """Limits on accepted images, and the number of channels of decoded images."""
@@ -123,14 +127,17 @@ def training_batches(
         batches: sampler that yields the positions of the samples of each forward pass of this process.
         seed: seed of the order and of all random parameters, 0 to 2**64 - 1.
         stream: settings of the order of samples.
-        reading: settings of workers, decoding, access to remote shards, and normalisation.
+        reading: settings of workers, decoding, access to remote shards, normalisation and labels.
 
     Raises:
         ValueError: there are fewer images than a batch needs, or the device cannot cut the crops of the transform.
-        ShardError: the shards cannot be used. Iterating over the batches also raises this error, if a shard vanishes or
-            changes, or if 100 images in a row are corrupt.
+        ShardError: the shards cannot be used, or labels are missing. Iterating over the batches also raises this error,
+            if a shard vanishes or changes, if 100 images in a row are corrupt, or if a label is wrong.
     """
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
+    if reading.classes is not None:
+        for opened in sources:
+            require_labels(opened)
     buffers = bounded_buffers(
         [opened.mean_bytes for opened in sources], stream.window, stream.window_gb, batches.streams
     )
@@ -145,7 +152,7 @@ def training_batches(
     mixture = MixtureSampler(samplers, weights, seed)
     _check_enough(mixture, batches.batch_size)
     config = reading.loader.resolved(transform)
-    dataset = TrainDataset(sources, mixture, transform, seed, reading.decoding)
+    dataset = TrainDataset(sources, mixture, transform, seed, reading.decoding, reading.classes)
     collator = Collator(transform, batches.pass_size, reading.preprocessing, raw=config.crops == "device")
     return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
 

@@ -1,4 +1,4 @@
-"""Pixel statistics: histograms of channels, and the mean and standard deviation that follow from the histograms.
+"""Statistics of shards: the mean and standard deviation of each channel, and the number of classes.
 
 Images have C channels and H x W pixels.
 """
@@ -10,8 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from data.decode import ImageError, decode
-from data.shards import Reader, ShardError, ShardList, Sources
+from data.shards import Reader, ShardError, ShardList, Sources, class_names
 from data.shards.reader import UnreadableError
+from data.shards.remote import is_remote
 from encoders.base import Preprocessing
 
 READ_TOGETHER = 64
@@ -61,6 +62,37 @@ def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Pre
     mean = np.average(means, axis=0, weights=sources.weights)
     std = np.sqrt(np.average(stds**2 + (means - mean) ** 2, axis=0, weights=sources.weights))
     return Preprocessing(tuple(mean.tolist()), tuple(np.maximum(std, LEAST_STD).tolist()))
+
+
+def count_classes(sources: Sources) -> int:
+    """Return the number of classes: the number of names in classes.json, or the largest label plus 1.
+
+    Without a classes.json, all labels are read.
+
+    Raises:
+        ShardError: the sources have different class names; or without names, a shard is remote, so that reading all
+            labels would download it; or a label is missing, negative or not an integer.
+    """
+    names, *others = [class_names(source) for source in sources.lists]
+    if any(other != names for other in others):
+        raise ShardError("The sources have different class names in classes.json, so their labels cannot be mixed.")
+    if names is not None:
+        return len(names)
+    largest = 0
+    for source in sources.lists:
+        remote = next((shard.path for shard in source.shards if is_remote(shard.path)), None)
+        if remote is not None:
+            raise ShardError(f"{remote} is remote. Set the number of classes, for example --finetune.classes 1000.")
+        reader = Reader(source)
+        for shard, count in enumerate(source.counts):
+            for sample in range(int(count)):
+                label = reader.label(shard, sample)
+                if label < 0:
+                    raise ShardError(
+                        f"the label of {reader.name(shard, sample)} is {label}. Number the classes from 0."
+                    )
+                largest = max(largest, label)
+    return largest + 1
 
 
 def _source_statistics(source: ShardList, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:

@@ -14,9 +14,17 @@ from typing import Any, TypedDict
 import yaml
 
 LAUNCH = Path(__file__).resolve().parent
-EVALUATIONS = {"knn": "knn", "probe": "linear_probe", "few-shot": "few_shot", "retrieval": "retrieval"}
+EVALUATIONS = {
+    "knn": "knn",
+    "probe": "linear_probe",
+    "few-shot": "few_shot",
+    "retrieval": "retrieval",
+    "finetune": "finetune",
+}
 """Map from the name of an evaluation on the command line to the stem of file names. The script of an evaluation is
 STEM.sbatch, and the names of its result files begin with STEM (`evaluation.results.result_path`)."""
+FINAL_ONLY = ("finetune",)
+"""Names of the evaluations that run only after pretraining. Each of them is a run of its own."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"

@@ -1,6 +1,6 @@
 """Submit a pretraining run and its evaluations to SLURM, show their progress, and cancel them.
 
-    python launch/slurm.py submit --config X.yaml --nodes 2 --gpus 8 [--after-pretraining probe,knn]
+    python launch/slurm.py submit --config X.yaml --nodes 2 --gpus 8 [--after-pretraining probe,knn,finetune]
                                   [--every-checkpoint knn] [--dry_run] [-- FLAGS OF pretrain/run.py]
     python launch/slurm.py status OUTPUT
     python launch/slurm.py cancel OUTPUT
@@ -21,6 +21,7 @@ from typing import Any
 
 from jobs import (
     EVALUATIONS,
+    FINAL_ONLY,
     LAUNCH,
     Job,
     LaunchError,
@@ -114,7 +115,8 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
     )
     names = ",".join(EVALUATIONS)
     new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations to run after pretraining")
-    new.add_argument("--every-checkpoint", default="", metavar=names, help="evaluations to run for each checkpoint")
+    often = ",".join(name for name in EVALUATIONS if name not in FINAL_ONLY)
+    new.add_argument("--every-checkpoint", default="", metavar=often, help="evaluations to run for each checkpoint")
     new.add_argument("--evaluation-gpus", type=int, help="GPUs per evaluation (default: 1, or 0 with --gpus 0)")
     for kind in EVALUATIONS:
         new.add_argument(
@@ -135,6 +137,8 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     """
     settings = read_settings(options.config)
     after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
+    for name in set(every) & set(FINAL_ONLY):
+        raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}")
     check_options(options, settings, flags)
     default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output or settings.get("output") or default).expanduser().absolute()

@@ -7,9 +7,8 @@ derived from other settings and from the data.
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, cast
 
 import yaml
 from pydantic import Field, create_model
@@ -24,9 +23,7 @@ from pretrain.methods.base import RunSize
 from pretrain.monitoring.collapse import HealthConfig
 from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from runtime.settings import Section, Settings, SettingsError, flags, merge, peek, read_yaml, suggestion, validate
-
-PRESETS = Path(__file__).parent.parent / "configs"
+from runtime.settings import Section, Settings, SettingsError, suggestion, validate
 
 
 class DataConfig(Section, frozen=True):
@@ -105,12 +102,13 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Settings of the k-NN evaluation and the pictures during pretraining."""
+    """Settings of the evaluation and the pictures during training."""
 
     train: str | list[str] | None = None
     """labelled SHARDS in which neighbours are searched (the bank); default: the training shards"""
     val: str | list[str] | None = None
-    """labelled SHARDS whose images are classified by their neighbours; default: no k-NN evaluation"""
+    """labelled SHARDS whose images are classified: by their neighbours, or by the classifier of --method finetune;
+    default: no evaluation"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
     batch_size: int = Field(default=256, ge=1)
@@ -123,6 +121,9 @@ class EncoderConfig(Section):
     """Encoder settings. A run uses a subclass whose fields are the arguments of the encoder's constructor."""
 
     short_form = "variant"
+    started: ClassVar[dict[str, Any]] = {}
+    """Settings of the encoder that `init_from` names. They replace the variant's, and the method's defaults and given
+    settings override them."""
 
     variant: str = "vit_small"
     """name of the encoder variant, such as vit_small; short form: --encoder NAME"""
@@ -132,7 +133,7 @@ class RunConfig(Settings, frozen=True):
     """Pretrain a vision encoder on shards of images. --config FILE.yaml overrides defaults, and flags override both."""
 
     method: str = "dino"
-    """pretraining method"""
+    """training method: a pretraining method, or finetune"""
     config: str | None = None
     """YAML file of settings; flags override its values"""
     data: DataConfig = DataConfig()
@@ -159,7 +160,8 @@ class RunConfig(Settings, frozen=True):
     dry_run: bool = False
     """print the resolved settings, and the run's length, memory and shards per worker; then exit without training"""
     init_from: str | None = None
-    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file"""
+    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
+    folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 on a GPU that
     supports bf16, else fp32"""
@@ -170,7 +172,8 @@ class RunConfig(Settings, frozen=True):
     checkpoint_every: int = Field(default=1000, ge=1)
     """number of steps between two checkpoints; the last step always gets a checkpoint"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """number of steps between two k-NN evaluations; default: evaluate only before the first and after the last step"""
+    """number of steps between two evaluations (k-NN; for --method finetune, classification accuracy); default: evaluate
+    only before the first and after the last step, and for --method finetune also after each epoch"""
     encoder: EncoderConfig = EncoderConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
@@ -201,8 +204,12 @@ class ResolvedRun(RunConfig, frozen=True):
     optim: ResolvedOptim = Field()
 
 
-def settings_model(variant: str) -> type[RunConfig]:
+def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> type[RunConfig]:
     """Return a subclass of `RunConfig` with a section for the encoder of `variant` and a section for each method.
+
+    Args:
+        variant: name of the encoder variant.
+        started: settings of the encoder that the run starts from. They become defaults.
 
     Raises:
         SettingsError: the variant is unknown.
@@ -212,13 +219,15 @@ def settings_model(variant: str) -> type[RunConfig]:
         raise SettingsError(f"unknown encoder '{variant}'{suggestion(variant, known)} (known: {', '.join(known)})")
     family = encoders.family(variant)
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
-    chosen = encoders.VARIANTS[variant]
+    started = dict(started or {})
+    chosen = encoders.VARIANTS[variant] | started
     help_text = EncoderConfig.model_fields["variant"].description
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)
         fields[name] = (parameter.annotation, Field(default, description=described.get(name)))
     encoder = create_model("Encoder", __base__=EncoderConfig, __doc__=f"Settings of {variant}.", **fields)
+    encoder.started = started
     sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.items()}
     method_help = RunConfig.model_fields["method"].description
     sections["method"] = (Literal[tuple(METHODS)], Field("dino", description=method_help))
@@ -228,122 +237,16 @@ def settings_model(variant: str) -> type[RunConfig]:
     return cast(type[RunConfig], model)
 
 
-class Early(NamedTuple):
-    """Settings that are read first, because they decide which other settings exist and which defaults these have."""
-
-    method: str | None
-    encoder: str | None
-    shards: Any
-    config: str | None
-    output: str | None
-    resume: bool
-
-
-def load(argv: Sequence[str]) -> RunConfig:
-    """Return the settings of a run from its command line and its settings file.
-
-    If no shards are given, the preset of the embedded digits supplies the defaults. `--resume` reads the run's own
-    config.yaml unless --config names another file.
-
-    Raises:
-        SettingsError: a name is unknown, or a value is out of range.
-    """
-    argv = expand_resume(argv)
-    early = Early(
-        method=peek(argv, "method"),
-        encoder=peek(argv, "encoder") or peek(argv, "encoder.variant"),
-        shards=peek(argv, "data") or peek(argv, "data.shards"),
-        config=peek(argv, "config"),
-        output=peek(argv, "output"),
-        resume="--resume" in argv,
-    )
-    return _complete(early, lambda model: flags(model, argv, "run.py"))
-
-
-def from_values(values: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a run from nested dictionaries, with the same defaults as `load`.
-
-    Raises:
-        SettingsError: a name is unknown, or a value is out of range.
-    """
-    expanded = merge(RunConfig, values)
-    early = Early(
-        method=values.get("method"),
-        encoder=(expanded.get("encoder") or {}).get("variant"),
-        shards=(expanded.get("data") or {}).get("shards"),
-        config=values.get("config"),
-        output=values.get("output"),
-        resume=bool(values.get("resume")),
-    )
-    return _complete(early, lambda model: merge(model, values))
-
-
-def expand_resume(argv: Sequence[str]) -> list[str]:
-    """Return a command line in which `--resume RUN` is written as `--resume --output RUN`."""
-    words: list[str] = []
-    for word in argv:
-        if word.startswith("--resume=") and word.partition("=")[2].lower() not in ("true", "false"):
-            words += ["--resume", "--output", word.partition("=")[2]]
-        elif words[-1:] == ["--resume"] and not word.startswith("--") and word.lower() not in ("true", "false"):
-            words += ["--output", word]
-        else:
-            words.append(word)
-    return words
-
-
-def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
-    """Return validated settings. The defaults are overridden by the preset of the embedded digits if the run has no
-    other data, then by the settings file, and then by `given(model)`, where `model` is the class of the settings."""
-    config = early.config
-    own = Path(early.output) / "config.yaml" if early.output and early.resume else None
-    file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
-    file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
-    method = early.method or file.get("method", "dino")
-    if method not in METHODS:
-        raise SettingsError(
-            f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
-        )
-    file_data = file.get("data") or {}
-    if config and not early.shards and "shards" not in file_data:  # `shards: null` means the embedded digits
-        raise SettingsError(f"{config} names no data. Give --data SHARDS")
-    digits = PRESETS / f"digits_{method}.yaml"
-    use_preset = not (early.shards or file_data.get("shards")) and digits.exists()
-    preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
-    saved = (file.get("encoder") or {}).get("variant")
-    preset_variant = preset.get("encoder", {}).get("variant")
-    variant = early.encoder or saved or preset_variant or "vit_small"
-    if own and not config and saved and variant != saved:
-        raise SettingsError(
-            f"the run in {early.output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
-        )
-    if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
-        preset.pop("encoder", None)
-    model = settings_model(variant)
-    chosen = {"encoder": {"variant": variant}}
-    layers = one_length([preset, file, chosen, given(model)])
-    return validate(model, merge(model, *layers))
-
-
-def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the layers of settings without the `steps` and `epochs` that a later layer replaces.
-
-    Both set the length of the run, so `epochs` in one layer also replaces `steps` in an earlier layer.
-    """
-    kept: list[Mapping[str, Any]] = []
-    replaced: set[str] = set()
-    for layer in reversed(layers):
-        kept.insert(0, {name: value for name, value in layer.items() if name not in replaced})
-        if layer.get("steps") is not None or layer.get("epochs") is not None:
-            replaced = {"steps", "epochs"}
-    return kept
-
-
-def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = None) -> ResolvedRun:
+def resolve(
+    config: RunConfig, images: int, statistics: Preprocessing | None = None, classes: int | None = None
+) -> ResolvedRun:
     """Return the settings with all derived values: steps, normalisation, and settings of the method and the encoder.
 
     Args:
         images: Number of training images.
         statistics: Pixel statistics of the shards. They are required if `config.data.needs_statistics` is true.
+        classes: Number of classes of the training images. It is required if the method is supervised and has no number
+            of classes.
 
     Raises:
         SettingsError: a setting is invalid, or two settings contradict each other.
@@ -352,7 +255,7 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
     if config.steps and config.epochs:
         raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
     steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
-    size = RunSize(images, batch_size, steps)
+    size = RunSize(images, batch_size, steps, classes)
     method = METHODS[config.method]
     method_config, optim = method.resolve(config.method_config, config.optim, size)
     if optim.warmup_steps >= steps:
@@ -371,6 +274,8 @@ def resolve(config: RunConfig, images: int, statistics: Preprocessing | None = N
     given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
     own[config.method] = method_config
+    if method.supervised and config.evaluate_every is None:
+        own["evaluate_every"] = size.epoch
     return cast(ResolvedRun, validate(model, given | own))
 
 
@@ -381,7 +286,7 @@ def default_batch_size(images: int) -> int:
 
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
     """Return the encoder settings, completed by the method's defaults and the number of image channels."""
-    given = defaults | config.encoder_settings
+    given = config.encoder.started | defaults | config.encoder_settings
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
         raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")

@@ -17,9 +17,7 @@ from data.demo import demo_shards
 from data.loader import Batches, Reading, training_batches
 from data.sampler import BatchSampler, bounded_buffers
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
-from data.statistics import pixel_statistics
 from data.workers import free_cores
-from encoders.base import Preprocessing
 from evaluation.features import resolve_checkpoint
 from pretrain import engines
 from pretrain.checkpoints import resume
@@ -29,14 +27,16 @@ from pretrain.config import ResolvedRun, RunConfig, resolve, to_yaml
 from pretrain.engines import Engine
 from pretrain.folder import delete_run, make_folder, run_folder
 from pretrain.loop import Run, train
+from pretrain.measurements import measure_classes, measure_pixels
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from pretrain.monitoring.accuracy import Accuracy, write_result
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines
 from pretrain.preflight import Plan, dry_forward, report
 from runtime import processes
-from runtime.collectives import broadcast_object, gather_objects, run_on_all_ranks
+from runtime.collectives import gather_objects, run_on_all_ranks
 from runtime.files import atomic_write
 from runtime.preemption import saving_on_interrupt
 from runtime.settings import SettingsError
@@ -63,7 +63,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     sizes = [one.mean_bytes for one in opened.lists]
     shards_seen = agree(opened.lists, bounded_buffers(sizes, given.stream.window, given.stream.window_gb))
     images = sum(source.images for source in opened.lists)
-    config = resolve(given, images, measure_pixels(given, opened, accelerator))
+    statistics = measure_pixels(given, opened, accelerator)
+    config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
     output, newest = run_folder(config)
     settings = config.model_dump(mode="json") | {"shards": shards_seen}
     position = TrainState()
@@ -94,7 +95,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    knn = online_knn(config, method, shards, accelerator)
+    knn, accuracy = evaluations(config, method, shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
@@ -105,7 +106,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position)
+        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position, accuracy)
         train(run, iter(batches))
     finish_run(run)
     return output
@@ -163,28 +164,6 @@ def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
         update={"train": config.evaluation.train or train_shards, "val": config.evaluation.val or val_shards}
     )
     return train_shards, config.model_copy(update={"evaluation": evaluation})
-
-
-def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:
-    """Return the pixel statistics of the shards, or None if the settings do not need statistics.
-
-    The main process measures the statistics, and all processes receive them.
-
-    Raises:
-        ShardError: the shards cannot be read.
-    """
-    if not config.data.needs_statistics:
-        return None
-    found: Preprocessing | ShardError | None = None
-    if accelerator.is_main_process:
-        try:
-            found = pixel_statistics(opened, config.data.channels)
-        except (ValueError, OSError) as error:  # broadcast the error, because the other processes wait for the result
-            found = ShardError(f"data: the pixel statistics cannot be measured: {error}")
-    measured = broadcast_object(found)
-    if isinstance(measured, ShardError):
-        raise measured
-    return measured
 
 
 def agree(opened: list[ShardList], buffers: list[int]) -> str:
@@ -300,7 +279,9 @@ def loader(config: ResolvedRun, method: Method, shards: Sources, first_step: int
             ),
             seed=config.seed,
             stream=config.stream,
-            reading=Reading(workers(config, accelerator), config.loader, preprocessing=config.data.preprocessing),
+            reading=Reading(
+                workers(config, accelerator), config.loader, config.source, config.data.preprocessing, method.classes
+            ),
         )
     except ShardError:
         raise
@@ -314,14 +295,18 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
 
 
-def online_knn(
+def evaluations(
     config: ResolvedRun, method: Method, shards: WeightedShards, accelerator: Accelerator
-) -> OnlineKNN | None:
-    """Return the k-NN evaluation of the run, or None if `evaluation.val` is not set."""
+) -> tuple[OnlineKNN | None, Accuracy | None]:
+    """Return the k-NN evaluation of the run, or the accuracy of a supervised method. Both are None without
+    `evaluation.val`."""
     if config.evaluation.val is None:
-        return None
-    bank: Any = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
-    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.source)
+        return None, None
+    train: Any = list(shards) if isinstance(shards, dict) else shards
+    if method.supervised:
+        return None, Accuracy(config.evaluation, train, method.image_size, accelerator, config.source)
+    bank = config.evaluation.train or train
+    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.source), None
 
 
 def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine) -> None:
@@ -347,7 +332,10 @@ def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine)
 
 
 def finish_run(run: Run) -> None:
-    """Write the trained encoder to encoder.safetensors. Print the k-NN scores and a command for the linear probe."""
+    """Write the trained encoder to encoder.safetensors. Print the scores, and a command for the linear probe.
+
+    A supervised method writes its accuracy to a result file instead.
+    """
     encoder = run.engine.gather_on_main(run.method.trained_encoder())
     run.accelerator.wait_for_everyone()
     if run.recorder is None or encoder is None:
@@ -355,10 +343,14 @@ def finish_run(run: Run) -> None:
     path = run.output / "encoder.safetensors"
     encoders.save(encoder, path, step=run.state.step)
     run.recorder.close()
-    evaluation = run.config.evaluation
+    evaluation, scores = run.config.evaluation, Scores(run.state.scores)
+    if run.method.supervised:
+        if scores.history:
+            write_result(run.config, run.output, scores)
+        print(f"encoder: {path}")
+        return
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val
     train, val = (shards if isinstance(shards, str) else "SHARDS" for shards in (train_shards, val_shards))
-    scores = Scores(run.state.scores)
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)})")

@@ -24,6 +24,7 @@ from pretrain.config import ResolvedRun
 from pretrain.engines import Engine
 from pretrain.methods.base import Method
 from pretrain.monitoring import pictures, verdict
+from pretrain.monitoring.accuracy import Accuracy, accuracy_line
 from pretrain.monitoring.collapse import CollapseAlarm
 from pretrain.monitoring.metrics import Progress, Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
@@ -57,6 +58,8 @@ class Run:
     """Number of images of the data set."""
     state: TrainState = field(default_factory=TrainState)
     """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
+    accuracy: Accuracy | None = None
+    """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
 
     @property
     def steps(self) -> int:
@@ -137,7 +140,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     """
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
-    progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
+    score, metric = ("top-1", "val_top1") if run.method.supervised else ("k-NN", "knn_top1")
+    progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process, score=score)
     window, save_due = Window(), False
     if state.step == 0 or state.unscored:
         _record_and_score(run, state.unscored, None, alarm)
@@ -164,7 +168,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     state.unscored = record
                 else:
                     _record_and_score(run, record, micro_batches[0], alarm)
-                progress.scored(record.get("knn_top1"))
+                progress.scored(record.get(metric))
                 progress.line(record)
                 for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
@@ -268,7 +272,7 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
 def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, alarm: CollapseAlarm) -> None:
     """Write the metrics of a step.
 
-    Before the first step, after the last step and every `evaluate_every` steps, also run the k-NN evaluation, print its
+    Before the first step, after the last step and every `evaluate_every` steps, also run the evaluation, print its
     verdict, and draw pictures.
     """
     step = run.state.step
@@ -283,9 +287,21 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, ala
             if run.recorder and run.config.evaluation.pictures:
                 images = run.online_knn.first_images(encoder.preprocessing)
                 shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
+        if run.accuracy is not None:
+            record |= _classify(run, run.accuracy)
         _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})
     if run.recorder and record:
         run.recorder.scalars({"step": step, "images": run.state.images} | record)
+
+
+def _classify(run: Run, evaluation: Accuracy) -> dict[str, float]:
+    """Return the accuracies of the classifier, add them to the scores of the run, and log them. Collective."""
+    found = evaluation.evaluate(run.engine.gather_full_parameters(run.method))
+    scores = verdict.Scores(run.state.scores)
+    scores.add(run.state.step, found)
+    scores.memory["last"] = found
+    log.info("%s", accuracy_line(scores, found))
+    return found
 
 
 def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:

@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,15 @@ def dry_forward(method: Method) -> None:
 
 
 def _blank_batch(method: Method, sizes: Sequence[tuple[int, int]]) -> Batch:
-    """Return a batch of black images of the given heights and widths, cropped and masked by the method's transform."""
+    """Return a batch of black images of the given heights and widths, cropped and masked by the method's transform.
+
+    All images have the label 0.
+    """
     preprocessing = next((part.preprocessing for part in method.modules() if isinstance(part, Encoder)), IMAGENET)
     images = [torch.zeros(preprocessing.channels, *size, dtype=torch.uint8) for size in sizes]
     rngs = [np.random.default_rng(0) for _ in images]
-    return to_model_input(collate(method.transform(), images, rngs, preprocessing))
+    batch = collate(method.transform(), images, rngs, preprocessing)
+    return replace(to_model_input(batch), labels=torch.zeros(len(images), dtype=torch.int64))
 
 
 def state_bytes(method: Method) -> int:

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from data.shards import ShardError
-from pretrain.config import load
+from pretrain.command_line import load
 from runtime import watchdog
 from runtime.errors import UserError
 

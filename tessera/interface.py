@@ -24,7 +24,9 @@ from data.shards import open_shards, open_sources
 from encoders.base import Encoder
 from evaluation.features import Extraction, LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from pretrain import job
-from pretrain.config import from_values, resolve
+from pretrain.command_line import from_values
+from pretrain.config import resolve
+from pretrain.measurements import measure_classes, measure_pixels
 from runtime import preemption
 from runtime.processes import make_accelerator
 
@@ -87,7 +89,8 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
     shards, given = job.training_shards(given)
     opened = open_sources(shards, source=given.source)
     images = sum(source.images for source in opened.lists)
-    config = resolve(given, images, job.measure_pixels(given, opened, accelerator))
+    statistics = measure_pixels(given, opened, accelerator)
+    config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
     torch.manual_seed(config.seed)
     module = job.build_method(config, fresh=True)
     config = job.resolve_crops(config, module)

@@ -61,7 +61,7 @@ class TrainState:
     alarm: dict[str, Any] = field(default_factory=dict)
     """State of the collapse alarm."""
     scores: dict[str, Any] = field(default_factory=dict)
-    """k-NN accuracies of the encoder so far, and of the raw pixels (`monitoring.verdict.Scores`)."""
+    """Accuracies so far (`monitoring.verdict.Scores`): of k-NN, or of the classifier of a supervised method."""
     unscored: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step if the run was stopped before it evaluated this step, else empty. The resumed run
     evaluates the step, and then writes its metrics."""

@@ -1,11 +1,17 @@
-"""Pretraining methods by name (`--method`)."""
+"""Training methods by name (`--method`)."""
 
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
+from pretrain.methods.finetune import Finetune
 from pretrain.methods.mae import MAE
 
-METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE}
+METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE, "finetune": Finetune}
 """Classes of methods by name.
 
 To add a method from another package, add it to this dictionary before the settings are read.
 """
+
+
+def pretraining_methods() -> tuple[str, ...]:
+    """Return the names of the methods that need no labels."""
+    return tuple(name for name, method in METHODS.items() if not method.supervised)

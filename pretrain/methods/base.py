@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.collate import Transform
 from encoders.base import Encoder
+from encoders.images import Images
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
 from runtime.settings import Section
 
@@ -31,6 +32,8 @@ class RunSize:
     """Number of images per optimizer step."""
     steps: int
     """Number of optimizer steps."""
+    classes: int | None = None
+    """Number of classes of the training images; None if the method uses no labels."""
 
     @property
     def epoch(self) -> int:
@@ -61,6 +64,11 @@ class Method(nn.Module):
     """Class of the method's settings."""
     image_size: int
     """side of the images in pixels for the k-NN evaluation during training"""
+    supervised: ClassVar[bool] = False
+    """True if the method trains a classifier with labels. Such a method has the setting `classes`, the attribute
+    `classes` and the function `logits`. Its classification accuracy is evaluated, and not its k-NN accuracy."""
+    classes: int | None = None
+    """number of classes of the labels in training batches; None if the method uses no labels"""
     drop: bool = False
     """True if the encoder drops hidden tokens, False if the encoder replaces hidden tokens by a mask token"""
     small_settings: ClassVar[dict[str, Any]] = {}
@@ -96,6 +104,10 @@ class Method(nn.Module):
 
         An implementation must not wait for the device.
         """
+        raise NotImplementedError
+
+    def logits(self, images: Images) -> Tensor:
+        """Return the class scores of normalised images: (B, C, H, W) -> (B, classes)."""
         raise NotImplementedError
 
     def transform(self) -> Transform:

@@ -68,7 +68,8 @@ class Recorder:
 class Progress:
     """Progress of a run on stderr. A terminal shows a bar; a file, such as a log, has one line per record."""
 
-    def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
+    def __init__(self, steps: int, done: int, *, enabled: bool, score: str = "k-NN") -> None:
+        """Set up the progress of a run of `steps` steps, of which `done` are done. `score` names its accuracy."""
         console = Console(stderr=True)
         self.console, self.enabled, self.bar = console, enabled, enabled and console.is_terminal
         columns = (
@@ -82,7 +83,7 @@ class Progress:
         self.progress = RichProgress(*columns, console=console, disable=not self.bar)
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
         self.steps, self.first, self.started = steps, done, time.perf_counter()
-        self.knn = ""  # newest k-NN accuracy as text
+        self.score, self.accuracy = score, ""  # name of the accuracy, and the newest accuracy as text
 
     def __enter__(self) -> "Progress":
         self.progress.start()
@@ -92,14 +93,14 @@ class Progress:
         self.progress.stop()
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
-        """Move the progress bar to `step`, and show the given numbers and the newest k-NN accuracy next to the bar."""
-        numbers = f"loss {loss:.4f}  {self.knn}{images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
+        """Move the progress bar to `step`, and show the given numbers and the newest accuracy next to the bar."""
+        numbers = f"loss {loss:.4f}  {self.accuracy}{images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def scored(self, accuracy: float | None) -> None:
-        """Set the k-NN accuracy (0 to 1) that is shown next to the bar. Do nothing if `accuracy` is None."""
+        """Set the accuracy (0 to 1) that is shown next to the bar. Do nothing if `accuracy` is None."""
         if accuracy is not None:
-            self.knn = f"k-NN {100 * accuracy:.1f} %  "
+            self.accuracy = f"{self.score} {100 * accuracy:.1f} %  "
 
     def line(self, record: dict[str, Any]) -> None:
         """Print a record of metrics as one line, unless a progress bar is shown."""
@@ -108,8 +109,8 @@ class Progress:
         done = record["step"] - self.first
         left = (time.perf_counter() - self.started) / max(done, 1) * (self.steps - record["step"])
         print(
-            f"step {record['step']}/{self.steps}  epoch {record['epoch']:.1f}  loss {record['loss']:.4f}  {self.knn}"
-            f"lr {record['lr']:.2e}  {record['images_per_second']:.0f} images/s  "
+            f"step {record['step']}/{self.steps}  epoch {record['epoch']:.1f}  loss {record['loss']:.4f}  "
+            f"{self.accuracy}lr {record['lr']:.2e}  {record['images_per_second']:.0f} images/s  "
             f"data wait {100 * record['data_wait']:.0f} %  {duration(left)} left",
             file=sys.stderr,
             flush=True,

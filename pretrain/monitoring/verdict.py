@@ -14,7 +14,7 @@ ADVISED = ("flat", "falling", "collapsing")
 
 @dataclass(frozen=True)
 class Score:
-    """k-NN accuracy of the encoder at one evaluation."""
+    """Accuracy at one evaluation, by k-NN or by a classifier."""
 
     step: int
     """Number of steps done."""
@@ -24,7 +24,7 @@ class Score:
 
 @dataclass
 class Scores:
-    """k-NN accuracies of a run so far, and the k-NN accuracy with raw pixels as features."""
+    """Accuracies of a run so far, by k-NN or by its classifier, and the k-NN accuracy with raw pixels as features."""
 
     memory: dict[str, Any] = field(default_factory=dict)
     """State in JSON types. It is updated in place, so that a checkpoint can store it."""
@@ -40,8 +40,9 @@ class Scores:
         return self.memory.get("pixels")
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
-        """Add the accuracies of an evaluation: `knn_top1`, and `knn_pixels` if it was measured."""
-        self.memory.setdefault("history", []).append([step, record["knn_top1"]])
+        """Add the accuracies of an evaluation: `knn_top1` and, if it was measured, `knn_pixels`; or `val_top1`."""
+        accuracy = record["knn_top1"] if "knn_top1" in record else record["val_top1"]
+        self.memory.setdefault("history", []).append([step, accuracy])
         if "knn_pixels" in record:
             self.memory["pixels"] = record["knn_pixels"]
 

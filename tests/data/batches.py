@@ -36,6 +36,7 @@ def training_batches(
     source: SourceConfig = DEFAULT,
     config: LoaderConfig = LoaderConfig(),  # noqa: B008 - frozen
     preprocessing: Preprocessing = IMAGENET,
+    classes: int | None = None,
 ) -> Batches:
     """Batches of `data.loader.training_batches`."""
     return _training_batches(
@@ -44,7 +45,7 @@ def training_batches(
         BatchSampler(batch_size, first_step, steps, rank, world_size, accumulation, streams),
         seed=seed,
         stream=StreamConfig(block=block, window=window, window_gb=window_gb),
-        reading=Reading(workers, config, source, preprocessing),
+        reading=Reading(workers, config, source, preprocessing, classes),
     )
 
 

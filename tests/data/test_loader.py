@@ -321,3 +321,30 @@ def test_real_images():
     assert [len(batch) for batch in batches] == [50, 50, 23]
     assert not any(batch.skipped for batch in batches)
     assert all(isinstance(batch, Batch) and batch.views[0].images.shape[1:] == (3, 64, 64) for batch in batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_batches_have_the_labels_of_their_samples(write_shards, workers):
+    batches = run(write_shards([10, 23, 1]), classes=34, workers=workers)
+    assert len(batches) == 7
+    for batch in batches:
+        assert batch.labels.tolist() == numbers(batch)  # label and pixels are the number of the sample
+        assert batch.labels.dtype == torch.int64
+
+
+def test_a_replaced_image_has_the_label_of_its_replacement(write_tar, png):
+    members = []
+    for number in range(12):
+        members += [(f"s{number:05d}.png", b"broken" if number % 3 == 0 else png(number))]
+        members += [(f"s{number:05d}.cls", str(number).encode())]
+    for batch in run([write_tar("data-000000.tar", members)], classes=12, batch_size=4):
+        assert batch.labels.tolist() == numbers(batch)
+        assert all(number % 3 for number in numbers(batch))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_missing_labels_and_labels_of_no_class_are_refused(write_shards, workers):
+    with pytest.raises(ShardError, match=r"s00000 has no label, but labels are needed"):
+        run(write_shards([20], labels=False), classes=20, workers=workers)
+    with pytest.raises(ShardError, match=r"the label of data-000000.tar/s0001\d is 1\d, but the run has 10 classes"):
+        run(write_shards([20]), classes=10, workers=workers)

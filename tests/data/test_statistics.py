@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.decode import decode
 from data.shards import Reader, ShardError, open_shards, open_sources
-from data.statistics import histogram, pixel_statistics
+from data.statistics import count_classes, histogram, pixel_statistics
 from data.tools.check import main
 from tests.data.made import picture
 
@@ -112,3 +112,23 @@ def test_shards_of_tiffs_are_checked_in_their_channels(write_tar, tmp_path):
     opened = open_shards(path)
     np.testing.assert_allclose(opened.mean, (values / 255).mean((0, 1, 2)), rtol=1e-12)
     assert pixel_statistics(open_sources(path), 5).mean == opened.mean
+
+
+def test_classes_are_counted_in_the_labels_of_local_shards(write_tar, png, write_shards):
+    def shard(name, labels):
+        members = [
+            (f"{n}.{end}", content) for n, c in enumerate(labels) for end, content in (("png", png(n)), ("cls", c))
+        ]
+        return write_tar(name, members)
+
+    several = [shard("a.tar", [b"0", b"6", b"1"]), shard("b.tar", [b"2"])]
+    assert count_classes(open_sources(several)) == 7
+    assert count_classes(open_sources({several[1]: 1.0, several[0]: 2.0})) == 7
+    with pytest.raises(ShardError, match=r"label of c.tar/1 is -1\. Number the classes from 0"):
+        count_classes(open_sources(shard("c.tar", [b"0", b"-1"])))
+    with pytest.raises(ShardError, match=r"d.tar/0 is b'cat', not an integer"):
+        count_classes(open_sources(shard("d.tar", [b"cat"])))
+    with pytest.raises(ShardError, match=r"has no label"):
+        count_classes(open_sources(write_shards([3], labels=False)))
+    with pytest.raises(ShardError, match=r"is remote\. Set the number of classes"):
+        count_classes(open_sources(f"pipe:cat {several[0]}"))

@@ -102,6 +102,24 @@ def test_flags_of_evaluations_come_out_unharmed(script: Callable[[str], Script],
     assert check["argv"][check["argv"].index("--") + 1 :] == HARD
 
 
+def test_fine_tuning_is_a_training_job(script: Callable[[str], Script]) -> None:
+    finetune = script("finetune.sbatch")
+    done = finetune.run("--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", *HARD)
+    assert done.returncode == 0, done.stderr
+    folder = finetune.folder / "a run" / "finetune"
+    for call in finetune.called("accelerate_launch.py"):
+        place = call["argv"].index(str(ROOT / "pretrain" / "run.py"))
+        flags = ["--init_from", "a run", "--data", "t.tar", "--evaluation.val", "v.tar", *HARD]
+        assert call["argv"][place + 1 :] == ["--method", "finetune", *flags, "--output", str(folder)]
+    assert len(finetune.called("accelerate_launch.py")) == 2
+    (folder / "config.yaml").touch()
+    again = finetune.run("--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", SLURM_RESTART_COUNT="1")
+    assert again.returncode == 0
+    assert finetune.called("accelerate_launch.py")[-1]["argv"][-1] == "--resume"
+    refused = finetune.run("--checkpoint", "a run", "--train", "t.tar")
+    assert (refused.returncode, refused.stderr.splitlines()[-1][:34]) == (2, "finetune.sbatch: --val is missing.")
+
+
 def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     assert pretrain.run("--method", "mae").returncode == 0

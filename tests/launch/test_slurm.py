@@ -122,6 +122,16 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
 
 
+def test_fine_tuning_follows_pretraining(slurm: Slurm) -> None:
+    done = slurm.submit("--after-pretraining", "finetune", "--finetune-flags=--steps 5")
+    assert done.returncode == 0, done.stderr
+    _, finetune = slurm.submitted()
+    assert "--dependency=afterok:101" in finetune
+    assert str(ROOT / "launch" / "finetune.sbatch") in finetune
+    shards = ["--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
+    assert flags_of(finetune) == ["--checkpoint", str(slurm.folder / "run"), *shards, "--steps", "5"]
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_all_or_none(slurm: Slurm, failing: int) -> None:
     answers = [(0, "101\n", ""), (0, "102\n", ""), (0, "103\n", "")]
@@ -213,6 +223,7 @@ def test_without_slurm_the_same_command_is_named(slurm: Slurm) -> None:
         ("data: d.tar", ["--after-pretraining", "knn"], "an evaluation needs labelled shards"),
         ("data: d.tar\nevaluation: {val: v.tar}", ["--every-checkpoint", "probe"], "an evaluation needs labelled"),
         ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk'. Choose from knn, probe"),
+        ("data: d.tar", ["--every-checkpoint", "finetune"], "Give --after-pretraining finetune"),
         ("- a\n- b", [], "It must hold `name: value` lines"),
         ("data: [", [], "cannot read x.yaml"),
         ("data: d.tar", ["--accelerate", "zero9.yaml"], "there is no engine file zero9.yaml"),

@@ -6,12 +6,15 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+import encoders
 from encoders.base import IMAGENET, Preprocessing
-from pretrain.config import PRESETS, expand_resume, from_values, load, resolve, settings_model, to_yaml
+from pretrain.command_line import PRESETS, expand_resume, from_values, load
+from pretrain.config import resolve, settings_model, to_yaml
 from pretrain.methods import METHODS
 from pretrain.methods.base import fill
 from pretrain.methods.mae import MAE
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.errors import UserError
 from runtime.settings import SettingsError, settings_of
 
 SHARDS = ["--data", "somewhere.tar"]
@@ -252,3 +255,44 @@ def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
     assert again.dino == config.dino
     with pytest.raises(SettingsError, match=r"dino: The number of image channels is 1.* RGB images: hue\."):
         resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)
+
+
+def test_a_run_that_starts_from_an_encoder_of_this_project_has_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "encoder.safetensors"
+    encoder = encoders.build("vit_micro", channels=1, image_size=24, positions="sincos", drop_path=0.3, qk_norm=True)
+    encoder.preprocessing = Preprocessing((0.4,), (0.2,))
+    encoders.save(encoder, file)
+    for start in (str(file), str(tmp_path)):
+        arguments = [*SHARDS, "--method", "finetune", "--init_from", start]
+        config = resolve(load(arguments), 1000, classes=7)
+        built = encoders.build(**config.encoder_settings).settings
+        # the method's defaults override those of the encoder
+        changed = {"positions": "learned", "drop_path": 0.1, "pool": "mean"}
+        assert built == encoder.settings | changed
+        assert config.data.preprocessing == Preprocessing((0.4,), (0.2,))
+        assert config.method_config.classes == 7
+        assert config.evaluate_every == 1000 // 64  # one epoch
+        flags = ["--encoder.drop_path", "0.2", "--data.mean", "0.5", "--finetune.size", "32", "--evaluate_every", "9"]
+        given = resolve(load([*arguments, *flags]), 1000, classes=7)
+        assert encoders.build(**given.encoder_settings).settings == built | {"drop_path": 0.2, "image_size": 32}
+        assert given.data.preprocessing == Preprocessing((0.5,), (0.2,))
+        assert given.evaluate_every == 9
+        (tmp_path / "config.yaml").write_text(to_yaml(given))
+        again = resolve(load(["--config", str(tmp_path / "config.yaml")]), 1000)
+        assert again.model_dump(exclude={"config"}) == given.model_dump(exclude={"config"})
+    other = load([*SHARDS, "--init_from", str(file), "--encoder", "vit_tiny"])
+    assert other.encoder_settings == {"variant": "vit_tiny"}
+    assert resolve(other, 1000).encoder_settings["channels"] == 1
+
+
+def test_a_run_that_starts_from_published_weights_has_the_variants_settings(tmp_path: Path) -> None:
+    for name in ("published.pth", "published.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+        config = load([*SHARDS, "--method", "finetune", "--init_from", str(tmp_path / name), "--encoder", "vit_base"])
+        assert config.encoder_settings == {"variant": "vit_base"}
+        assert resolve(config, 200_000, classes=3).data.preprocessing == IMAGENET
+    with pytest.raises(UserError, match=r"No encoder found"):
+        load([*SHARDS, "--init_from", str(tmp_path)])
+    (tmp_path / "published.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"init_from: .*does not describe an encoder"):
+        load([*SHARDS, "--init_from", str(tmp_path / "published.safetensors")])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import load, resolve
+from pretrain.command_line import load
+from pretrain.config import resolve
 from pretrain.folder import delete_run, run_folder
 from pretrain.run import main
 from runtime.settings import SettingsError

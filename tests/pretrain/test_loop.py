@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import encoders
 from data.batch import Batch
 from pretrain.checkpoints import manifest, resume, save
-from pretrain.config import RunConfig, load, resolve
+from pretrain.command_line import load
+from pretrain.config import RunConfig, resolve
 from pretrain.job import make_accelerator
 from pretrain.loop import NonFiniteError, Run, train, training_step
 from pretrain.methods.base import Method

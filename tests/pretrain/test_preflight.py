@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import encoders
 from data.batch import Batch
 from data.crops import MultiCrop, MultiCropConfig
-from pretrain.config import ResolvedRun, load, resolve
+from pretrain.command_line import load
+from pretrain.config import ResolvedRun, resolve
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes

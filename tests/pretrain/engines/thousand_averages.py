@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from data.demo import demo_shards
-from pretrain.config import load, resolve
+from pretrain.command_line import load
+from pretrain.config import resolve
 from pretrain.engines import Engine
 from pretrain.job import build_method, make_accelerator
 from pretrain.optim import ema

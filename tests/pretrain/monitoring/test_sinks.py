@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.config import load
+from pretrain.command_line import load
 from pretrain.monitoring import sinks
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.sinks import MetricsConfig

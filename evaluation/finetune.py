@@ -1,0 +1,86 @@
+"""Fine-tuning of an encoder with labels, with the recipe of MAE (2111.06377).
+
+    accelerate launch evaluation/finetune.py --checkpoint RUN --train SHARDS --val SHARDS [settings of pretrain/run.py]
+
+    --checkpoint PATH   run folder, checkpoint in a run folder, exported encoder, or published weight file; a published
+                        weight file also needs --encoder VARIANT
+    --train SHARDS      labelled SHARDS to train on
+    --val SHARDS        labelled SHARDS that are scored after each epoch
+    --output FOLDER     folder of this run; default: RUN/finetune, or RUN/finetune-step-00001000 for a checkpoint
+
+This command starts pretrain/run.py with `--method finetune`, and passes on all other flags. Fine-tuning therefore has
+the engines, the order of samples, the checkpoints and the resume of pretraining. `--finetune.NAME VALUE` sets the
+method's own settings, such as `--finetune.mixup 0`. `--help` lists every setting.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+RUN = Path(__file__).resolve().parent.parent / "pretrain" / "run.py"
+FLAGS = {"--checkpoint": "--init_from", "--train": "--data", "--val": "--evaluation.val"}
+"""Flags of this command, and the flags of pretrain/run.py that replace them."""
+
+
+def command(argv: Sequence[str]) -> list[str]:
+    """Return the flags of pretrain/run.py for the flags of this command.
+
+    Raises:
+        ValueError: a flag is missing.
+    """
+    given = [word.partition("=")[0] for word in argv]
+    flags = ["--method", "finetune"]
+    for word in argv:
+        name, equals, value = word.partition("=")
+        flags.append(f"{FLAGS.get(name, name)}{equals}{value}")
+    if {"--help", "-h"} & {*given}:
+        return flags
+    for name in FLAGS:
+        if name not in given and not {"--resume", "--config"} & {*given}:
+            raise ValueError(f"{name} is missing. The command needs --checkpoint PATH, --train SHARDS and --val SHARDS")
+    if "--output" not in given:
+        if "--checkpoint" not in given:
+            raise ValueError("--output is missing. Give --output FOLDER, or --checkpoint PATH")
+        flags += ["--output", str(default_output(Path(_value(argv, "--checkpoint"))))]
+    return flags
+
+
+def default_output(checkpoint: Path) -> Path:
+    """Return the folder of a fine-tuning.
+
+    | `checkpoint` | folder |
+    |---|---|
+    | run folder, or its encoder.safetensors | RUN/finetune |
+    | checkpoint of a run, or its encoder.safetensors | RUN/finetune-step-00001000 |
+    | any other weight file | FILE without its suffix, with the ending -finetune |
+    """
+    path = checkpoint.expanduser().resolve()  # `latest` is a symbolic link to the folder of a step
+    if path.is_file() and path.name != "encoder.safetensors":
+        return path.with_name(f"{path.stem}-finetune")
+    folder = path.parent if path.is_file() else path
+    if folder.parent.name == "checkpoints":
+        return folder.parent.parent / f"finetune-{folder.name}"
+    return folder / "finetune"
+
+
+def _value(argv: Sequence[str], name: str) -> str:
+    """Return the last value of a flag, given as `--name value` or as `--name=value`."""
+    values = [word.partition("=")[2] for word in argv if word.startswith(f"{name}=")]
+    values += [value for word, value in pairwise(argv) if word == name]
+    if not values:
+        raise ValueError(f"{name} expects a value")
+    return values[-1]
+
+
+if __name__ == "__main__":
+    try:
+        flags = command(sys.argv[1:])
+    except ValueError as error:
+        print(f"finetune.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    if {"--help", "-h"} & {*flags}:
+        print(__doc__)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(RUN), *flags])  # the process id and the environment stay the same

@@ -1,0 +1,154 @@
+"""Put the settings of a run together, from defaults, a settings file, and a command line or Python values."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import encoders
+from pretrain.config import RunConfig, settings_model
+from pretrain.methods import METHODS
+from runtime.settings import SettingsError, flags, merge, peek, read_yaml, suggestion, validate
+
+PRESETS = Path(__file__).parent.parent / "configs"
+
+
+class Early(NamedTuple):
+    """Settings that are read first, because they decide which other settings exist and which defaults these have."""
+
+    method: str | None
+    encoder: str | None
+    shards: Any
+    config: str | None
+    output: str | None
+    init_from: str | None
+    resume: bool
+
+
+def load(argv: Sequence[str]) -> RunConfig:
+    """Return the settings of a run from its command line and its settings file.
+
+    If no shards are given, the preset of the embedded digits supplies the defaults. `--resume` reads the run's own
+    config.yaml unless --config names another file.
+
+    Raises:
+        SettingsError: a name is unknown, or a value is out of range.
+    """
+    argv = expand_resume(argv)
+    early = Early(
+        method=peek(argv, "method"),
+        encoder=peek(argv, "encoder") or peek(argv, "encoder.variant"),
+        shards=peek(argv, "data") or peek(argv, "data.shards"),
+        config=peek(argv, "config"),
+        output=peek(argv, "output"),
+        init_from=peek(argv, "init_from"),
+        resume="--resume" in argv,
+    )
+    return _complete(early, lambda model: flags(model, argv, "run.py"))
+
+
+def from_values(values: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a run from nested dictionaries, with the same defaults as `load`.
+
+    Raises:
+        SettingsError: a name is unknown, or a value is out of range.
+    """
+    expanded = merge(RunConfig, values)
+    early = Early(
+        method=values.get("method"),
+        encoder=(expanded.get("encoder") or {}).get("variant"),
+        shards=(expanded.get("data") or {}).get("shards"),
+        config=values.get("config"),
+        output=values.get("output"),
+        init_from=values.get("init_from"),
+        resume=bool(values.get("resume")),
+    )
+    return _complete(early, lambda model: merge(model, values))
+
+
+def expand_resume(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which `--resume RUN` is written as `--resume --output RUN`."""
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("--resume=") and word.partition("=")[2].lower() not in ("true", "false"):
+            words += ["--resume", "--output", word.partition("=")[2]]
+        elif words[-1:] == ["--resume"] and not word.startswith("--") and word.lower() not in ("true", "false"):
+            words += ["--output", word]
+        else:
+            words.append(word)
+    return words
+
+
+def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
+    """Return validated settings. The defaults are overridden by the preset of the embedded digits if the run has no
+    other data, then by the settings file, and then by `given(model)`, where `model` is the class of the settings."""
+    config = early.config
+    own = Path(early.output) / "config.yaml" if early.output and early.resume else None
+    file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
+    file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
+    method = early.method or file.get("method", "dino")
+    if method not in METHODS:
+        raise SettingsError(
+            f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
+        )
+    file_data = file.get("data") or {}
+    if config and not early.shards and "shards" not in file_data:  # `shards: null` means the embedded digits
+        raise SettingsError(f"{config} names no data. Give --data SHARDS")
+    digits = PRESETS / f"digits_{method}.yaml"
+    use_preset = not (early.shards or file_data.get("shards")) and digits.exists()
+    preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
+    saved = (file.get("encoder") or {}).get("variant")
+    preset_variant = preset.get("encoder", {}).get("variant")
+    start = {} if own and own.exists() else started_encoder(early.init_from or file.get("init_from"))
+    variant = early.encoder or saved or start.get("variant") or preset_variant or "vit_small"
+    if own and not config and saved and variant != saved:
+        raise SettingsError(
+            f"the run in {early.output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
+        )
+    if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
+        preset.pop("encoder", None)
+    data = {"data": start.pop("data")} if start else {}
+    model = settings_model(variant, start if start.pop("variant", None) == variant else None)
+    chosen = {"encoder": {"variant": variant}}
+    layers = one_length([preset, data, file, chosen, given(model)])
+    return validate(model, merge(model, *layers))
+
+
+def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the layers of settings without the `steps` and `epochs` that a later layer replaces.
+
+    Both set the length of the run, so `epochs` in one layer also replaces `steps` in an earlier layer.
+    """
+    kept: list[Mapping[str, Any]] = []
+    replaced: set[str] = set()
+    for layer in reversed(layers):
+        kept.insert(0, {name: value for name, value in layer.items() if name not in replaced})
+        if layer.get("steps") is not None or layer.get("epochs") is not None:
+            replaced = {"steps", "epochs"}
+    return kept
+
+
+def started_encoder(init_from: str | None) -> dict[str, Any]:
+    """Return the settings of the encoder that `init_from` names, if its weights were written by this project.
+
+    The entry "data" holds the number of channels and the normalisation of the images. For a published weight file and
+    for None, return an empty dictionary.
+
+    Raises:
+        SettingsError: the folder `init_from` holds no encoder, or the description of the encoder cannot be read.
+    """
+    if init_from is None:
+        return {}
+    # imported here, because the import takes seconds, and --help does not need it
+    from evaluation.features import resolve_checkpoint
+
+    try:
+        file = resolve_checkpoint(init_from) if Path(init_from).is_dir() else Path(init_from)
+        description = file.with_suffix(".json")
+        if file.suffix != ".safetensors" or not description.is_file():
+            return {}
+        settings, preprocessing = encoders.read_description(description)
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"init_from: {error}") from error
+    settings.pop("channels", None)  # data.channels sets the number of channels
+    data = {"channels": preprocessing.channels, "mean": preprocessing.mean, "std": preprocessing.std}
+    return settings | {"data": data}

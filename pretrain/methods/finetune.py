@@ -1,0 +1,194 @@
+"""Fine-tuning of a whole encoder with labels, as in MAE (2111.06377): a linear classifier on the pooled features.
+
+The recipe is that of MAE's main_finetune.py: layer-wise learning-rate decay, RandAugment, random erasing, mixup,
+CutMix, label smoothing and drop path, and for a ViT the mean of the patch tokens with a new final norm.
+
+Shapes: B images with C channels and H x W pixels; D width of the encoder; K classes.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from data.augment import Share, Strength, normalize, to_pixels
+from data.batch import Batch
+from data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
+from data.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
+from data.rand_augment import HIGHEST, draw_operations, rand_augment
+from encoders.base import Encoder, Preprocessing
+from encoders.images import Images
+from encoders.randomness import BITS, next_keys
+from encoders.segments import copy_to_device
+from encoders.vit import ViT
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.settings import Section, SettingsError
+
+UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token")
+"""Substrings of the names of parameters that have no weight decay in MAE's fine-tuning."""
+HEAD_STD = 2e-5
+"""Standard deviation of the classifier's initial weights, as in MAE's main_finetune.py."""
+
+
+class FinetuneConfig(Section):
+    """Settings of fine-tuning with labels."""
+
+    size: int | None = Field(default=None, ge=1)
+    """side length of a crop, in pixels; default: the size that the encoder was built for"""
+    scale: Areas = (0.08, 1.0)
+    """smallest and largest area of a box before the resize, as a share of the image's area"""
+    ratio: Ratios = (3 / 4, 4 / 3)
+    """smallest and largest ratio of width to height of a box before the resize"""
+    flip: Share = 0.5
+    """probability that a crop is mirrored left to right"""
+    rotation: Degrees = 0.0
+    """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
+    classes: int | None = Field(default=None, ge=2)
+    """number of classes, whose labels are numbered from 0; default: counted in the labels of the training shards"""
+    mixup: Strength = 0.8
+    """parameter a of the distribution Beta(a, a) of the mixing weight of mixup; 0: no mixup"""
+    cutmix: Strength = 1.0
+    """parameter a of the distribution Beta(a, a) of the area that CutMix keeps; 0: no CutMix"""
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    """share of the target that is spread equally over all classes"""
+    randaugment: float = Field(default=9.0, ge=0, le=HIGHEST)
+    """magnitude of RandAugment, which applies up to two operations to a crop; 0: no RandAugment"""
+    erasing: Share = 0.25
+    """probability that a box of a crop is replaced by noise (random erasing)"""
+
+
+def resolve(config: FinetuneConfig, optim: OptimConfig, size: RunSize) -> tuple[FinetuneConfig, ResolvedOptim]:
+    """Return the settings of fine-tuning and of the optimizer. Missing settings get MAE's values for ViT-B.
+
+    The published warm-up is 5 of 100 epochs. Shorter runs have a shorter warm-up. Small data sets have a higher
+    learning rate (docs/evaluation.md).
+    """
+    defaults = {
+        "lr": 5e-4 if size.large else size.small_lr(8e-3),
+        "min_lr": 1e-6,
+        "warmup_steps": min(5 * size.epoch, size.steps // 20),
+        "weight_decay": 0.05,
+        "weight_decay_end": 0.05,
+        "reach_lr_in_warmup": False,
+        "layer_decay": 0.65,
+        "betas": (0.9, 0.999),
+        "clip": 0.0,
+    }
+    return fill(config, FinetuneConfig, {"classes": size.classes}), fill(optim, ResolvedOptim, defaults)
+
+
+def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: Tensor, smoothing: float) -> Tensor:
+    """Return the cross entropy between predictions and mixed, smoothed labels (1512.00567), as a float32 scalar.
+
+        target[b, k] = share[b] * smooth(labels[b], k) + (1 - share[b]) * smooth(labels[partner[b]], k)
+        smooth(label, k) = (1 - smoothing) * (k == label) + smoothing / K
+        loss = mean over b of  -sum over k of  target[b, k] * log_softmax(logits[b])[k]
+
+    Args:
+        logits: class scores, (B, K) float32.
+        labels: class number of each image, (B,) int64.
+        partner: index of the image with which each image is mixed, (B,) int64.
+        share: weight of each image's own label, (B,) float32.
+        smoothing: share of the target that is spread equally over all classes.
+    """
+    own = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)  # (B,)
+    other = F.cross_entropy(logits, labels[partner], reduction="none", label_smoothing=smoothing)  # (B,)
+    return (share * own + (1 - share) * other).mean()
+
+
+class Finetune(Method):
+    """Fine-tuning: an encoder, and a linear classifier of its pooled features. Both are trained."""
+
+    Config = FinetuneConfig
+    resolve = staticmethod(resolve)
+    small_settings: ClassVar[dict[str, Any]] = {"size": 16, "classes": 10}
+    supervised = True
+
+    def __init__(self, encoder: Encoder, config: FinetuneConfig, steps: int) -> None:
+        """Build the classifier for an encoder. `config` holds resolved settings.
+
+        Raises:
+            ValueError: the number of classes is not set, or the encoder was built for images that are not square.
+        """
+        super().__init__()
+        del steps
+        if config.classes is None:
+            raise ValueError("The number of classes is not set. Set finetune.classes.")
+        side = config.size or encoder.settings["image_size"]
+        if not isinstance(side, int):
+            raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one side.")
+        self.config, self.image_size, self.classes = config, side, config.classes
+        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
+        encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.dim, config.classes)
+        nn.init.trunc_normal_(self.head.weight, std=HEAD_STD)
+        nn.init.zeros_(self.head.bias)
+
+    @staticmethod
+    def encoder_defaults(config: FinetuneConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+        del size
+        wanted: dict[str, Any] = {"drop_path": 0.1, "mask_token": False}
+        if config.size is not None:
+            wanted["image_size"] = config.size
+        if family is ViT:
+            wanted |= {"pool": "mean", "positions": "learned"}
+        return supported(family, wanted)
+
+    def transform(self) -> RandomCrop:
+        c = self.config
+        return RandomCrop(
+            RandomCropConfig(size=self.image_size, scale=c.scale, ratio=c.ratio, flip=c.flip, rotation=c.rotation)
+        )
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch with labels and one view: B images, (B, C, H, W).
+
+        The images are first changed by RandAugment, then erased, then mixed. All random numbers are functions of seed,
+        step and sample.
+
+        Raises:
+            SettingsError: images are mixed in pairs, but the batch has an odd number of images.
+        """
+        del step
+        (view,) = batch.views
+        images, labels = view.images, batch.labels
+        if not isinstance(images, Tensor) or labels is None:
+            raise TypeError("Fine-tuning needs batches of labelled images of one size.")
+        if batch.positions is not None and len(images) % 2 and (self.config.mixup or self.config.cutmix):
+            raise SettingsError(
+                f"mixup and CutMix mix pairs of images, but a forward pass of a process has {len(images)} images. "
+                "Choose a --batch_size that gives an even number, or set finetune.mixup and finetune.cutmix to 0."
+            )
+        images, share = self._augmented(images, batch.preprocessing)
+        logits = self.logits(images).float()
+        with full_precision(logits):
+            partner = partners(len(images), logits.device)
+            return mixed_cross_entropy(logits, labels, partner, share, self.config.label_smoothing), {}
+
+    def _augmented(self, images: Tensor, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
+        """Augment, erase and mix images: (B, C, H, W) -> (B, C, H, W), and the weight of each own label (B,)."""
+        c, size = self.config, (images.shape[2], images.shape[3])
+        keys = next_keys(len(images))
+        if keys is None:  # outside of a training run, as encoders do
+            keys = torch.randint(2**BITS, (len(images),))
+        rngs = generators(keys)
+        if c.randaugment:
+            fill = [round(255 * mean) for mean in preprocessing.mean]
+            pixels = rand_augment(to_pixels(images, preprocessing), draw_operations(rngs, c.randaugment), fill)
+            images = normalize(pixels.div_(255), preprocessing)
+        images = erase(images, draw_erased(rngs, size, c.erasing), keys)
+        mixed = draw_mix(rngs, size, c.mixup, c.cutmix)
+        return mix_images(images, mixed), copy_to_device(mixed.share, images.device)
+
+    def logits(self, images: Images) -> Tensor:
+        return self.head(self.encoder(images).pooled)
+
+    def trained_encoder(self) -> Encoder:
+        return self.encoder
+
+    def trained_parts(self) -> list[nn.Module]:
+        return [self.encoder, self.head]

@@ -1,0 +1,50 @@
+"""A fine-tuning through the real commands: it starts from a run, learns, and resumes bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import encoders
+from data.demo import demo_shards
+from evaluation.finetune import command
+from tests.launched import records, timeless
+
+TINY = "--encoder vit_micro --encoder.depth 2 --encoder.dim 48 --encoder.heads 3 --workers 1 --evaluation.pictures 0"
+START = f"--method mae --mae.decoder_dim 16 --mae.decoder_heads 2 {TINY} --steps 2"
+# the recipe of configs/digits_finetune.yaml, with some mixing
+RECIPE = (
+    "--steps 220 --batch_size 64 --workers 1 --record_every 1 --checkpoint_every 176 --evaluate_every 110 "
+    "--evaluation.pictures 0 --optim.lr 1.6e-2 --finetune.scale 0.5,1 --finetune.flip 0 --finetune.mixup 0.2 "
+    "--finetune.cutmix 0 --finetune.erasing 0 --finetune.randaugment 0 --encoder.drop_path 0.05"
+)
+
+
+@pytest.mark.medium
+def test_fine_tuning_beats_the_knn_of_its_start_and_resumes_exactly(launch, tmp_path: Path) -> None:
+    train, val = demo_shards()
+    start = tmp_path / "start"
+    finetune = command(["--checkpoint", str(start), "--train", train, "--val", val, *RECIPE.split()])
+    commands = [[*START.split(), "--output", str(start)], finetune, [*finetune, "--resume"]]
+    (tmp_path / "runs.json").write_text(json.dumps(commands))
+    run = launch([str(tmp_path / "runs.json")], script=Path(__file__).with_name("runs_in_turn.py"))
+    log = run.wait()
+    assert run.process.returncode == 0, log[-3000:]
+    folder = start / "finetune"
+    lines = records(folder)
+    scores = {line["step"]: line["val_top1"] for line in lines if "val_top1" in line}
+    assert list(scores) == [0, 110, 220]
+    assert scores[220] > records(start)[-1]["knn_top1"]
+    result = json.loads((start / "evaluation" / "finetune.json").read_text())
+    assert (result["top1"], result["run"], result["steps"]) == (scores[220], str(folder), 220)
+    whole = [json.loads(line) for line in (folder / "uninterrupted.jsonl").read_text().splitlines()]
+    clock = ("images_per_second", "data_wait")
+    assert timeless(folder) == [{k: v for k, v in line.items() if k not in clock} for line in whole]
+    ours, theirs = (load_file(folder / f"{name}.safetensors") for name in ("encoder", "uninterrupted"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    tuned, first = encoders.load(folder / "encoder.safetensors"), encoders.load(start / "encoder.safetensors")
+    # the variant, the size and the depth are those of the start
+    changed = {name: value for name, value in tuned.settings.items() if value != first.settings[name]}
+    assert changed == {"drop_path": 0.05, "positions": "learned"}
