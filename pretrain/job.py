@@ -31,6 +31,7 @@ from pretrain.engines import Engine
 from pretrain.loop import Run, train
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from pretrain.monitoring.machine import record_start
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines
@@ -97,6 +98,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
+        record_start(output, position.step, engine, config.precision)
         announce(given, config, images, engine)
     with Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver:
         run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position)
