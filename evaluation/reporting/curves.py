@@ -1,6 +1,7 @@
 """Charts of a report, drawn by matplotlib: metrics over the steps of training, and scores over checkpoints."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -119,7 +120,7 @@ def draw(chart: Chart, axes: Axes, look: Mapping[str, Look]) -> None:
             f"raw pixels {chart.reference:.1f}", (1, chart.reference), xycoords=("axes fraction", "data"),
             xytext=(0, -11), textcoords="offset points", ha="right", fontsize=9, color=INK,
         )  # fmt: skip
-    axes.set_title(f"{chart.title}, {chart.unit}" if chart.unit else chart.title, pad=10)
+    axes.set_title(textwrap.fill(f"{chart.title}, {chart.unit}" if chart.unit else chart.title, 46), pad=10)
     axes.set_xlabel("step")
     axes.set_axisbelow(True)
 

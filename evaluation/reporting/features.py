@@ -34,6 +34,7 @@ from evaluation.features import (
     single_view,
 )
 from evaluation.reporting.runs import Run
+from evaluation.reporting.table import shards_name
 from runtime.settings import validate
 
 TILE = 64
@@ -89,7 +90,7 @@ class Group:
     """Runs that were given the same images."""
 
     shards: str
-    """SHARDS of the images."""
+    """Short name of the SHARDS of the images."""
     bank: int
     """Number of images in which neighbours were searched."""
     seen: list[Seen]
@@ -145,14 +146,8 @@ def examine(runs: Sequence[Run], options: Options, accelerator: Accelerator) -> 
                 Seen(one.run, _neighbours(one, options.neighbours), [_bytes(image) for image in map_])
                 for one, map_ in zip(encoded, maps, strict=True)
             ]
-            groups.append(Group(_short(shards), len(encoded[0].tiles), seen))
+            groups.append(Group(shards_name(shards), len(encoded[0].tiles), seen))
     return groups, problems
-
-
-def _short(shards: str | list[str]) -> str:
-    """Return the ends of the patterns of SHARDS: folder and file name."""
-    patterns = [shards] if isinstance(shards, str) else shards
-    return ", ".join("/".join(pattern.split("/")[-2:]) for pattern in patterns)
 
 
 def evenly_spaced(count: int, total: int) -> np.ndarray:

@@ -6,8 +6,8 @@ The terminal, the page, the CSV file and the Markdown file show the same cells.
 import csv
 import datetime
 import io
-import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -150,16 +150,25 @@ def training_columns(runs: Sequence[Run]) -> list[Column]:
     return [column for column in columns if column.count]
 
 
-def knn_protocol(run: Run) -> tuple[Any, str]:
-    """Return what the k-NN accuracies of a run depend on: the number of neighbours, and the SHARDS of the images."""
-    return run.settings.get("evaluation.k"), json.dumps(run.settings.get("evaluation.val"))
+def knn_protocol(run: Run) -> tuple[str, str]:
+    """Return the number of neighbours and the name of the validation shards, by which k-NN accuracies are compared."""
+    return str(run.settings.get("evaluation.k", "k")), shards_name(run.settings.get("evaluation.val"))
 
 
-def knn_title(protocol: tuple[Any, str], *, several: bool) -> str:
-    """Return the name of a k-NN evaluation during training. With `several` of them, the name holds the SHARDS."""
+def shards_name(shards: Any) -> str:
+    """Return a short name of SHARDS: the last folder and the constant beginning of the file names.
+
+    The name is the same for copies of a data set in other places.
+    """
+    patterns = [str(one) for one in (shards if isinstance(shards, list) else [shards])]
+    names = ["/".join(re.split(r"[*?\[{]", pattern)[0].split("/")[-2:]).rstrip("-_./") for pattern in patterns]
+    return ", ".join(dict.fromkeys(names))
+
+
+def knn_title(protocol: tuple[str, str], *, several: bool) -> str:
+    """Return the name of a k-NN evaluation during training. With `several` of them, it names the shards."""
     k, shards = protocol
-    name = f"{k or 'k'}-NN in training"
-    return f"{name}, {json.loads(shards)}" if several else name
+    return f"{k}-NN in training, {shards}" if several else f"{k}-NN in training"
 
 
 def percent(score: float) -> Cell:
