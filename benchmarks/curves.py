@@ -3,16 +3,22 @@
     python benchmarks/curves.py --output CURVES.png \\
         --panels '{"photographs": ["runs/a", "runs/b"], "digits": ["runs/c"]}'
 
-A curve is labelled with the run's method. Runs of one method have one colour.
+A curve is labelled with the run's method. Runs of one method have one colour. `python -m evaluation.report` compares
+single runs.
 """
 
-import json
 from pathlib import Path
 
-import yaml
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from evaluation.reporting.curves import PALETTE, Chart, Look
+from evaluation.reporting.curves import draw as draw_chart
+from evaluation.reporting.runs import read_runs
 from runtime.processes import exit_on_user_error
 from runtime.settings import Settings, parse
+
+NAMES = {"dino": "DINO", "mae": "MAE"}
 
 
 class CurvesSettings(Settings):
@@ -26,8 +32,7 @@ class CurvesSettings(Settings):
 
 def curve(run: Path, metric: str = "knn_top1") -> dict[int, float]:
     """Return a k-NN accuracy, 0 to 1, at each step where it was measured."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record[metric] for record in records if metric in record}
+    return read_runs([run])[0][0].curve(metric)
 
 
 def draw(panels: dict[str, list[Path]], output: Path) -> None:
@@ -37,23 +42,16 @@ def draw(panels: dict[str, list[Path]], output: Path) -> None:
         panels: run folders by the title of the panel. The runs of a panel use one data set.
         output: PNG file.
     """
-    import matplotlib.pyplot as plt
-
-    figure, row = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), dpi=120, squeeze=False)
-    for axes, (title, runs) in zip(row[0], panels.items(), strict=True):
-        colours: dict[str, str] = {}
-        for run in runs:
-            method = yaml.safe_load((run / "config.yaml").read_text())["method"]
-            label = None if method in colours else {"dino": "DINO", "mae": "MAE"}.get(method, method)
-            colour = colours.setdefault(method, f"C{len(colours)}")
-            points = curve(run)
-            accuracies = [100 * accuracy for accuracy in points.values()]
-            axes.plot(list(points), accuracies, "o-", color=colour, label=label, markersize=4)
-        pixels = curve(runs[0], "knn_pixels")[0]
-        axes.axhline(100 * pixels, color="gray", linestyle="--", label="raw pixels")
-        axes.set(xlabel="step", ylabel="20-NN accuracy, %", title=title)
-        axes.legend(loc="lower right")
-    figure.tight_layout()
+    figure = Figure(figsize=(5 * len(panels), 3.6), dpi=120, layout="tight")
+    for axes, (title, folders) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        runs, _ = read_runs(folders)
+        methods = list(dict.fromkeys(run.method for run in runs))
+        look = {run.name: Look(PALETTE[methods.index(run.method)], "solid") for run in runs}
+        lines = {run.name: {step: 100 * top1 for step, top1 in run.curve("knn_top1").items()} for run in runs}
+        draw_chart(Chart(title, lines, reference=100 * runs[0].curve("knn_pixels")[0]), axes, look)
+        axes.set_ylabel("20-NN accuracy, %")
+        handles = [Line2D([], [], color=PALETTE[n], label=NAMES.get(one, one)) for n, one in enumerate(methods)]
+        axes.legend(handles=handles, loc="lower right")
     figure.savefig(output)
 
 

@@ -24,7 +24,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from device_check import build, random_batch
-from loader import device, processor
+from loader import device
 from pydantic import Field
 from torch import nn
 
@@ -33,6 +33,7 @@ from encoders.base import Encoder
 from pretrain import engines
 from pretrain.methods import pretraining_methods
 from pretrain.optim.adamw import apply_schedules, clip_gradients
+from runtime.machine import processor
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import Settings, SettingsError, parse
 

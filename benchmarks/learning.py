@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from curves import curve, draw
-from loader import processor
 from pydantic import Field
 
 from runtime.files import atomic_write
+from runtime.machine import processor
 from runtime.processes import exit_on_user_error
 from runtime.settings import Settings, parse
 

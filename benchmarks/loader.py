@@ -11,7 +11,6 @@ the time of the workers. Ratios compare the processor times of two rows within a
 import multiprocessing
 import os
 import platform
-import re
 import statistics
 import tarfile
 import time
@@ -43,6 +42,7 @@ from data.resample import cut_views
 from data.sampler import BatchSampler
 from data.shards import ShardError, expand, open_shards
 from data.shards.reader import Reader
+from runtime.machine import processor
 from runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
@@ -388,12 +388,6 @@ def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], 
     Console().print(table)
     if settings.output:
         settings.output.write_text("\n".join([*lines, ""]))
-
-
-def processor() -> str:
-    """Return the name of the CPU, or the name of the architecture if the system does not name the CPU."""
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from device_check import Trainer, build, random_batch
-from loader import device, processor
+from loader import device
 from pydantic import Field
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from encoders.base import Encoder
 from encoders.images import Mask
 from pretrain.methods import pretraining_methods
 from pretrain.optim.adamw import adamw
+from runtime.machine import processor
 from runtime.settings import Settings, parse
 
 PUBLISHED = ("vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")

@@ -1,10 +1,8 @@
 """Results of evaluations: rank of the true class, names of result files, and printed tables."""
 
 import datetime
-import importlib.metadata
 import itertools
 import json
-import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +16,10 @@ from torch import Tensor
 import encoders
 from runtime.errors import UserError
 from runtime.files import atomic_write
+from runtime.machine import versions
 
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
 """File names that say which part of a data set a shard belongs to, but not which data set."""
-PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 UNRANKED = 2**31
 """Rank of a true class without a valid score. This rank is larger than any number of classes."""
 
@@ -117,16 +115,9 @@ def environment(time: datetime.datetime) -> dict[str, Any]:
     """Return the time, the versions of Python and of packages, and the name of the device."""
     return {
         "time": time.isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def report(

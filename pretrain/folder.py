@@ -13,6 +13,7 @@ from runtime.settings import SettingsError
 
 PARTS = (
     "config.yaml",
+    "machine.jsonl",
     "metrics.jsonl",
     "metrics.csv",
     "skipped.jsonl",

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +31,7 @@ from pretrain.measurements import measure_classes, measure_pixels
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.monitoring.accuracy import Accuracy, write_result
+from pretrain.monitoring.machine import record_start
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines
@@ -101,6 +102,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
+        record_start(output, position.step, engine, config.precision)
         announce(given, config, images, engine)
     with (
         saving_on_interrupt(),
@@ -110,6 +112,33 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         train(run, iter(batches))
     finish_run(run)
     return output
+
+
+class Prepared(NamedTuple):
+    """The loader of a run that starts from its first step, and what it was built from."""
+
+    config: ResolvedRun
+    accelerator: Accelerator
+    shards: Sources
+    batches: Batches
+
+
+def first_batches(given: RunConfig) -> Prepared:
+    """Return the loader of a run with the given settings from its first step, without starting the run.
+
+    Raises:
+        UserError: the shards cannot be read, or the settings do not fit together.
+    """
+    given = with_precision(given)
+    accelerator, _ = make_accelerator(given)
+    shards, given = training_shards(given)
+    opened = open_sources(shards, source=given.source)
+    images = sum(source.images for source in opened.lists)
+    statistics = measure_pixels(given, opened, accelerator)
+    config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
+    method = build_method(config, fresh=False)
+    config = resolve_crops(config, method)
+    return Prepared(config, accelerator, opened, loader(config, method, opened, 0, accelerator))
 
 
 def with_precision(config: RunConfig) -> RunConfig:

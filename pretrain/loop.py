@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.augment import to_model_input
 from data.batch import Batch
+from data.pictures import crops, panels
 from encoders.randomness import random_keys
 from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
@@ -325,12 +326,11 @@ def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
     """Return pictures by name: the crops of a batch, and the method's predictions for this batch. Collective."""
     images = run.config.evaluation.pictures
-    shown = {"crops": pictures.crops(batch, images)}
+    shown = {"crops": crops(batch, images)}
     if run.method.has_panels:
         method = run.engine.gather_on_main(run.method)
         if method is not None:
-            panels = method.panels(batch, images)
-            shown |= {name: pictures.panels(rows, batch.preprocessing) for name, rows in panels.items()}
+            shown |= {name: panels(rows, batch.preprocessing) for name, rows in method.panels(batch, images).items()}
     return shown
 
 

@@ -24,6 +24,8 @@ COMMANDS = {
     "export": ("pretrain.export", "extract weights from a checkpoint"),
     "weights": ("encoders.weights", "convert published or own weights"),
     "summary": ("encoders.summary", "print the size and cost of encoders"),
+    "report": ("evaluation.report", "compare runs on one page"),
+    "preview": ("data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("data.make_shards", "make shards from a folder of images"),
     "check_shards": ("data.check_shards", "verify shards"),
 }

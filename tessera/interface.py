@@ -20,13 +20,11 @@ from data.augment import to_model_input
 from data.batch import Batch
 from data.crops import CenterCrop
 from data.resample import cut
-from data.shards import open_shards, open_sources
+from data.shards import open_shards
 from encoders.base import Encoder
 from evaluation.features import Extraction, LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from pretrain import job
 from pretrain.command_line import from_values
-from pretrain.config import resolve
-from pretrain.measurements import measure_classes, measure_pixels
 from runtime import preemption
 from runtime.processes import make_accelerator
 
@@ -84,18 +82,9 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
     arguments and errors are those of `pretrain`.
     """
     _forget_settings_of_earlier_runs()
-    given = job.with_precision(from_values(_values(method, data, settings)))
-    accelerator, _ = job.make_accelerator(given)
-    shards, given = job.training_shards(given)
-    opened = open_sources(shards, source=given.source)
-    images = sum(source.images for source in opened.lists)
-    statistics = measure_pixels(given, opened, accelerator)
-    config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
-    torch.manual_seed(config.seed)
-    module = job.build_method(config, fresh=True)
-    config = job.resolve_crops(config, module)
-    for batch in job.loader(config, module, opened, 0, accelerator):
-        yield to_model_input(batch.to(accelerator.device, non_blocking=True))
+    prepared = job.first_batches(from_values(_values(method, data, settings)))
+    for batch in prepared.batches:
+        yield to_model_input(batch.to(prepared.accelerator.device, non_blocking=True))
 
 
 def load(path: str | Path) -> Encoder:

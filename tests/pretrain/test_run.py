@@ -72,7 +72,7 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     log = launch([*TINY, "--output", str(output), "--evaluate_every", "6", "--optim.lr", "4e-3"], direct=False).wait()
     names = {p.name for p in output.iterdir()}
     expected = "checkpoints config.yaml encoder.json encoder.safetensors metrics.jsonl pictures tensorboard"
-    assert names >= set(expected.split())
+    assert names >= {*expected.split(), "machine.jsonl"}
     assert {p.name for p in (output / "pictures").iterdir()} == {"crops.png", "attention.png", "pca.png"}
     assert {p.name for p in (output / "checkpoints").iterdir()} == {"step-00000008", "step-00000012", "latest"}
     assert {r["step"] for r in records(output) if "knn_top1" in r} == {0, 6, 12}

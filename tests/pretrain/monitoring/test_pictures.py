@@ -41,22 +41,6 @@ def pixels(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
-    raw = [pixels(2 * 3, 3, 8, 8), pixels(3 * 3, 3, 4, 4)]  # 3 images with 2 global and 3 local crops
-    batch = Batch([View(raw[0], 2), View(raw[1], 3)])
-    picture = pictures.crops(to_model_input(batch), images=2, side=8)
-    assert picture.shape == (2 * (8 + GAP), 5 * (8 + GAP), 3)
-    assert picture.dtype == np.uint8
-    for image in range(2):
-        for crop in range(5):
-            view, c = (raw[0], crop) if crop < 2 else (raw[1], crop - 2)
-            expected = view[c * 3 + image].permute(1, 2, 0).numpy()
-            expected = np.kron(expected, np.ones((8 // len(expected),) * 2 + (1,), np.uint8))
-            np.testing.assert_array_equal(cell(picture, image, crop, 8), expected)
-    assert (picture[:, 8:10] == 255).all()
-    assert pictures.crops(to_model_input(batch), images=9, side=8).shape[0] == 3 * (8 + GAP)
-
-
 def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
     heads, registers = 2, 3
     attention = torch.rand(1, heads, 1 + registers + 4, 1 + registers + 4)
@@ -117,12 +101,7 @@ def test_images_with_any_number_of_channels_are_shown(channels: int) -> None:
         shown = np.concatenate([shown, np.zeros((8, 8, 1), np.uint8)], 2)
     attention = pictures.attention(encoder, images, side=8)
     assert attention is not None
-    for picture in (
-        pictures.panels([[images[0]]], preprocessing, side=8),
-        pictures.crops(Batch([View(images, 1)], preprocessing=preprocessing), side=8),
-        pictures.pca(encoder, images, side=8),
-        attention,
-    ):
+    for picture in (pictures.pca(encoder, images, side=8), attention):
         np.testing.assert_array_equal(cell(picture, 0, 0, 8), shown[..., :3])
 
 

@@ -1,0 +1,100 @@
+"""Show images and class names of shards on one sheet.
+
+    python -m data.preview SHARDS [--output SHEET.png]
+    python -m data.preview SHARDS --method dino|mae [settings of the run] [--output SHEET.png]
+
+With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This part
+depends on the methods, so it is in `pretrain/preview.py`, and this command hands over to `python -m pretrain.preview`.
+"""
+
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from data.dataset import Decoding
+from data.decode import ImageError
+from data.shards import ShardError, ShardList, class_names, open_shards
+from data.shards.reader import Reader
+from data.sheet import Cell, as_rgb, write_sheet
+from runtime.processes import exit_on_user_error
+from runtime.settings import Positional, Settings, parse
+
+OF_A_RUN = ("--method", "--config")
+
+
+class PreviewSettings(Settings):
+    """Show images and class names of shards on one sheet. With --method or --config, show the crops and masks of a run:
+    then all settings of pretrain/run.py are flags."""
+
+    shards: Positional[list[str]]
+    """SHARDS to show"""
+    output: Path = Path("preview.png")
+    """PNG file to write; an older file of this name is replaced"""
+    images: int = Field(32, ge=1)
+    """number of images, evenly spaced over the shards"""
+    channels: int = Field(3, ge=1)
+    """number of channels of an image"""
+
+
+def run(settings: PreviewSettings) -> None:
+    """Write the sheet.
+
+    Raises:
+        ShardError: the shards cannot be read, or the sheet cannot be written.
+    """
+    shards = settings.shards
+    opened = open_shards(shards[0] if len(shards) == 1 else shards)
+    opened = replace(opened, classes=class_names(opened))
+    numbers = np.linspace(0, opened.images - 1, min(settings.images, opened.images)).round().astype(int)
+    cells = read_cells(opened, numbers, settings.channels)
+    columns = math.ceil(math.sqrt(2 * len(cells)))
+    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    title = f"{len(cells)} of {opened.images:,} images"
+    classes = f" in {len(opened.classes)} classes" if opened.classes else ""
+    write_sheet(settings.output, rows, title + classes)
+    print(f"{title} written to {settings.output}")
+
+
+def read_cells(opened: ShardList, numbers: np.ndarray, channels: int) -> list[Cell]:
+    """Return the images with the given indices, counted over all shards. The caption is the class, or the name of the
+    sample if it has no label. The caption of a corrupt image says so."""
+    reader, ends = Reader(opened), np.cumsum(opened.counts)
+    shards = np.searchsorted(ends, numbers, side="right")
+    within = numbers - (ends - opened.counts)[shards]
+    reader.prepare(shards, within)
+    cells = []
+    for shard, number in zip(shards.tolist(), within.tolist(), strict=True):
+        caption = caption_of(reader, opened, shard, number)
+        try:
+            picture = Decoding(channels).picture(reader.image(shard, number))
+            cells.append(Cell(as_rgb(picture.pixels(picture.fraction(picture_shrink(picture.size)))), caption))
+        except ImageError:
+            cells.append(Cell(np.full((1, 1, 3), 255, np.uint8), f"corrupt: {reader.name(shard, number)}"))
+    return cells
+
+
+def picture_shrink(size: tuple[int, int], side: int = 256) -> int:
+    """Return the largest factor, 1, 2, 4 or 8, by which an image (H, W) can shrink and keep sides of `side` pixels."""
+    return next(shrink for shrink in (8, 4, 2, 1) if shrink == 1 or min(size) // shrink >= side)
+
+
+def caption_of(reader: Reader, opened: ShardList, shard: int, number: int) -> str:
+    """Return the name or number of the class of a sample, or the name of the sample if it has no label."""
+    try:
+        label = reader.label(shard, number)
+    except ShardError:
+        return reader.name(shard, number).rpartition("/")[2]
+    names = opened.classes or ()
+    return names[label] if label < len(names) else f"class {label}"
+
+
+if __name__ == "__main__":
+    if any(word.partition("=")[0] in OF_A_RUN for word in sys.argv[1:]):
+        os.execv(sys.executable, [sys.executable, "-m", "pretrain.preview", *sys.argv[1:]])
+    with exit_on_user_error():
+        run(parse(PreviewSettings))

@@ -1,0 +1,74 @@
+"""Contact sheets: images in rows and columns with captions, drawn by matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from data.pictures import colours
+from data.shards import ShardError
+from encoders.base import Preprocessing
+from runtime.files import atomic_write
+
+LONGEST_CAPTION = 18
+"""Largest number of characters of a caption. Longer captions are cut in the middle."""
+
+
+class Cell(NamedTuple):
+    """An image of a sheet."""
+
+    image: np.ndarray
+    """(H, W, 3) uint8."""
+    caption: str = ""
+
+
+def as_rgb(image: Tensor) -> np.ndarray:
+    """Return a decoded image as RGB: (C, H, W) uint8 -> (H, W, 3) uint8. Channels are shown as in `data.pictures`."""
+    channels = len(image)
+    unchanged = Preprocessing((0.0,) * channels, (1.0,) * channels)
+    return to_bytes(colours(image[None] / 255, unchanged)[0])
+
+
+def to_bytes(image: Tensor) -> np.ndarray:
+    """Return (3, H, W) from 0 to 1 as (H, W, 3) uint8."""
+    return (image * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+
+
+def write_sheet(path: Path, rows: Sequence[Sequence[Cell]], title: str, *, side: float = 1.1) -> None:
+    """Write a sheet with one row of images for each item of `rows` as a PNG file.
+
+    Args:
+        path: file to write. Its folder is created.
+        rows: images with captions. Rows may have different lengths.
+        title: heading of the sheet.
+        side: width and height of a cell in inches, at 150 dots per inch.
+
+    Raises:
+        ShardError: the file cannot be written.
+    """
+    columns = max(len(row) for row in rows)
+    with rc_context({"text.parse_math": False, "font.size": 7}):  # a class name may hold dollar signs
+        figure = Figure(figsize=(columns * side, len(rows) * side * 1.2 + 0.3), dpi=150, layout="constrained")
+        for line, row in zip(figure.subplots(len(rows), columns, squeeze=False), rows, strict=True):
+            for axes in line:
+                axes.set_axis_off()
+            for axes, cell in zip(line, row, strict=False):
+                axes.imshow(cell.image)
+                axes.set_title(_shortened(cell.caption), pad=3)
+        figure.suptitle(title, fontsize=8)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as temporary:
+                figure.savefig(temporary, format="png")
+        except OSError as error:
+            raise ShardError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
+
+
+def _shortened(caption: str) -> str:
+    half = LONGEST_CAPTION // 2
+    return caption if len(caption) <= LONGEST_CAPTION else f"{caption[: half - 1]}…{caption[-half:]}"

@@ -1,0 +1,99 @@
+"""Compare runs on one HTML page: settings that differ, results, curves and pictures.
+
+    python -m evaluation.report RUNS... [--output FILE.html] [--open] [--csv FILE] [--markdown FILE]
+
+RUNS are run folders, or folders that hold run folders. The same table is printed to the terminal, best run first. The
+page is one file with all pictures in it, and needs no server and no network.
+"""
+
+import webbrowser
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+
+from evaluation.reporting.features import Options, examine
+from evaluation.reporting.page import Page, render
+from evaluation.reporting.runs import ReportError, read_runs
+from evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
+from runtime.files import atomic_write
+from runtime.processes import exit_on_user_error, make_accelerator
+from runtime.settings import Positional, Settings, parse
+
+
+class ReportSettings(Settings):
+    """Compare runs in one HTML file, and print their table. RUNS: run folders, or folders that hold run folders."""
+
+    runs: Positional[list[str]]
+    """run folders, or folders that hold run folders"""
+    output: Path = Path("report.html")
+    """HTML file to write; an older file of this name is replaced"""
+    open: bool = False
+    """open the page in a browser"""
+    csv: Path | None = None
+    """CSV file for the table"""
+    markdown: Path | None = None
+    """Markdown file for the table"""
+    sort: str | None = None
+    """heading of the column to sort by; default: the result that most runs have"""
+    title: str = "Comparison of runs"
+    """heading of the page"""
+    features: bool = True
+    """show nearest neighbours and token colours of validation images, for which the encoders and the validation shards
+    are read; --no-features leaves them out"""
+    val: str | list[str] | None = None
+    """SHARDS of the validation images; default: the validation shards of each run"""
+    images: int = Field(6, ge=1)
+    """number of validation images whose neighbours and tokens are shown"""
+    neighbours: int = Field(5, ge=1)
+    """number of nearest neighbours per image"""
+    bank: int = Field(2000, ge=2)
+    """maximum number of validation images among which neighbours are searched"""
+
+
+def run(settings: ReportSettings) -> None:
+    """Print the table, and write the page and the files that the settings ask for.
+
+    Raises:
+        ReportError: no run can be read, or a file cannot be written.
+    """
+    runs, problems = read_runs(settings.runs)
+    table = make_table(runs, settings.sort)
+    console = Console()
+    print_table(table, console)
+    problems += [f"{one.name}: {problem}" for one in table.runs for problem in one.problems]
+    if settings.csv:
+        write(settings.csv, to_csv(table))
+    if settings.markdown:
+        write(settings.markdown, to_markdown(table))
+    groups = []
+    if settings.features:
+        options = Options(settings.images, settings.neighbours, settings.bank, settings.val)
+        groups, missing = examine(table.runs, options, make_accelerator())
+        problems += missing
+    page = Page(settings.title, table, groups, problems)
+    write(settings.output, render(page))
+    for problem in page.problems:
+        console.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Page written to {settings.output}", markup=False, highlight=False, soft_wrap=True)
+    if settings.open:
+        webbrowser.open(settings.output.resolve().as_uri())
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, and create its folder.
+
+    Raises:
+        ReportError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        run(parse(ReportSettings))

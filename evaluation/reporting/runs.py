@@ -1,0 +1,234 @@
+"""Read run folders: settings, metrics, results of evaluations, pictures and hardware.
+
+A file that is missing or damaged does not stop the reader. `Run.problems` says what could not be read.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from evaluation.features import WEIGHTS
+from runtime.errors import UserError
+from runtime.settings import SettingsError, flattened, read_yaml
+
+SCORES = ("top1", "mean_iou", "mean_average_precision")
+"""Keys of a result file that can hold the score of the evaluation, from 0 to 1. The first key of this list counts."""
+SCORE_NAMES = {"top1": "top-1", "mean_iou": "mIoU", "mean_average_precision": "mAP"}
+
+
+class ReportError(UserError, ValueError):
+    """Raised when a report cannot be made."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one evaluation of one encoder."""
+
+    name: str
+    """Protocol and data set, such as `20-NN, cifar10-test`."""
+    step: int | None
+    """Number of optimizer steps of the encoder. None if the file does not name it."""
+    score: float
+    """Score from 0 to 1."""
+    time: str
+    """End of the evaluation as ISO 8601 text, or an empty string if the file does not name it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as far as it could be read."""
+
+    name: str
+    """Shortest part of the path that tells this run from the other runs of the report."""
+    folder: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of config.yaml with dotted names."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of metrics.jsonl, in the order of the steps."""
+    results: list[Result] = field(default_factory=list)
+    """Results of evaluations, oldest first."""
+    pictures: dict[str, Path] = field(default_factory=dict)
+    """Newest pictures by name."""
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of machine.jsonl: hardware, processes and versions of each start."""
+    problems: list[str] = field(default_factory=list)
+    """Sentences that say which files are missing or damaged."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method, or `?` if config.yaml does not name it."""
+        return str(self.settings.get("method", "?"))
+
+    @property
+    def last_step(self) -> int:
+        """Step of the newest record of metrics, 0 if there is none."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    @property
+    def finished(self) -> bool:
+        """True if the run has done all its steps."""
+        steps = self.settings.get("steps")
+        return is_number(steps) and self.last_step >= steps
+
+    @property
+    def training_seconds(self) -> float:
+        """Duration of training in seconds, without evaluations and checkpoints.
+
+        Each record holds the number of images so far and the speed since the previous record.
+        """
+        seconds, images = 0.0, 0
+        for record in self.records:
+            speed, now = record.get("images_per_second"), record.get("images")
+            if is_number(now):
+                seconds += (now - images) / speed if is_number(speed) and speed > 0 else 0.0
+                images = now
+        return seconds
+
+    def curve(self, metric: str) -> dict[int, float]:
+        """Return the values of a metric by step. Steps without a finite value are left out."""
+        return {int(r["step"]): r[metric] for r in self.records if is_number(r.get(metric))}
+
+    def scores(self, name: str) -> dict[int, float]:
+        """Return the scores of one evaluation by step. If a step was evaluated several times, the newest counts.
+
+        A score without a step belongs to the newest step of the run.
+        """
+        found = {
+            self.last_step if one.step is None else one.step: one.score for one in self.results if one.name == name
+        }
+        return dict(sorted(found.items()))
+
+
+def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
+    """Read run folders, and folders of run folders. Return the runs, and sentences about folders without a run.
+
+    Raises:
+        ReportError: no folder holds a run.
+    """
+    found: dict[Path, None] = {}
+    problems = []
+    for given in map(Path, folders):
+        inside = [given] if is_run(given) else sorted(one for one in given.glob("*") if is_run(one))
+        if not inside:
+            kind = "is not a run folder" if given.is_dir() else "is not a folder"
+            problems.append(f"{given} {kind}. A run folder has a config.yaml or a metrics.jsonl.")
+        found |= dict.fromkeys(one.resolve() for one in inside)
+    if not found:
+        raise ReportError(" ".join(problems) or "No run was given. Give one or more run folders.")
+    names = short_names(list(found))
+    return [read_run(folder, name) for folder, name in zip(found, names, strict=True)], problems
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return True for a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if a folder holds a run."""
+    return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return the last parts of each path, as many as are needed so that the names differ."""
+    longest = max(len(folder.parts) for folder in folders)
+    for count in range(1, longest + 1):
+        names = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read one run folder. Missing and damaged files become sentences in `Run.problems`."""
+    problems: list[str] = []
+    settings: dict[str, Any] = {}
+    try:
+        settings = flattened(read_yaml(folder / "config.yaml"))
+    except SettingsError as error:
+        problems.append(f"The settings are not shown: {error}.")
+    records = [line for line in read_lines(folder / "metrics.jsonl", problems) if is_number(line.get("step"))]
+    if not records:
+        problems.append(f"{folder / 'metrics.jsonl'} holds no metrics, so no curve is shown.")
+    return Run(
+        name=name,
+        folder=folder,
+        settings=settings,
+        records=sorted(records, key=lambda record: record["step"]),
+        results=sorted(read_results(folder, problems), key=lambda one: one.time),
+        pictures={path.stem: path for path in sorted((folder / "pictures").glob("*.png"))},
+        machines=list(read_lines(folder / "machine.jsonl", problems)),
+        problems=problems,
+    )
+
+
+def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON lines file. Nothing is yielded if the file does not exist.
+
+    A damaged line is left out, and a sentence is added to `problems`. The last line of a run that was killed may be
+    incomplete, which is no problem.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}.")
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            yield value
+        elif number < len(lines):
+            problems.append(f"Line {number} of {path} is not a JSON object. The line is left out.")
+
+
+def read_results(folder: Path, problems: list[str]) -> Iterator[Result]:
+    """Yield the results in the JSON files below RUN/evaluation. A damaged file adds a sentence to `problems`."""
+    for path in sorted((folder / "evaluation").rglob("*.json")):
+        if path.with_suffix(WEIGHTS.removeprefix("encoder")).exists():
+            continue  # describes an encoder that an evaluation keeps
+        if any(path.parent.glob(f"{path.stem}-*.json")):
+            continue  # such as knn.json, the copy of the newest knn-....json
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            problems.append(f"{path} is not a JSON file: {error}. The result is left out.")
+            continue
+        key = next(
+            (key for key in SCORES if isinstance(found, dict) and isinstance(found.get(key), (int, float))), None
+        )
+        if key is None:
+            problems.append(f"{path} holds none of the scores {', '.join(SCORES)}. The result is left out.")
+            continue
+        yield Result(
+            name=", ".join(filter(None, [_protocol(found, path, key), _data(found)])),
+            step=_step(found, path),
+            score=float(found[key]),
+            time=str(found.get("time", "")),
+        )
+
+
+def _protocol(found: dict[str, Any], path: Path, key: str) -> str:
+    """Return the protocol of a result, with the kind of score if this is not the accuracy."""
+    protocol = str(found.get("protocol") or found.get("evaluation") or path.stem)
+    return protocol if key == "top1" else f"{protocol} ({SCORE_NAMES[key]})"
+
+
+def _data(found: dict[str, Any]) -> str:
+    """Return the short name of the data set of a result, or an empty string if the file does not hold one."""
+    data = found.get("data")
+    return data if isinstance(data, str) else ""
+
+
+def _step(found: dict[str, Any], path: Path) -> int | None:
+    """Return the step of a result from the file, from the checkpoint that it names, or from the folder of the file."""
+    if isinstance(found.get("step"), int):
+        return found["step"]
+    named = re.findall(r"step-(\d+)", f"{found.get('checkpoint', '')} {path.parent.name}")
+    return int(named[-1]) if named else None

@@ -1,0 +1,153 @@
+"""Show the crops and masks that a run draws first, before any run.
+
+    python -m pretrain.preview SHARDS --method dino|mae [settings of the run] [--output SHEET.png] [--images N]
+
+All settings of pretrain/run.py are flags, and derived settings get the same values as in the run. The sheet shows the
+first images of the first batch of a run on one process, with the seed and the transform of the run: each row holds the
+whole image and then its crops as the encoder receives them. The hidden tokens of a mask are gray.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from data.augment import to_model_input
+from data.batch import Batch, View
+from data.collate import Sample
+from data.dataset import TrainDataset
+from data.pictures import colours
+from data.preview import caption_of
+from data.shards import Sources, class_names
+from data.shards.reader import Reader
+from data.sheet import Cell, as_rgb, to_bytes, write_sheet
+from encoders.images import Mask, PackedImages
+from pretrain.command_line import load
+from pretrain.config import RunConfig
+from pretrain.job import first_batches
+from runtime.processes import exit_on_user_error
+from runtime.settings import Settings, SettingsError, help_text, validate
+
+HIDDEN = 0.5
+"""Gray level of hidden tokens."""
+
+
+class SheetSettings(Settings):
+    """Settings of the sheet. All other flags are settings of the run."""
+
+    output: Path = Path("preview.png")
+    """PNG file to write; an older file of this name is replaced"""
+    images: int = Field(8, ge=1)
+    """number of images"""
+
+
+def split(argv: Sequence[str]) -> tuple[SheetSettings, list[str]]:
+    """Split a command line into the settings of the sheet and the command line of the run.
+
+    SHARDS in front of the first flag become `--data SHARDS`.
+
+    Raises:
+        SettingsError: a flag has no value, or a value is invalid.
+    """
+    own: dict[str, str] = {}
+    first = next((place for place, word in enumerate(argv) if word.startswith("--")), len(argv))
+    rest = ["--data", *argv[:first]] if first else []
+    words = list(argv[first:])
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag.removeprefix("--") not in SheetSettings.model_fields:
+            rest.append(word)
+        elif equals or words:
+            own[flag.removeprefix("--")] = value if equals else words.pop(0)
+        else:
+            raise SettingsError(f"{flag} expects a value")
+    return validate(SheetSettings, own), rest
+
+
+def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], list[str]]:
+    """Return the first images of a run on one process: a batch as the method receives it, the decoded samples in the
+    order of the batch, and their captions.
+
+    Raises:
+        UserError: the shards cannot be read, or the settings do not fit together.
+    """
+    prepared = first_batches(config)
+    batches = prepared.batches
+    dataset = batches.dataset
+    assert isinstance(dataset, TrainDataset)
+    positions = np.asarray(next(iter(batches.batches)))[:images]
+    samples = {one.key: one for one in dataset.__getitems__(positions) if isinstance(one, Sample)}
+    captions = _captions(dataset, prepared.shards, positions)
+    batch = to_model_input(batches.collator(samples.values()).to(prepared.accelerator.device))
+    ordered = [samples[key] for key in batch.keys]  # packing changes the order of the images
+    return batch, ordered, [captions.get(one.key, one.key.rpartition("/")[2]) for one in ordered]
+
+
+def _captions(dataset: TrainDataset, opened: Sources, positions: np.ndarray) -> dict[str, str]:
+    """Return the class of each sample by the name of the sample. Samples that replace corrupt images are missing."""
+    named = [replace(one, classes=class_names(one)) for one in opened.lists]
+    readers = [Reader(one) for one in named]
+    found = {}
+    for source, shard, number in zip(*(part.tolist() for part in dataset.sampler(positions)), strict=True):
+        reader = readers[source]
+        found[reader.name(shard, number)] = caption_of(reader, named[source], shard, number)
+    return found
+
+
+def crop_cells(batch: Batch, number: int) -> list[Cell]:
+    """Return the crops of the image `number` of a batch. A crop with masks is followed by one cell for each mask."""
+    cells = []
+    for place, view in enumerate(batch.views):
+        kind = "crop" if len(batch.views) == 1 else ("global", "local")[place]
+        for crop in range(view.crops):
+            index = crop * len(batch) + number
+            images = view.images.unpack() if isinstance(view.images, PackedImages) else view.images
+            shown = colours(images[index][None], batch.preprocessing)[0]  # (3, H, W)
+            name = f"{kind} {crop + 1}" if view.crops > 1 else kind
+            height, width = shown.shape[1:]
+            size = f"{width} px" if width == height else f"{width} x {height}"
+            cells.append(Cell(to_bytes(shown), f"{name}, {size}"))
+            for mask in view.masks:
+                hidden = hidden_tokens(view, mask, index)
+                pixels = F.interpolate(hidden[None, None].float(), size=shown.shape[1:])[0].bool()  # (1, H, W)
+                caption = f"{100 * hidden.float().mean():.0f} % hidden"
+                cells.append(Cell(to_bytes(shown.masked_fill(pixels, HIDDEN)), caption))
+    return cells
+
+
+def hidden_tokens(view: View, mask: Mask, index: int) -> Tensor:
+    """Return the hidden tokens of one crop as a bool tensor (h, w)."""
+    if isinstance(view.images, PackedImages):
+        rows, columns = view.images.grids[index].tolist()
+        return mask.hidden.split(view.images.lengths.tolist())[index].view(rows, columns)
+    height, width = view.images.shape[-2:]
+    tokens = mask.hidden.view(len(view.images), -1)[index]
+    rows = round(math.sqrt(len(tokens) * height / width))  # tokens are squares
+    return tokens.view(rows, -1)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the sheet of a command line. With `--help`, print both lists of flags instead."""
+    if {"-h", "--help"} & set(argv):
+        print(help_text(SheetSettings, "preview.py SHARDS"), end="\n\nsettings of the run:\n\n")
+    settings, rest = split(argv)
+    config = load(rest)
+    batch, samples, captions = first_images(config, settings.images)
+    rows = [
+        [Cell(as_rgb(sample.image), caption), *crop_cells(batch, number)]
+        for number, (sample, caption) in enumerate(zip(samples, captions, strict=True))
+    ]
+    write_sheet(settings.output, rows, f"first images of a run: {config.method}, seed {config.seed}")
+    print(f"{len(rows)} images with their crops written to {settings.output}")
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main(sys.argv[1:])

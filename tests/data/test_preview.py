@@ -1,0 +1,89 @@
+"""The sheet of images and class names."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.preview import PreviewSettings, read_cells, run
+from data.shards import ShardError, class_names, open_shards
+from data.sheet import Cell, as_rgb, write_sheet
+from runtime.settings import flags, validate
+
+
+def command(*argv: str) -> None:
+    run(validate(PreviewSettings, flags(PreviewSettings, argv, "preview.py")))
+
+
+def test_cells_hold_the_images_and_their_classes(write_shards):
+    paths = write_shards([3, 2])
+    cells = read_cells(open_shards(paths), np.array([0, 2, 3, 4]), 3)
+    assert [cell.caption for cell in cells] == ["class 0", "class 2", "class 3", "class 4"]
+    for cell, number in zip(cells, (0, 2, 3, 4), strict=True):
+        np.testing.assert_array_equal(cell.image, np.broadcast_to([0, number, 7], (4, 6, 3)))
+    (Path(paths[0]).parent / "classes.json").write_text(json.dumps(["a", "b", "c", "$d$"]))
+    opened = open_shards(paths)
+    named = read_cells(replace(opened, classes=class_names(opened)), np.array([3, 4]), 3)
+    assert [cell.caption for cell in named] == ["$d$", "class 4"]
+
+
+def test_images_without_label_and_corrupt_images_are_named(write_shards, write_tar):
+    (bare,) = write_shards([1], labels=False)
+    broken = write_tar("broken.tar", [("x.png", b"\x89PNG\r\n\x1a\n broken"), ("x.cls", b"1")])
+    cells = read_cells(open_shards([bare, broken]), np.array([0, 1]), 3)
+    assert [cell.caption for cell in cells] == ["s00000", f"corrupt: {Path(broken).name}/x"]
+
+
+def test_the_sheet_is_a_picture_with_all_images(write_shards, tmp_path, capsys):
+    write_shards([40])
+    sheet = tmp_path / "new" / "sheet.png"
+    command(str(tmp_path / "*.tar"), "--output", str(sheet), "--images", "12")
+    assert "12 of 40 images" in capsys.readouterr().out
+    pixels = np.asarray(Image.open(sheet).convert("RGB"))
+    shown = {tuple(color) for color in pixels.reshape(-1, 3).tolist()}
+    numbers = np.linspace(0, 39, 12).round().astype(int)
+    assert {(0, int(number), 7) for number in numbers} <= shown
+    assert len([color for color in shown if color[2] == 7 and color[0] == 0]) == 12
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardError, match="--output"):
+        command(str(tmp_path / "*.tar"), "--output", str(tmp_path / "file" / "sheet.png"))
+
+
+def test_strange_captions_are_drawn(tmp_path):
+    cell = Cell(np.zeros((2, 2, 3), np.uint8), "$x_ a very long name of a class \N{SNOWMAN}$")
+    write_sheet(tmp_path / "sheet.png", [[cell, cell], [cell]], "a $title$")
+    assert Image.open(tmp_path / "sheet.png").width > 100
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_any_number_of_channels_is_shown(channels):
+    image = torch.randint(0, 256, (channels, 4, 6), dtype=torch.uint8)
+    shown = as_rgb(image)
+    expected = np.zeros((4, 6, 3), np.uint8)
+    for rgb in range(3):
+        if channels == 1 or rgb < channels:
+            expected[..., rgb] = image[0 if channels == 1 else rgb]
+    np.testing.assert_array_equal(shown, expected)
+
+
+@pytest.mark.medium
+def test_settings_of_a_run_hand_over_to_the_preview_of_the_run(write_shards, tmp_path):
+    write_shards([80])
+    sheet = tmp_path / "sheet.png"
+    argv = [str(tmp_path / "*.tar"), "--method", "mae", "--encoder", "vit_micro", "--mae.size", "32", "--images", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "data.preview", *argv, "--batch_size", "64", "--output", str(sheet)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 images with their crops" in done.stdout
+    assert sheet.exists()

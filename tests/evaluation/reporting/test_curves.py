@@ -1,0 +1,62 @@
+"""Charts: the drawn values, one look for each run, and SVG that belongs into a page."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from evaluation.reporting.curves import Chart, Look, charts, checkpoint_charts, draw, looks, to_svg
+from evaluation.reporting.runs import read_runs
+from tests.evaluation.reporting.made import add_result, make_run, record
+
+
+def test_charts_hold_the_metrics_of_the_runs(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [{"step": 0, "knn_top1": 0.1, "knn_pixels": 0.8}, record(20, 2.0, knn_top1=0.5)])
+    make_run(tmp_path / "b", [record(10, 3.0)])
+    make_run(tmp_path / "c", [record(10, 0.7)], method="mae")
+    runs, _ = read_runs([tmp_path])
+    knn, dino, mae = charts(runs)
+    assert (knn.title, knn.lines["a"], knn.reference) == ("20-NN in training", {0: 10.0, 20: 50.0}, 80.0)
+    assert (dino.title, dino.lines) == ("loss of dino", {"a": {20: 2.0}, "b": {10: 3.0}})
+    assert (mae.title, mae.lines) == ("loss of mae", {"c": {10: 0.7}})
+    figure = Figure()
+    axes = figure.subplots()
+    look = looks(runs)
+    draw(dino, axes, look)
+    for line, name in zip(axes.lines, ("a", "b"), strict=True):
+        expected = np.array(list(dino.lines[name].items()))
+        np.testing.assert_array_equal(np.stack([line.get_xdata(), line.get_ydata()], 1), expected)
+        assert to_hex(line.get_color()) == look[name].color
+
+
+def test_only_evaluations_of_several_steps_are_drawn(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, [record(20, 2.0)])
+        add_result(tmp_path / name, "once.json", protocol="once", top1=0.1, step=20)
+    for step, score in ((20, 0.75), (10, 0.5)):
+        add_result(tmp_path / "a", f"{step}.json", protocol="linear probe", top1=score, step=step)
+    (chart,) = checkpoint_charts(read_runs([tmp_path])[0])
+    assert (chart.title, chart.lines) == ("linear probe, checkpoints", {"a": {10: 50.0, 20: 75.0}, "b": {}})
+
+
+def test_svg_is_well_formed_and_takes_the_colours_of_the_page() -> None:
+    chart = Chart("a <b> & $x$ \N{GREEK SMALL LETTER LAMDA}", {"run": {0: 1.0, 5: 2.0}})
+    look = {"run": Look("#3b6fb6", "solid")}
+    svg = to_svg(chart, look)
+    texts = ["".join(one.itertext()) for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert chart.title in texts
+    assert "currentColor" in svg
+    assert "var(--line)" in svg
+    assert "#010203" not in svg
+    assert svg == to_svg(chart, look)  # the same bytes every time
+
+
+@pytest.mark.parametrize("count", [3, 33, 70])
+def test_every_run_has_a_look(tmp_path: Path, count: int) -> None:
+    runs, _ = read_runs([make_run(tmp_path / f"{number:02d}", []) for number in range(count)])
+    look = looks(runs)
+    assert len(look) == count
+    assert len({*look.values()}) == min(count, 32)

@@ -1,0 +1,171 @@
+"""The page: escaped texts, damaged pictures, and its behaviour in Chromium."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evaluation.reporting.features import Group, Row, Seen, Tile
+from evaluation.reporting.page import Page, machine_facts, render
+from evaluation.reporting.runs import Run, read_runs
+from evaluation.reporting.table import make_table
+from tests.evaluation.reporting.made import add_result, make_run, record
+
+EVIL = "<script>alert(1)</script>"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Cells(HTMLParser):
+    """Collects the texts of the cells of the table of runs, and all tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: list[str] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "table":
+            self.inside = ("id", "runs") in attrs
+        if self.inside and tag == "tr":
+            self.rows.append([])
+        if self.inside and tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag != "table"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside and self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip()
+
+
+def three_runs(folder: Path) -> list[Run]:
+    for name, accuracy in {"a": 0.3, "b": 0.9, "c & d": 0.5}.items():
+        knn = [{"step": 0, "images": 0, "knn_top1": 0.1}, record(10, 3.0), record(20, 2.0, knn_top1=accuracy)]
+        run = make_run(folder / name, knn, seed=len(name), optim={"lr": accuracy})
+        for step in (10, 20):
+            add_result(run, f"{step}.json", protocol="linear probe", top1=accuracy - step / 1000, step=step)
+    return read_runs([folder])[0]
+
+
+def seen(run: str) -> Seen:
+    tile = Tile(np.full((8, 8, 3), 99, np.uint8), "cat")
+    return Seen(run, [Row(tile, [tile, tile._replace(label="dog")])], [np.zeros((4, 4, 3), np.uint8)])
+
+
+def page_of(runs: list[Run], problems: list[str] | None = None) -> str:
+    table = make_table(runs)
+    groups = [Group("val-*.tar", 13, [seen(run.name) for run in table.runs])]
+    return render(Page("Runs", table, groups, [] if problems is None else problems))
+
+
+def test_the_page_shows_the_table_best_first(tmp_path: Path) -> None:
+    runs = three_runs(tmp_path)
+    table = make_table(runs)
+    rows = Cells(page_of(runs)).rows
+    assert rows == [table.titles, *table.rows]
+    assert [row[0] for row in rows[1:]] == ["b", "c & d", "a"]
+
+
+def test_texts_of_run_folders_are_escaped(tmp_path: Path) -> None:
+    name = EVIL.replace("/", "")
+    evil = make_run(tmp_path / name, [record(20, 2.0)], seed=EVIL, method=EVIL, evaluation={"val": EVIL, "k": EVIL})
+    other = make_run(tmp_path / "other", [record(20, 2.0, knn_top1=0.5)])
+    for step in (10, 20):
+        add_result(evil, f"{step}.json", protocol=EVIL, data=EVIL, top1=0.5, step=step)
+    (evil / "pictures" / "attention.png").rename(evil / "pictures" / f"{name}.png")
+    (evil / "machine.jsonl").write_text(json.dumps({"device": EVIL, "versions": {EVIL: EVIL}}))
+    text = page_of(read_runs([evil, other])[0], [EVIL])
+    assert EVIL not in text
+    assert name not in text
+    assert Cells(text).tags.count("script") == 1  # the page's own
+    assert any(EVIL in cell for row in Cells(text).rows for cell in row)
+
+
+def test_a_damaged_picture_is_named_and_left_out(tmp_path: Path) -> None:
+    runs = three_runs(tmp_path)
+    (tmp_path / "a" / "pictures" / "attention.png").write_bytes(b"\x89PNG damaged")
+    problems: list[str] = []
+    text = page_of(runs, problems)
+    assert len(problems) == 1
+    assert "a/pictures/attention.png" in problems[0]
+    assert problems[0].split(":")[0] in text
+    assert text.count('alt="attention of') == 2
+
+
+def test_facts_of_all_machines_are_shown_once(tmp_path: Path) -> None:
+    runs = three_runs(tmp_path)
+    (tmp_path / "a" / "machine.jsonl").unlink()
+    with (tmp_path / "b" / "machine.jsonl").open("a") as file:
+        file.write('{"device": "H100", "processes": 8, "processor": "Some CPU", "cores": 4}\n')
+    common, other = machine_facts(read_runs([tmp_path])[0])
+    assert common["processor"] == "Some CPU, 4 cores"
+    assert list(other) == ["b", "c & d"]
+    assert (other["b"]["device"], other["b"]["starts"]) == ("8 x H100", "2")
+    assert (other["c & d"]["device"], other["c & d"]["starts"]) == ("2 x cpu", "1")
+    assert runs[0].machines
+    assert machine_facts([]) == ({}, {})
+
+
+def test_a_run_without_anything_gets_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    runs, _ = read_runs([tmp_path])
+    text = render(Page("Runs", make_table(runs)))
+    assert Cells(text).rows[1][0] == tmp_path.name
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (apt-get install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
+    with api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_in_chromium(browser: Any, tmp_path: Path, scheme: str) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page_of(three_runs(tmp_path / "runs")))
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+    said: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(file.as_uri())
+    images = page.eval_on_selector_all("img", "all => all.map(one => [one.complete, one.naturalWidth])")
+    assert len(images) == 3 + 1 + 3 + 3 * 3  # attention; tokens with their image; neighbours
+    assert all(complete and width > 0 for complete, width in images)
+    assert page.locator(".charts svg").count() == 3  # k-NN, loss, linear probe
+    first = "all => all.map(row => row.cells[0].innerText.trim())"
+    assert page.eval_on_selector_all("#runs tbody tr", first) == ["b", "c & d", "a"]
+    heading = page.locator("#runs th", has_text="linear probe")
+    assert heading.get_attribute("aria-sort") == "descending"
+    heading.click()
+    assert page.eval_on_selector_all("#runs tbody tr", first) == ["a", "c & d", "b"]
+    page.locator("#runs th", has_text="run").first.click()
+    assert page.eval_on_selector_all("#runs tbody tr", first) == ["a", "b", "c & d"]
+    ink, paper = (
+        [int(part) for part in re.findall(r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}"))[:3]]
+        for name in ("color", "backgroundColor")
+    )
+    assert (sum(ink) < sum(paper)) == (scheme == "light")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()
+    assert said == []
+    assert [url for url in requests if not url.startswith("data:")] == [file.as_uri()]

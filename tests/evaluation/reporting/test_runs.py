@@ -1,0 +1,89 @@
+"""Reading run folders: complete, unfinished and damaged ones."""
+
+from pathlib import Path
+
+import pytest
+
+from evaluation.reporting.runs import ReportError, read_runs, short_names
+from tests.evaluation.reporting.made import add_result, make_run, record
+
+
+def test_a_run_is_read(tmp_path: Path) -> None:
+    records = [{"step": 0, "images": 0, "knn_top1": 0.1, "knn_pixels": 0.9}, record(10, 3.0), record(20, 2.0, 64.0)]
+    folder = make_run(tmp_path / "a", records, optim={"lr": 0.1})
+    (run,), problems = read_runs([folder])
+    assert (run.name, run.method, run.last_step, run.finished) == ("a", "dino", 20, True)
+    assert run.settings["optim.lr"] == 0.1
+    assert run.curve("loss") == {10: 3.0, 20: 2.0}
+    assert run.curve("knn_top1") == {0: 0.1}
+    assert run.training_seconds == 640 / 32 + 640 / 64
+    assert list(run.pictures) == ["attention"]
+    assert run.machines[0]["processor"] == "Some CPU"
+    assert run.problems == problems == []
+
+
+def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [record(20, 1.0)])
+    probe = {"protocol": "linear probe", "data": "cifar10-test"}
+    add_result(folder, "probe-1.json", top1=0.5, step=10, time="2026-11-22T10:00:00+00:00", **probe)
+    add_result(folder, "probe-2.json", top1=0.6, step=10, time="2026-11-22T11:00:00+00:00", **probe)  # a second time
+    add_result(folder, "probe-3.json", top1=0.7, step=20, time="2026-11-22T09:00:00+00:00", **probe)
+    add_result(folder, "step-00000005/knn.json", top1=0.2, protocol="20-NN")
+    add_result(folder, "knn.json", top1=0.3, protocol="20-NN", checkpoint="runs/a/encoder.safetensors")
+    add_result(folder, "found.json", protocol="retrieval", mean_average_precision=0.25, step=20)
+    add_result(folder, "no-protocol.json", top1=1, step=20)
+    add_result(folder, "step-00000005/encoder.json", variant="vit_micro")
+    (folder / "evaluation" / "step-00000005" / "encoder.safetensors").touch()
+    (run,), _ = read_runs([folder])
+    assert run.scores("linear probe, cifar10-test") == {10: 0.6, 20: 0.7}
+    assert run.scores("20-NN") == {5: 0.2, 20: 0.3}
+    assert run.scores("retrieval (mAP)") == {20: 0.25}
+    assert run.scores("no-protocol") == {20: 1.0}
+    assert run.problems == []
+
+
+def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [record(10, 1.0)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": \n[1]\n{"step": 12, "loss": NaN}\n{"loss": 3}\n{"step": 13, "lo')  # the end of a kill
+    (folder / "evaluation" / "broken.json").write_text("{")
+    add_result(folder, "list.json", top1="high")
+    (folder / "evaluation" / "array.json").write_text("[1]")
+    (folder / "config.yaml").write_text("a: [")
+    (run,), problems = read_runs([folder])
+    assert problems == []
+    assert run.curve("loss") == {10: 1.0}
+    assert (run.last_step, run.method, run.finished) == (12, "?", False)
+    text = "\n".join(run.problems)
+    assert len(run.problems) == 6
+    for words in ("config.yaml", "Line 2 of", "Line 3 of", "broken.json is not a JSON", "list.json", "array.json"):
+        assert words in text
+
+
+def test_unfinished_run_without_knn_and_without_machine(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [record(5, 1.0)])
+    (folder / "machine.jsonl").unlink()
+    (run,), _ = read_runs([folder])
+    assert (run.finished, run.machines, run.curve("knn_top1"), run.results) == (False, [], {}, [])
+    (folder / "metrics.jsonl").unlink()
+    (run,), _ = read_runs([folder])
+    assert "no metrics" in run.problems[0]
+    assert run.training_seconds == 0
+
+
+def test_folders_of_runs_are_searched_and_others_are_named(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        make_run(tmp_path / "runs" / name, [record(20, 1.0)])
+    (tmp_path / "empty").mkdir()
+    runs, problems = read_runs([tmp_path / "runs" / "b", tmp_path / "runs", tmp_path / "empty", tmp_path / "none"])
+    assert [run.name for run in runs] == ["b", "a"]
+    assert len(problems) == 2
+    assert "empty is not a run folder" in problems[0]
+    assert "none is not a folder" in problems[1]
+    with pytest.raises(ReportError, match="is not a run folder"):
+        read_runs([tmp_path / "empty"])
+
+
+def test_names_are_as_short_as_they_can_be_and_differ() -> None:
+    assert short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert short_names([Path("/x/a"), Path("/y/a"), Path("/y/b")]) == ["x/a", "y/a", "y/b"]

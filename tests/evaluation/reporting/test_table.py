@@ -1,0 +1,99 @@
+"""The table: order, columns, and the same cells in the terminal, in CSV and in Markdown."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from evaluation.reporting.runs import ReportError, Run, read_runs
+from evaluation.reporting.table import Table, make_table, print_table, to_csv, to_markdown
+from tests.evaluation.reporting.made import add_result, make_run, record
+
+
+def runs_of(tmp_path: Path) -> list[Run]:
+    """Return four runs: worst, best, none without any result, mae."""
+    knn = {"worst": 0.3, "best": 0.9, "mae": 0.5}
+    for name, accuracy in knn.items():
+        method = {"method": "mae", "mae": {"mask_ratio": 0.75}} if name == "mae" else {"dino": {"momentum": 0.9}}
+        settings = method | {"optim": {"lr": {"worst": 1.0, "best": 0.1, "mae": 0.2}[name], "betas": [0.9, 0.95]}}
+        lines = [{"step": 0, "images": 0, "knn_top1": 0.1}, record(20, 2.0, knn_top1=accuracy)]
+        make_run(tmp_path / name, lines, workers=len(name), loader={"crops": name}, **settings)
+    make_run(tmp_path / "none", [record(5, 2.5)])
+    return read_runs([tmp_path / name for name in ("none", "worst", "best", "mae")])[0]
+
+
+def column(table: Table, title: str) -> list[str]:
+    return [row[table.titles.index(title)] for row in table.rows]
+
+
+def test_best_first_and_runs_without_result_last(tmp_path: Path) -> None:
+    table = make_table(runs_of(tmp_path))
+    assert [run.name for run in table.runs] == column(table, "run") == ["best", "mae", "worst", "none"]
+    assert table.sorted_by == "20-NN in training, %"
+    assert column(table, "20-NN in training, %") == ["90.00", "50.00", "30.00", "–"]
+    assert column(table, "20-NN in training, at step 0, %") == ["10.00", "10.00", "10.00", "–"]
+    assert column(table, "steps done") == ["20", "20", "20", "5 of 20"]
+    assert column(table, "training, h:mm:ss") == ["0:00:40", "0:00:40", "0:00:40", "0:00:10"]
+    losses = make_table(table.runs, "loss")
+    assert column(losses, "loss") == ["2.0000", "2.0000", "2.0000", "2.5000"]
+    with pytest.raises(ReportError, match="20-NN in training"):
+        make_table(table.runs, "accuracy")
+
+
+def test_the_result_that_most_runs_have_sorts(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path)
+    for name, score in {"none": 0.8, "worst": 0.7, "best": 0.4, "mae": 0.6}.items():
+        add_result(tmp_path / name, "probe.json", protocol="linear probe", top1=score, step=20)
+    add_result(tmp_path / "worst", "best.json", protocol="fine-tuning", top1=1.0, step=20)
+    table = make_table(read_runs([run.folder for run in runs])[0])
+    assert column(table, "run") == ["none", "worst", "mae", "best"]
+    assert table.titles[1:4] == ["linear probe, %", "fine-tuning, %", "20-NN in training, %"]
+    assert column(table, "fine-tuning, %") == ["–", "100.00", "–", "–"]
+
+
+def test_settings_that_differ_are_columns(tmp_path: Path) -> None:
+    table = make_table(runs_of(tmp_path))
+    settings = [one for one in table.columns if one.kind == "setting"]
+    # betas and steps are equal; workers and loader do not change what is learned; one method alone has mask_ratio
+    assert [one.title for one in settings] == ["method", "optim.lr"]
+    assert column(table, "optim.lr") == ["0.1", "0.2", "1.0", "–"]
+    assert not any(one.follows_method for one in settings)
+    two = make_table([run for run in table.runs if run.name in ("best", "mae")])
+    assert {one.title: one.follows_method for one in two.columns if one.kind == "setting"} == {
+        "method": False,
+        "optim.lr": True,
+    }
+
+
+def test_knn_on_other_images_is_another_column_and_copies_are_not(tmp_path: Path) -> None:
+    shards = {"a": "/x/digits/val-{000..009}.tar", "b": "/y/digits/val-*.tar", "c": ["/x/cats/a.tar", "/x/cats/b.tar"]}
+    for name, val in shards.items():
+        make_run(tmp_path / name, [record(20, 2.0, knn_top1=0.5)], evaluation={"val": val, "k": 20})
+    table = make_table(read_runs([tmp_path])[0])
+    assert column(table, "20-NN in training, digits/val, %") == ["50.00", "50.00", "–"]
+    assert column(table, "20-NN in training, cats/a.tar, cats/b.tar, %") == ["–", "–", "50.00"]
+
+
+def printed(table: Table, width: int) -> list[list[str]]:
+    """Return the cells of the table as a terminal shows them."""
+    console = Console(file=io.StringIO(), width=width)
+    print_table(table, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line for line in console.file.getvalue().splitlines() if "┃" in line or "│" in line]
+    return [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
+
+
+def test_terminal_csv_and_markdown_show_the_same_cells(tmp_path: Path) -> None:
+    make_run(tmp_path / "strange, |[b]name", [record(20, 3.0, knn_top1=0.2)])
+    table = make_table([*runs_of(tmp_path), *read_runs([tmp_path / "strange, |[b]name"])[0]])
+    expected = [table.titles, *table.rows]
+    assert list(csv.reader(io.StringIO(to_csv(table)))) == expected
+    assert printed(table, 400) == expected
+    assert printed(table, 110) == [list(line) for line in zip(*expected, strict=True)]  # too narrow: runs are columns
+    lines = to_markdown(table).splitlines()
+    assert len(lines) == 2 + len(table.rows)
+    assert r"| strange, \|\[b\]name |" in to_markdown(table)
+    cells = [line.replace(r"\|", "").count("|") for line in lines]
+    assert cells == [len(table.titles) + 1] * len(lines)
