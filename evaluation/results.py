@@ -98,17 +98,21 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
 def data_name(shards: str | Sequence[str]) -> str:
     """Return a short name of a data set for file names, such as `cifar10-test` for `data/cifar10-test-*.tar.gz`.
 
-    The name is the constant beginning of the first pattern's file name. If this beginning is empty or only says which
-    split it is (`val-*.tar`), the name of the folder comes before it.
+    The name is the constant beginning of the shards' file names. If this beginning is empty or only says which split it
+    is (`val-*.tar`), the name of the folder comes before it. The names of several patterns are joined by `+`.
     """
-    first = shards if isinstance(shards, str) else shards[0]
-    folder, _, file = first.rpartition("/")
+    patterns = [shards] if isinstance(shards, str) else shards
+    return "+".join(dict.fromkeys(_pattern_name(pattern) for pattern in patterns))[:60]
+
+
+def _pattern_name(pattern: str) -> str:
+    folder, _, file = pattern.rpartition("/")
     beginning = re.sub(r"\.(tar|tar\.gz|json)$", "", re.split(r"[*?\[{]", file)[0])
     beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # without the number of the shard
     if beginning in ("", "index", *SPLITS):
         named = [part for part in re.split(r"[/:]", folder) if part and not re.search(r"[*?\[{]", part)]
         beginning = "-".join([*named[-1:], *([beginning] if beginning in SPLITS else [])]) or "data"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", beginning)[:60]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", beginning)
 
 
 def environment(time: datetime.datetime) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from evaluation.features import (
     single_view,
 )
 from evaluation.reporting.runs import Run
-from evaluation.reporting.table import shards_name
+from evaluation.results import data_name
 from runtime.settings import validate
 
 TILE = 64
@@ -146,7 +146,7 @@ def examine(runs: Sequence[Run], options: Options, accelerator: Accelerator) -> 
                 Seen(one.run, _neighbours(one, options.neighbours), [_bytes(image) for image in map_])
                 for one, map_ in zip(encoded, maps, strict=True)
             ]
-            groups.append(Group(shards_name(shards), len(encoded[0].tiles), seen))
+            groups.append(Group(data_name(shards), len(encoded[0].tiles), seen))
     return groups, problems
 
 

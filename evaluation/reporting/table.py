@@ -7,7 +7,6 @@ import csv
 import datetime
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -17,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from evaluation.reporting.runs import ReportError, Run
+from evaluation.results import data_name
 
 IRRELEVANT = (
     "workers",
@@ -152,17 +152,7 @@ def training_columns(runs: Sequence[Run]) -> list[Column]:
 
 def knn_protocol(run: Run) -> tuple[str, str]:
     """Return the number of neighbours and the name of the validation shards, by which k-NN accuracies are compared."""
-    return str(run.settings.get("evaluation.k", "k")), shards_name(run.settings.get("evaluation.val"))
-
-
-def shards_name(shards: Any) -> str:
-    """Return a short name of SHARDS: the last folder and the constant beginning of the file names.
-
-    The name is the same for copies of a data set in other places.
-    """
-    patterns = [str(one) for one in (shards if isinstance(shards, list) else [shards])]
-    names = ["/".join(re.split(r"[*?\[{]", pattern)[0].split("/")[-2:]).rstrip("-_./") for pattern in patterns]
-    return ", ".join(dict.fromkeys(names))
+    return str(run.settings.get("evaluation.k", "k")), data_name(run.settings.get("evaluation.val") or "")
 
 
 def knn_title(protocol: tuple[str, str], *, several: bool) -> str:

@@ -48,7 +48,7 @@ def run_folder(tmp_path):
 
 def test_a_name_holds_evaluation_data_step_and_time(run_folder):
     def name(encoder):
-        evaluation = Evaluation("knn", encoder, ["shards/cifar10-test-{0..3}.tar", "x.tar"], None)
+        evaluation = Evaluation("knn", encoder, ["shards/cifar10-test-{0..3}.tar", "shards/cifar10-test-4.tar"], None)
         return str(result_path(evaluation, TIME).relative_to(run_folder.parent))
 
     steps = run_folder / "checkpoints"
@@ -76,7 +76,7 @@ def test_a_name_holds_evaluation_data_step_and_time(run_folder):
         ("*.tar", "data"),
         ("photos-val/index.json", "photos-val"),
         ("my photos: a & b-*.tar", "my-photos-a-b"),
-        (["a-0.tar", "b-0.tar"], "a"),
+        (["a-0.tar", "a-1.tar", "b-0.tar"], "a+b"),
     ],
 )
 def test_the_name_of_a_data_set_comes_from_its_shards(shards, name):

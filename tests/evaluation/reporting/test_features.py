@@ -40,7 +40,7 @@ def test_neighbours_are_those_of_scikit_learn(tmp_path: Path, shards: Path, acce
     folder = run_with_encoder(tmp_path / "a", val)
     (group,), problems = examine(read_runs([folder])[0], Options(images=4, neighbours=3), accelerator)
     assert problems == []
-    assert (group.bank, group.shards) == (31, f"{shards.name}/train")
+    assert (group.bank, group.shards) == (31, f"{shards.name}-train")
     found = extract(encoders.load(folder / "encoder.safetensors"), val, accelerator)
     queries = [0, 10, 20, 30]
     fitted = NearestNeighbors(n_neighbors=4, metric="cosine").fit(found.features.numpy())

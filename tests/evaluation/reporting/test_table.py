@@ -72,8 +72,8 @@ def test_knn_on_other_images_is_another_column_and_copies_are_not(tmp_path: Path
     for name, val in shards.items():
         make_run(tmp_path / name, [record(20, 2.0, knn_top1=0.5)], evaluation={"val": val, "k": 20})
     table = make_table(read_runs([tmp_path])[0])
-    assert column(table, "20-NN in training, digits/val, %") == ["50.00", "50.00", "–"]
-    assert column(table, "20-NN in training, cats/a.tar, cats/b.tar, %") == ["–", "–", "50.00"]
+    assert column(table, "20-NN in training, digits-val, %") == ["50.00", "50.00", "–"]
+    assert column(table, "20-NN in training, a+b, %") == ["–", "–", "50.00"]
 
 
 def printed(table: Table, width: int) -> list[list[str]]:
