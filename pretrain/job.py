@@ -383,7 +383,7 @@ def finish_run(run: Run) -> None:
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)})")
-    command = f"accelerate launch evaluation/linear_probe.py --checkpoint {run.output} --train '{train}' --val '{val}'"
+    command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
     if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit
         command += " --no-augment --batch_norm"
     print(f"encoder: {path}")
