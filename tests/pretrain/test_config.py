@@ -143,12 +143,32 @@ def test_presets_are_valid(file: Path) -> None:
 
 def test_every_setting_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        load([*SHARDS, "--help"])
+        load([*SHARDS, "--help", "all"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     model = settings_model("vit_small")
     assert [name for name in settings_of(model) if f"--{name}" not in text] == []
     assert undescribed(model) == []
+
+
+def test_the_short_help_shows_the_settings_of_a_new_user(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load([*SHARDS, "--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 42
+    names = "method encoder data output steps epochs batch_size precision seed evaluation.val evaluate_every config"
+    assert all(f"\n  --{name} " in text for name in [*names.split(), "resume", "overwrite", "dry_run"])
+    assert [variant for variant in encoders.VARIANTS if variant not in text] == []
+    assert "--optim.lr" not in text
+    assert "--help all" in text
+    for topic, shown, hidden in (("dino", "--dino.flip", "--mae.flip"), ("encoder", "twins_svt_large", "--steps")):
+        with pytest.raises(SystemExit):
+            load([*SHARDS, "--help", topic])
+        text = capsys.readouterr().out
+        assert shown in text
+        assert hidden not in text
+    with pytest.raises(SettingsError, match="no topic 'dinno'; did you mean 'dino'"):
+        load([*SHARDS, "--help", "dinno"])
 
 
 def undescribed(model: type[BaseModel]) -> list[str]:
@@ -239,7 +259,7 @@ HEAVY = (
 def test_help_imports_no_heavy_module() -> None:
     """`--help` is quick because it imports torch and the settings alone."""
     code = "import sys\nfrom pretrain.run import main\n"
-    code += "try: main(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    code += "try: main(['--help', 'all'])\nfinally: print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--optim.lr float" in done.stdout
     assert set(HEAVY.split()) & set(done.stderr.split()) == set()
