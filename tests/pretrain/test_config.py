@@ -90,6 +90,9 @@ def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) ->
         (["--dino.local_scale", "0.5,0.1"], "local_scale"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--steps"], "--steps expects a value"),
+        (["--mae.mask_ratio", "0.5"], "mae.mask_ratio is a setting of the method mae, but this run trains with dino"),
+        (["--method", "mae", "--dino.flip", "0"], "or choose --method dino"),
+        (["--evaluate_every", "9"], "Give labelled images with --evaluation.val SHARDS"),
     ],
 )
 def test_bad_flags_are_refused_with_what_would_work(arguments: list[str], message: str) -> None:
@@ -105,6 +108,29 @@ def test_bad_names_in_a_file_are_refused(tmp_path: Path) -> None:
         load([*SHARDS, "--config", str(file)])
     assert "unknown setting 'dino.local_crop'; did you mean 'dino.local_crops'?" in str(error.value)
     assert "steps: Input should be greater than or equal to 1 (got -1)" in str(error.value)
+
+
+def test_settings_of_another_method_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("method: mae\nmae: {mask_ratio: 0.5}\n")
+    chosen = [*SHARDS, "--config", str(file)]
+    assert load(chosen).method_config.mask_ratio == 0.5
+    with pytest.raises(SettingsError, match=r"settings\.yaml: mae\.mask_ratio .*, but this run trains with dino"):
+        load([*chosen, "--method", "dino"])
+    with pytest.raises(SettingsError, match=r"^dino\.flip is a setting of the method dino"):
+        from_values({"method": "mae", "dino": {"flip": 0.0}})
+    file.write_text(to_yaml(resolve(load([*SHARDS, "--method", "mae"]), 1000)))  # as a run saves it
+    assert load([*chosen, "--method", "dino"]).method == "dino"
+
+
+def test_evaluations_need_images(tmp_path: Path) -> None:
+    every = ["--evaluate_every", "9"]
+    assert load([*SHARDS, *every, "--evaluation.val", "val.tar"]).evaluate_every == 9
+    assert load([*SHARDS, *every, "--evaluation.pictures", "4"]).evaluate_every == 9
+    assert load(every).evaluate_every == 9  # the held-out digits are evaluated
+    file = tmp_path / "settings.yaml"
+    file.write_text("evaluate_every: 9\nevaluation: {val: val.tar}\n")
+    assert load([*SHARDS, "--config", str(file), *every]).evaluation.val == "val.tar"
 
 
 def test_saved_settings_repeat_the_run(tmp_path: Path) -> None:
@@ -293,6 +319,7 @@ def test_a_run_that_starts_from_an_encoder_of_this_project_has_its_settings(tmp_
         assert config.method_config.classes == 7
         assert config.evaluate_every == 1000 // 64  # one epoch
         flags = ["--encoder.drop_path", "0.2", "--data.mean", "0.5", "--finetune.size", "32", "--evaluate_every", "9"]
+        flags += ["--evaluation.val", "val.tar"]
         given = resolve(load([*arguments, *flags]), 1000, classes=7)
         assert encoders.build(**given.encoder_settings).settings == built | {"drop_path": 0.2, "image_size": 32}
         assert given.data.preprocessing == Preprocessing((0.5,), (0.2,))
