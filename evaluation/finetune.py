@@ -10,7 +10,7 @@
 
 This command starts pretrain/run.py with `--method finetune`, and passes on all other flags. Fine-tuning therefore has
 the engines, the order of samples, the checkpoints and the resume of pretraining. `--finetune.NAME VALUE` sets the
-method's own settings, such as `--finetune.mixup 0`. `--help` lists every setting.
+method's own settings, such as `--finetune.mixup 0`. `--help finetune` lists them, and `--help all` lists every setting.
 """
 
 import os

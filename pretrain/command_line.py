@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import encoders
 from pretrain.config import RunConfig, settings_model
 from pretrain.methods import METHODS
-from runtime.settings import SettingsError, flags, merge, peek, read_yaml, suggestion, validate
+from runtime.settings import SettingsError, flags, flattened, merge, peek, read_yaml, section_type, suggestion, validate
 
 PRESETS = Path(__file__).parent.parent / "configs"
 
@@ -31,7 +31,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     config.yaml unless --config names another file.
 
     Raises:
-        SettingsError: a name is unknown, or a value is out of range.
+        SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
     argv = expand_resume(argv)
     early = Early(
@@ -50,7 +50,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     """Return the settings of a run from nested dictionaries, with the same defaults as `load`.
 
     Raises:
-        SettingsError: a name is unknown, or a value is out of range.
+        SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
     expanded = merge(RunConfig, values)
     early = Early(
@@ -109,8 +109,32 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
     data = {"data": start.pop("data")} if start else {}
     model = settings_model(variant, start if start.pop("variant", None) == variant else None)
     chosen = {"encoder": {"variant": variant}}
-    layers = one_length([preset, data, file, chosen, given(model)])
+    own_values = given(model)
+    if not (own and not config) and not is_saved(file):
+        check_method(file, method, f"{config}: ")
+    check_method(own_values, method)
+    layers = one_length([preset, data, file, chosen, own_values])
     return validate(model, merge(model, *layers))
+
+
+def is_saved(file: Mapping[str, Any]) -> bool:
+    """Return True if a settings file has all sections, as the config.yaml of a run has."""
+    return all(name in file for name, field in RunConfig.model_fields.items() if section_type(field))
+
+
+def check_method(values: Mapping[str, Any], method: str, where: str = "") -> None:
+    """Check that settings do not set another method than the one that the run trains.
+
+    Raises:
+        SettingsError: the settings hold a section of another method, which the run would ignore.
+    """
+    for other in METHODS:
+        if other != method and values.get(other):
+            name = next(iter(flattened({other: values[other]})))
+            raise SettingsError(
+                f"{where}{name} is a setting of the method {other}, but this run trains with {method}. "
+                f"Remove the setting, or choose --method {other}"
+            )
 
 
 def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -32,9 +32,9 @@ class DataConfig(Section, frozen=True):
     short_form = "shards"
 
     shards: str | list[str] | dict[str, float] | None = None
-    """training SHARDS: a path or URL of .tar or .tar.gz files (glob and brace range allowed), a folder of such files,
+    """training SHARDS: a folder of shards, a path or URL of .tar or .tar.gz files (glob and brace range allowed),
     an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights; default: the
-    embedded digits; short form: --data SHARDS"""
+    embedded digits"""
     channels: int = Field(default=3, ge=1)
     """number of channels of an image"""
     mean: Literal["auto"] | tuple[float, ...] | None = None
@@ -126,11 +126,17 @@ class EncoderConfig(Section):
     settings override them."""
 
     variant: str = "vit_small"
-    """name of the encoder variant, such as vit_small; short form: --encoder NAME"""
+    """name of the encoder variant, such as vit_small"""
 
 
 class RunConfig(Settings, frozen=True):
-    """Pretrain a vision encoder on shards of images. --config FILE.yaml overrides defaults, and flags override both."""
+    """Pretrain a vision encoder on shards of images. --config FILE.yaml overrides defaults, and flags override both.
+    Many defaults depend on the data and the encoder. --dry_run prints the values that a run would use."""
+
+    first_settings = (
+        *("method", "encoder.variant", "data.shards", "output", "steps", "epochs", "batch_size", "precision", "seed"),
+        *("evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run"),
+    )
 
     method: str = "dino"
     """training method: a pretraining method, or finetune"""
@@ -158,7 +164,8 @@ class RunConfig(Settings, frozen=True):
     overwrite: bool = False
     """delete the run in --output, if there is one, before the new run starts"""
     dry_run: bool = False
-    """print the resolved settings, and the run's length, memory and shards per worker; then exit without training"""
+    """print the values of all settings for this data and encoder, and the run's length, memory and shards per worker;
+    then exit without training"""
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
     folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
@@ -172,8 +179,8 @@ class RunConfig(Settings, frozen=True):
     checkpoint_every: int = Field(default=1000, ge=1)
     """number of steps between two checkpoints; the last step always gets a checkpoint"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """number of steps between two evaluations (k-NN; for --method finetune, classification accuracy); default: evaluate
-    only before the first and after the last step, and for --method finetune also after each epoch"""
+    """number of steps between two evaluations with evaluation.val; default: evaluate only before the first and after
+    the last step, and for --method finetune also after each epoch"""
     encoder: EncoderConfig = EncoderConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
@@ -221,7 +228,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
     started = dict(started or {})
     chosen = encoders.VARIANTS[variant] | started
-    help_text = EncoderConfig.model_fields["variant"].description
+    help_text = f"name of the encoder variant: {', '.join(encoders.VARIANTS)}"
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)

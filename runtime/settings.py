@@ -1,6 +1,6 @@
 """Settings of a command, which pydantic validates. Flags override a YAML file, and the file overrides the defaults.
 
-A command declares one pydantic model. Every field is a flag (`--section.key value`), a YAML key and a line of `--help`.
+A command declares one pydantic model. Every field is a flag (`--section.key value`), a YAML key and a line of the help.
 
 This module parses the flags itself, not with a command-line library, for three reasons. Sections may be made at run
 time, for example from the constructor of an encoder. The forms `--flag`, `--no-flag` and `--flag true` must all work.
@@ -8,7 +8,9 @@ Shard patterns such as `{a,b}-{0..3}.tar` must not be split at commas.
 """
 
 import difflib
+import inspect
 import sys
+import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from runtime.errors import UserError
+
+WIDTH = 120
+"""Number of characters in a line of the short help."""
 
 
 class SettingsError(UserError, ValueError):
@@ -57,6 +62,9 @@ class Section(BaseModel):
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Settings(Section):
     """Base class for all settings of one command."""
+
+    first_settings: ClassVar[tuple[str, ...]] = ()
+    """Dotted names of the settings that `--help` lists if no topic follows. Empty: `--help` lists all settings."""
 
 
 class _PositionalMarker:
@@ -147,14 +155,14 @@ def peek(argv: Sequence[str], name: str) -> str | None:
 
 
 def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, Any]:
-    """Return the settings of a command line as nested dictionaries. For `--help`, print the help and exit.
+    """Return the settings of a command line as nested dictionaries. For `--help [TOPIC]`, print the help and exit.
 
     A flag for one or several strings, such as `--data SHARDS`, takes all words up to the next flag, because a shell
     expands `--data shards/*.tar` to several words. If the command has positional arguments, it takes one word.
 
     Raises:
-        SettingsError: a flag is unknown or has no value, or a positional argument is not expected. For an unknown flag,
-            the message suggests the nearest known flag.
+        SettingsError: a flag or a topic of the help is unknown, a flag has no value, or a positional argument is not
+            expected. For an unknown flag or topic, the message suggests the nearest known one.
     """
     known = settings_of(model)
     positional = [name for name, field in known.items() if _is_positional(field)]
@@ -164,7 +172,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
     while rest:
         word = rest.pop(0)
         if word in ("-h", "--help"):
-            print(help_text(model, program))
+            print(help_text(model, program, rest[0] if rest and not rest[0].startswith("-") else None))
             raise SystemExit(0)
         if word.startswith("--"):
             name, value = _flag(model, known, word[2:], rest)
@@ -264,25 +272,66 @@ def _yaml(name: str, text: str) -> Any:
         raise SettingsError(f"the value of --{name} is neither JSON nor YAML: {error}") from error
 
 
-def help_text(model: type[Section], program: str) -> str:
-    """Return the help text of a command. It has one line per setting, with the type, the meaning and the default."""
+def help_text(model: type[Section], program: str, topic: str | None = None) -> str:
+    """Return the help text of a command. A setting has a line with the type, the meaning and the default.
+
+    Args:
+        topic: `all` for all settings, the name of a section for its settings, or the name of one setting. None stands
+            for `Settings.first_settings`, in lines of at most `WIDTH` characters.
+
+    Raises:
+        SettingsError: the topic is unknown.
+    """
     known = settings_of(model)
-    positional = [name for name, field in known.items() if _is_positional(field)]
-    usage = " ".join([program, *(name.upper() for name in positional), "[--SETTING VALUE ...]"])
-    lines = [f"usage: {usage}", "", *(model.__doc__ or "").splitlines()]
+    sections = list(dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name))
+    listed = [name for name in known if topic in (None, "all", name) or name.startswith(f"{topic}.")]
+    if not listed:
+        hint = suggestion(topic or "", [*sections, "all", *known])
+        raise SettingsError(f"--help has no topic '{topic}'{hint} (topics: all, {', '.join(sections)})")
+    usage = " ".join(
+        [program, *(name.upper() for name, field in known.items() if _is_positional(field)), "[--SETTING VALUE ...]"]
+    )
+    lines = [f"usage: {usage}", "", *inspect.cleandoc(model.__doc__ or "").splitlines()]
+    fields = {name: section_type(field) for name, field in model.model_fields.items()}
+    short = {f"{name}.{section.short_form}": name for name, section in fields.items() if section and section.short_form}
+    first = getattr(model, "first_settings", ()) if topic is None else ()
+    if first:
+        lines.append("")
+        for name in first:
+            flag, meaning = _described(short.get(name, name), known[name])
+            lines += _wrapped(flag, meaning.removesuffix(" (default: false)"))
+        more = f"--help all lists all {len(known)} settings, and --help SECTION lists a section: {', '.join(sections)}."
+        return "\n".join([*lines, "", *textwrap.wrap(more, WIDTH)])
     title = None
-    for name, field in known.items():
+    for name in listed:
         section = name.rpartition(".")[0]
         if section != title:
             lines += ["", f"{section}:" if section else "settings:"]
             title = section
-        flag = name.upper() if name in positional else f"--{name}"
-        kind = "" if _is_switch(field) else _type_name(field.annotation)
-        default = "" if field.default in (None, PydanticUndefined) else f" (default: {_shown(field.default)})"
-        if field.default_factory or name in positional:
-            default = ""
-        lines.append(f"  {f'{flag} {kind}':<44} {' '.join((field.description or '').split())}{default}".rstrip())
+        flag, meaning = _described(name, known[name])
+        also = f" (short form: --{short[name]})" if name in short else ""
+        lines.append(f"  {flag:<44} {meaning}{also}".rstrip())
     return "\n".join(lines)
+
+
+def _described(name: str, field: FieldInfo) -> tuple[str, str]:
+    """Return the flag of a setting with the type of its value, and the meaning of the setting with its default."""
+    positional = _is_positional(field)
+    flag = name.upper() if positional else f"--{name}"
+    kind = "" if _is_switch(field) else _type_name(field.annotation)
+    default = "" if field.default in (None, PydanticUndefined) else f" (default: {_shown(field.default)})"
+    if field.default_factory or positional:
+        default = ""
+    return f"{flag} {kind}".rstrip(), f"{' '.join((field.description or '').split())}{default}"
+
+
+def _wrapped(flag: str, meaning: str) -> list[str]:
+    """Return the lines of one setting in the short help: the flag on the left, and the meaning on the right."""
+    left = 33
+    lines = [" " * left + line for line in textwrap.wrap(meaning, WIDTH - left)]
+    if len(flag) + 3 > left:
+        return [f"  {flag}", *lines]
+    return [f"  {flag}".ljust(left) + lines[0].lstrip(), *lines[1:]]
 
 
 def _shown(value: Any) -> str:

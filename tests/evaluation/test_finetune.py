@@ -66,7 +66,9 @@ def test_missing_flags_are_named(arguments: list[str], message: str) -> None:
 
 def test_the_command_starts_the_training_command() -> None:
     script = str(ROOT / "evaluation" / "finetune.py")
-    shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, script, "--help", "finetune"], capture_output=True, text=True, check=True
+    ).stdout
     assert "--checkpoint PATH" in shown
     assert "--finetune.mixup float" in shown
     refused = subprocess.run([sys.executable, script, "--train", "a.tar"], capture_output=True, text=True)

@@ -90,6 +90,8 @@ def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) ->
         (["--dino.local_scale", "0.5,0.1"], "local_scale"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--steps"], "--steps expects a value"),
+        (["--mae.mask_ratio", "0.5"], "mae.mask_ratio is a setting of the method mae, but this run trains with dino"),
+        (["--method", "mae", "--dino.flip", "0"], "or choose --method dino"),
     ],
 )
 def test_bad_flags_are_refused_with_what_would_work(arguments: list[str], message: str) -> None:
@@ -105,6 +107,19 @@ def test_bad_names_in_a_file_are_refused(tmp_path: Path) -> None:
         load([*SHARDS, "--config", str(file)])
     assert "unknown setting 'dino.local_crop'; did you mean 'dino.local_crops'?" in str(error.value)
     assert "steps: Input should be greater than or equal to 1 (got -1)" in str(error.value)
+
+
+def test_settings_of_another_method_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("method: mae\nmae: {mask_ratio: 0.5}\n")
+    chosen = [*SHARDS, "--config", str(file)]
+    assert load(chosen).method_config.mask_ratio == 0.5
+    with pytest.raises(SettingsError, match=r"settings\.yaml: mae\.mask_ratio .*, but this run trains with dino"):
+        load([*chosen, "--method", "dino"])
+    with pytest.raises(SettingsError, match=r"^dino\.flip is a setting of the method dino"):
+        from_values({"method": "mae", "dino": {"flip": 0.0}})
+    file.write_text(to_yaml(resolve(load([*SHARDS, "--method", "mae"]), 1000)))  # as a run saves it
+    assert load([*chosen, "--method", "dino"]).method == "dino"
 
 
 def test_saved_settings_repeat_the_run(tmp_path: Path) -> None:
@@ -143,12 +158,32 @@ def test_presets_are_valid(file: Path) -> None:
 
 def test_every_setting_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        load([*SHARDS, "--help"])
+        load([*SHARDS, "--help", "all"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     model = settings_model("vit_small")
     assert [name for name in settings_of(model) if f"--{name}" not in text] == []
     assert undescribed(model) == []
+
+
+def test_the_short_help_shows_the_settings_of_a_new_user(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load([*SHARDS, "--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 42
+    names = "method encoder data output steps epochs batch_size precision seed evaluation.val evaluate_every config"
+    assert all(f"\n  --{name} " in text for name in [*names.split(), "resume", "overwrite", "dry_run"])
+    assert [variant for variant in encoders.VARIANTS if variant not in text] == []
+    assert "--optim.lr" not in text
+    assert "--help all" in text
+    for topic, shown, hidden in (("dino", "--dino.flip", "--mae.flip"), ("encoder", "twins_svt_large", "--steps")):
+        with pytest.raises(SystemExit):
+            load([*SHARDS, "--help", topic])
+        text = capsys.readouterr().out
+        assert shown in text
+        assert hidden not in text
+    with pytest.raises(SettingsError, match="no topic 'dinno'; did you mean 'dino'"):
+        load([*SHARDS, "--help", "dinno"])
 
 
 def undescribed(model: type[BaseModel]) -> list[str]:
@@ -239,7 +274,7 @@ HEAVY = (
 def test_help_imports_no_heavy_module() -> None:
     """`--help` is quick because it imports torch and the settings alone."""
     code = "import sys\nfrom pretrain.run import main\n"
-    code += "try: main(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    code += "try: main(['--help', 'all'])\nfinally: print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--optim.lr float" in done.stdout
     assert set(HEAVY.split()) & set(done.stderr.split()) == set()

@@ -251,6 +251,29 @@ def test_help_has_one_line_per_setting() -> None:
     assert "--data str|str,...|{str: float} SHARDS" in lines
 
 
+def test_help_of_a_section_and_short_help() -> None:
+    class Long(Job):
+        """A job with a short help."""
+
+        first_settings = ("steps", "inner.pair")
+
+    assert help_text(Job, "job", "all") == help_text(Job, "job")
+    assert help_text(Long, "job", "all").splitlines()[4:] == help_text(Job, "job").splitlines()[4:]
+    of_inner = help_text(Long, "job", "inner")
+    assert [line.split()[0] for line in of_inner.splitlines()[5:]] == [f"--inner.{name}" for name in Inner.model_fields]
+    assert help_text(Long, "job", "steps").splitlines()[4:] == [
+        "settings:", "  --steps int                                  steps (default: 3)"
+    ]  # fmt: skip
+    assert help_text(Long, "job").splitlines()[4:] == [
+        "  --steps int                    steps (default: 3)",
+        "  --inner.pair float,float       two numbers (default: 0.0,1.0)",
+        "",
+        "--help all lists all 9 settings, and --help SECTION lists a section: inner.",
+    ]
+    with pytest.raises(SettingsError, match="no topic 'iner'; did you mean 'inner'"):
+        flags(Job, ["--help", "iner"], "job")
+
+
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("steps: 5\ninner: {rate: 0.5}\n")
