@@ -293,7 +293,9 @@ def help_text(model: type[Section], program: str, topic: str | None = None) -> s
     )
     lines = [f"usage: {usage}", "", *inspect.cleandoc(model.__doc__ or "").splitlines()]
     fields = {name: section_type(field) for name, field in model.model_fields.items()}
-    short = {f"{name}.{section.short_form}": name for name, section in fields.items() if section and section.short_form}
+    short: dict[str, str] = {
+        f"{name}.{section.short_form}": name for name, section in fields.items() if section and section.short_form
+    }
     first = getattr(model, "first_settings", ()) if topic is None else ()
     if first:
         lines.append("")
