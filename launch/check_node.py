@@ -221,10 +221,13 @@ def sample(paths: list[str]) -> list[str]:
 
 
 def why_unreadable(path: str) -> str | None:
-    """Return the reason why a file cannot be read, or None if it can be read. URLs are not opened and give None."""
+    """Return the reason why a file or folder cannot be read, or None if it can be read. URLs are not opened and give
+    None."""
     if "://" in path or path.startswith("pipe:"):
         return None
     try:
+        if os.path.isdir(path):
+            return None if os.listdir(path) else "the folder is empty"
         with open(path, "rb") as file:
             return None if file.read(512) else "the file is empty"
     except OSError as error:

@@ -32,9 +32,9 @@ class DataConfig(Section, frozen=True):
     short_form = "shards"
 
     shards: str | list[str] | dict[str, float] | None = None
-    """training SHARDS: a folder of shards, a path or URL of .tar or .tar.gz files (glob and brace range allowed),
-    an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights; default: the
-    embedded digits"""
+    """training SHARDS: a folder of images or of shards, a path or URL of .tar or .tar.gz files (glob and brace range
+    allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights;
+    default: the embedded digits"""
     channels: int = Field(default=3, ge=1)
     """number of channels of an image"""
     mean: Literal["auto"] | tuple[float, ...] | None = None

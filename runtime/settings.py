@@ -293,10 +293,8 @@ def help_text(model: type[Section], program: str, topic: str | None = None) -> s
     )
     lines = [f"usage: {usage}", "", *inspect.cleandoc(model.__doc__ or "").splitlines()]
     fields = {name: section_type(field) for name, field in model.model_fields.items()}
-    short: dict[str, str] = {
-        f"{name}.{section.short_form}": name for name, section in fields.items() if section and section.short_form
-    }
-    first = getattr(model, "first_settings", ()) if topic is None else ()
+    short = {f"{start}.{one.short_form}": start for start, one in fields.items() if one and one.short_form}
+    first: tuple[str, ...] = getattr(model, "first_settings", ()) if topic is None else ()
     if first:
         lines.append("")
         for name in first:
@@ -306,10 +304,10 @@ def help_text(model: type[Section], program: str, topic: str | None = None) -> s
         return "\n".join([*lines, "", *textwrap.wrap(more, WIDTH)])
     title = None
     for name in listed:
-        section = name.rpartition(".")[0]
-        if section != title:
-            lines += ["", f"{section}:" if section else "settings:"]
-            title = section
+        group = name.rpartition(".")[0]
+        if group != title:
+            lines += ["", f"{group}:" if group else "settings:"]
+            title = group
         flag, meaning = _described(name, known[name])
         also = f" (short form: --{short[name]})" if name in short else ""
         lines.append(f"  {flag:<44} {meaning}{also}".rstrip())

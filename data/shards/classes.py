@@ -6,7 +6,7 @@ from pathlib import Path
 from data.shards import remote
 from data.shards.errors import ShardError
 from data.shards.retry import SourceConfig
-from data.shards.shard import ShardList
+from data.shards.shard import Shard, ShardList
 
 CLASSES = "classes.json"
 LARGEST_CLASSES = 2**26  # Maximum size of a classes.json in bytes. The names of 22,000 classes take about 0.5 MB.
@@ -54,16 +54,18 @@ def read_classes(folder: str, source: SourceConfig) -> tuple[str, ...] | None:
 
 
 def class_names(opened: ShardList) -> tuple[str, ...] | None:
-    """Return the class names of shards in the order of the class numbers, or None if no folder has a `classes.json`.
+    """Return the class names of shards in the order of the class numbers, or None if no folder has class names.
+
+    The class names of a folder of images are those of its subfolders. Other folders have a `classes.json`.
 
     Raises:
         ShardError: the folders of the shards have different class names, only some folders have a `classes.json`, or a
             `classes.json` cannot be used.
     """
-    first, *others = {_folder(shard.path): None for shard in opened.shards}
-    names = _names(first, opened.source)
-    for other in others:
-        found = _names(other, opened.source)
+    (first, shard), *others = {_folder(shard.path): shard for shard in opened.shards}.items()
+    names = _names(first, shard, opened.source)
+    for other, shard in others:
+        found = _names(other, shard, opened.source)
         if found == names:
             continue
         if found is None or names is None:
@@ -84,5 +86,7 @@ def _folder(path: str) -> str:
     return remote.PIPE if path.startswith(remote.PIPE) else remote.without_query(path).rpartition("/")[0]
 
 
-def _names(folder: str, source: SourceConfig) -> tuple[str, ...] | None:
+def _names(folder: str, shard: Shard, source: SourceConfig) -> tuple[str, ...] | None:
+    if shard.is_folder:
+        return shard.classes
     return None if folder == remote.PIPE else read_classes(folder, source)

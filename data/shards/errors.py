@@ -1,4 +1,4 @@
-"""Exception for unusable shards, and sentences of advice at the end of error messages."""
+"""Exceptions for unusable shards and images, and sentences of advice at the end of error messages."""
 
 from runtime.errors import UserError
 
@@ -12,3 +12,7 @@ REPLACE_INDEX = "Remove the index, or make it again with `python -m data.check_s
 
 class ShardError(UserError, ValueError):
     """Raised if a shard cannot be used. The message names the shard and says what to do."""
+
+
+class MakeError(UserError, ValueError):
+    """Raised if images cannot be listed, or shards cannot be made."""

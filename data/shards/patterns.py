@@ -4,7 +4,6 @@ import glob
 import logging
 import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,10 +13,10 @@ from webdataset.shardlists import expand_urls
 
 from data.shards import index, remote
 from data.shards.errors import MOST_LISTED, ShardError
+from data.shards.folder import holds_images
 from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
 from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.shard import ENDINGS, ShardList
-from data.shards.tar import IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +24,9 @@ Pattern = str | os.PathLike[str]
 Shards = Pattern | Sequence[Pattern] | ShardList
 """One pattern, several patterns, or a list of opened shards.
 
-A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards, the
-`index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that fsspec
-can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
+A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
+the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
+fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
 
 
 class PixelMoments(NamedTuple):
@@ -115,6 +114,8 @@ def _shards_at(path: str, indices: "FolderIndices") -> list[str]:
 def _shards_in(folder: str) -> list[str]:
     """Return the shards in a local folder, sorted by name.
 
+    A folder of images is returned as one shard, whose path ends in a slash.
+
     Raises:
         ShardError: the folder holds no shards, or shards whose names differ in more than numbers. Such shards may
             belong to different sets, for example to a training set and a validation set.
@@ -130,23 +131,22 @@ def _shards_in(folder: str) -> list[str]:
             f"{folder}: holds shards of several sets: {listed}. Name one set, for example "
             f"'{os.path.join(folder, patterns[0])}', or all shards, '{os.path.join(folder, '*.tar')}'."
         )
+    if not names and not _tars_below(folder) and holds_images(folder):
+        return [os.path.join(folder, "")]
     if not names:
         raise ShardError(f"{folder}: {_describe_folder_without_shards(folder)}")
     return [os.path.join(folder, name) for name in names]
 
 
+def _tars_below(folder: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))
+
+
 def _describe_folder_without_shards(folder: str) -> str:
     """Return the end of an error message: what a folder without shards holds, and what to do."""
-    subfolders = {os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))}
-    if subfolders:
+    if subfolders := {os.path.dirname(path) for path in _tars_below(folder)}:
         listed = ", ".join(sorted(subfolders)[:MOST_LISTED])
         return f"holds no shards, but its subfolders may: {listed}. Name one of them."
-    images = tuple(f".{extension}" for extension in IMAGES)
-    if any(name.lower().endswith(images) for _, _, names in os.walk(folder) for name in names):
-        return (
-            f"holds images, but no shards. Make shards with `python -m data.make_shards {shlex.quote(folder)} SHARDS`, "
-            "and name the folder SHARDS."
-        )
     return "holds no shards (.tar, .tar.gz) and no images. Correct the path."
 
 
@@ -211,7 +211,8 @@ class FolderIndices:
         """
         folder = remote.without_query(shard).rpartition("/")[0]
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
-        if shard.startswith(remote.PIPE) or shard in self.entries or path in self._visited:
+        of_images = shard.endswith("/") and not remote.is_remote(shard)
+        if of_images or shard.startswith(remote.PIPE) or shard in self.entries or path in self._visited:
             return
         self._visited.add(path)
         try:

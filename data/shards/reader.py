@@ -18,6 +18,7 @@ import numpy as np
 from data.shards.cache import CacheError
 from data.shards.classes import CLASSES
 from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.folder import read_image
 from data.shards.shard import ShardList
 from data.shards.tar import Index, is_member
 
@@ -70,7 +71,7 @@ class Reader:
         self._index = functools.lru_cache(kept)(functools.partial(_load_index, shards))
         files = max(KEPT_FILES // readers, 1)
         self._file = functools.lru_cache(files)(lambda shard: _File(shards.shards[shard].path))
-        self._is_local = functools.lru_cache(2**16)(lambda shard: shards.shards[shard].is_local_tar)
+        self._is_local = functools.lru_cache(2**16)(lambda shard: shards.shards[shard].is_local)
         total = int(shards.sizes.sum())
         usual = max(USUAL_REQUEST * shards.images // max(total, 1), 1)  # samples
         if block is None:
@@ -90,7 +91,10 @@ class Reader:
         """Return the encoded image of a sample."""
 
         def read() -> bytes:
-            offset, size = map(int, self._index(shard).images[sample])
+            index, opened = self._index(shard), self._shards.shards[shard]
+            if opened.is_folder:
+                return read_image(opened.path, index, sample)
+            offset, size = map(int, index.images[sample])
             return self._member(shard, sample, offset, size, size)
 
         return self._guard(shard, read)
@@ -102,10 +106,14 @@ class Reader:
             ShardError: the sample has no label, its label is not an integer, or classes.json does not name its class.
         """
         offset, size = map(int, self._guard(shard, lambda: self._index(shard)).labels[sample])
+        folder = self._shards.shards[shard].is_folder
         if offset < 0:
-            raise ShardError(
-                f"{self.name(shard, sample)} has no label, but labels are needed. Add a member KEY.cls to the shard."
-            )
+            remedy = "Add a member KEY.cls to the shard."
+            if folder:
+                remedy = "Move every image to a direct subfolder of its class; two or more subfolders are needed."
+            raise ShardError(f"{self.name(shard, sample)} has no label, but labels are needed. {remedy}")
+        if folder:
+            return offset if self._shards.numbers is None else self._shards.numbers[offset]
         text = self._guard(shard, lambda: self._member(shard, sample, offset, size, min(size, 64)))
         try:
             label = int(np.int64(int(text)))
@@ -268,7 +276,7 @@ def warn_of_small_cache(sources: Sequence[ShardList], spans: Sequence[int]) -> N
     limit = min(opened.source.cache_gb for opened in sources) * 1e9
     needed = 0.0
     for opened, span in zip(sources, spans, strict=True):
-        shard = next((shard for shard in opened.shards if not shard.is_local_tar), None)
+        shard = next((shard for shard in opened.shards if not shard.is_local), None)
         if shard is not None:
             with suppress(ShardError):  # the error is raised again when the shard is read
                 needed += float(opened.sizes.sum()) * (min(span / opened.images, 1) if shard.supports_ranges else 1)

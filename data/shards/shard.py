@@ -1,4 +1,4 @@
-"""A shard is a tar on a disk, at a URL, or in the output of a command.
+"""A shard is a tar on a disk, at a URL, or in the output of a command, or a local folder of images.
 
 A local tar is read without a copy. From a remote tar, byte ranges with neighbouring samples are downloaded to the cache
 of the node. Byte ranges are not possible for three kinds of shards, which are stored completely in the cache: a
@@ -17,6 +17,7 @@ import numpy as np
 from data.shards import remote
 from data.shards.cache import Cache, Sink, cache_folder
 from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.folder import list_images
 from data.shards.index import LARGEST_TABLE, TABLE, parse_table
 from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
 from data.shards.tar import Index, scan_tar
@@ -40,15 +41,17 @@ class Shard:
     """
 
     path: str
-    """Path, URL, or `pipe:COMMAND`."""
+    """Path, URL, or `pipe:COMMAND`. The path of a folder of images ends in a slash."""
     size: int
-    """Size of the stored file in bytes; 0 if unknown."""
+    """Size of the stored file, or of all images of a folder, in bytes; 0 if unknown."""
     version: str
-    """String that changes when the file changes: file times, an ETag or a checksum; empty if unknown."""
+    """String that changes when a file changes: file times, an ETag, a checksum or a hash; empty if unknown."""
     modified: int = 0
     """Modification time of a local shard in nanoseconds since 1970; 0 for a remote shard."""
     sha256: str | None = None
     """SHA-256 from an `index.json`; None if unknown. The SHA-256 is checked if the complete shard is downloaded."""
+    classes: tuple[str, ...] | None = None
+    """Class names of a folder of images; None for a tar, and for a folder without classes."""
     source: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
 
     @classmethod
@@ -56,11 +59,13 @@ class Shard:
         """Return the shard at `path`.
 
         Raises:
-            ShardError: the file does not exist, is empty, or is not named `.tar` or `.tar.gz`; or the server does not
-                answer.
+            ShardError: the file does not exist, is empty, or is not named `.tar` or `.tar.gz`; the server does not
+                answer; or a folder of images cannot be used.
         """
         if path.startswith(remote.PIPE):
             return cls(path, 0, "", source=source)
+        if path.endswith("/") and not remote.is_remote(path):
+            return cls._of_folder(path, source)
         if not remote.without_query(path).endswith(ENDINGS):
             raise ShardError(
                 f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
@@ -78,14 +83,30 @@ class Shard:
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
         return cls(path, status.st_size, version, status.st_mtime_ns, source=source)
 
+    @classmethod
+    def _of_folder(cls, path: str, source: SourceConfig) -> "Shard":
+        listed = list_images(path)
+        for count, reason in listed.left_out:
+            warn_once(f"{path}: files that are left out: {count:,} ({reason})")
+        size = int(listed.table.summary[2])
+        shard = cls(path, size, listed.version, source=source, classes=listed.classes)
+        if not shard._cached_index.exists():
+            shard._store(listed.table)
+        return shard
+
     @property
     def name(self) -> str:
         """File name of the shard. In messages, the name of a sample is `FILE/KEY`."""
-        return remote.without_query(self.path).rpartition("/")[2]
+        return remote.without_query(self.path).removesuffix("/").rpartition("/")[2]
 
     @property
-    def is_local_tar(self) -> bool:
-        """True for an uncompressed local tar, which is read without a copy in the cache."""
+    def is_folder(self) -> bool:
+        """True for a local folder of images."""
+        return self.path.endswith("/") and not remote.is_remote(self.path)
+
+    @property
+    def is_local(self) -> bool:
+        """True for an uncompressed local tar or a folder of images, which are read without a copy in the cache."""
         return not remote.is_remote(self.path) and not self._is_gzip
 
     @property
@@ -123,7 +144,7 @@ class Shard:
             OSError: a local shard cannot be read.
             ShardError: the shard is damaged, is too large or cannot be downloaded, or the cache cannot be written.
         """
-        if self.is_local_tar:
+        if self.is_local:
             return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
         def fill(sink: Sink) -> None:
@@ -155,12 +176,19 @@ class Shard:
     def index(self) -> Index:
         """Return the index of the shard: from the cache, from the table beside the shard, or from the tar headers.
 
+        Without a cache, a folder of images is listed again.
+
         Raises:
             ShardError: the shard cannot be used.
         """
         cached = self._load_cached(Index._fields)
         if cached is not None:
             return Index(**cached)
+        if self.is_folder:
+            listed = list_images(self.path)
+            if listed.version != self.version:
+                raise ShardError(f"{self.path}: has changed since it was opened. Restart the run.")
+            return listed.table
         table = self._remote_table() if remote.is_remote(self.path) else self._local_table()
         if table is not None:
             return table
@@ -253,7 +281,7 @@ class Shard:
         except OSError as error:
             warn_once(
                 f"the indices of shards cannot be stored in {target.parent}: {error.strerror}. "
-                "Every start of a run reads the tar headers again."
+                "Every start of a run reads the tar headers or lists the folders again."
             )
 
 

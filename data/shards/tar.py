@@ -33,23 +33,28 @@ Members = list[tuple[str, dict[str, tuple[int, int]]]]
 
 
 class Index(NamedTuple):
-    """Names and byte positions of the S samples of one tar."""
+    """Names and byte positions of the S samples of one tar, or names and labels of the S images of one folder."""
 
     keys: np.ndarray
-    """Concatenated names of all samples in UTF-8: uint8."""
+    """Concatenated names of all samples in UTF-8; for a folder, relative paths as in the file system: uint8."""
     ends: np.ndarray
     """Index in `keys` at which the name of each sample ends: (S,) int64."""
     images: np.ndarray
-    """Offset and size of each image in bytes: (S, 2) int64."""
+    """Offset and size of each image in bytes: (S, 2) int64. For a folder, the modification time in nanoseconds since
+    1970 and the size of each image."""
     labels: np.ndarray
-    """Offset and size of each label in bytes, or -1 for a sample without a label: (S, 2) int64."""
+    """Offset and size of each label in bytes, or -1 for a sample without a label: (S, 2) int64. For a folder, the class
+    number and 0."""
     summary: np.ndarray
-    """Number of samples, number of samples with a label, and size of the tar in bytes: (3,) int64."""
+    """Number of samples, number of samples with a label, and size in bytes of the tar or of all images: (3,) int64."""
 
     def key(self, sample: int) -> str:
         """Return the name of a sample."""
-        start = self.ends[sample - 1] if sample else 0
-        return self.keys[start : self.ends[sample]].tobytes().decode(errors="backslashreplace")
+        return self.raw_key(sample).decode(errors="backslashreplace")
+
+    def raw_key(self, sample: int) -> bytes:
+        """Return the name of a sample as it is stored."""
+        return self.keys[self.ends[sample - 1] if sample else 0 : self.ends[sample]].tobytes()
 
 
 class _BoundedFile(io.BufferedReader):

@@ -10,6 +10,7 @@ wrong.
 
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -70,10 +71,15 @@ def check(settings: CheckShards) -> dict[str, Any]:
     """Check shards and return the report.
 
     Raises:
-        ShardError: a pattern matches no shards, or `write_index` is set and a shard is remote.
+        ShardError: a pattern matches no shards or a folder of images, or `write_index` is set and a shard is remote.
         WorkerError: a worker process was killed.
     """
     paths = expand(settings.shards, settings.source)
+    if of_images := [path for path in paths if path.endswith("/") and not remote.is_remote(path)]:
+        raise ShardError(
+            f"{of_images[0]}: holds images, but no shards. Make shards with "
+            f"`python -m data.make_shards {shlex.quote(of_images[0])} SHARDS`, and name the folder SHARDS."
+        )
     if settings.write_index and (urls := [path for path in paths if remote.is_remote(path)]):
         raise ShardError(
             f"{urls[0]}: an index cannot be written beside a remote shard. "

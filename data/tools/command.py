@@ -3,13 +3,10 @@
 import sys
 from collections.abc import Callable
 
+from data.shards.errors import MakeError as MakeError
 from data.shards.errors import ShardError
 from runtime.errors import UserError
 from runtime.settings import SettingsError
-
-
-class MakeError(UserError, ValueError):
-    """Raised if shards cannot be made."""
 
 
 class WorkerError(UserError, RuntimeError):

@@ -32,8 +32,8 @@ from rich.filesize import decimal
 from data.shards.cache import SPARE_BYTES
 from data.shards.classes import parse_classes
 from data.shards.errors import ShardError
+from data.shards.listing import Links, Listing, list_folder, renumber, separate_sets
 from data.tools.command import MakeError, run_command, say
-from data.tools.listing import Links, Listing, list_folder, renumber
 from data.tools.make_report import show_report, write_reports
 from data.tools.manifest import Columns, list_file
 from data.tools.pack import Format, Recipe, shared_keys, write_shard
@@ -45,8 +45,6 @@ from runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "python -m data.make_shards"
 MEGABYTE = 10**6
-TRAINING_SETS = {"train", "training"}
-HELD_OUT_SETS = {"val", "valid", "validation", "test", "testing"}
 
 
 class MakeShards(Settings):
@@ -185,11 +183,7 @@ def _list_images(settings: MakeShards) -> Listing:
 
 def _refuse_several_sets(images: Path, shards: Path) -> None:
     """Raise `MakeError` if a folder has a subfolder for training images and a subfolder for held-out images."""
-    sets = sorted(
-        (path for path in images.iterdir() if path.name.lower() in (*TRAINING_SETS, *HELD_OUT_SETS) and path.is_dir()),
-        key=lambda path: (path.name.lower() not in TRAINING_SETS, path.name),
-    )
-    if not {path.name.lower() for path in sets} & TRAINING_SETS or len(sets) < 2:
+    if not (sets := separate_sets(images)):
         return
     commands = [
         shlex.join([*PROGRAM.split(), str(path), str(shards / path.name), "--name", path.name]) for path in sets

@@ -14,10 +14,10 @@ import numpy as np
 from rich.filesize import decimal
 
 from data.shards.index import FolderIndex, ShardEntry, write_folder
+from data.shards.listing import REASONS, Listing
 from data.shards.tar import IMAGES
 from data.statistics import moments
 from data.tools.command import MakeError, say
-from data.tools.listing import REASONS, Listing
 from data.tools.pack import DIGEST
 from data.tools.shard_folder import Folder
 from data.tools.split import same

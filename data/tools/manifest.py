@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
 from data.tools.command import MakeError
-from data.tools.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
 
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""

@@ -18,10 +18,10 @@ from PIL import Image
 
 from data.decode import FORMATS, ImageError, decode
 from data.shards.index import write_table
+from data.shards.listing import IRREGULAR, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
 from data.shards.tar import LABEL, scan_tar
 from data.statistics import histogram
 from data.tools.command import MakeError
-from data.tools.listing import IRREGULAR, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
 from data.tools.parallel import Advance
 from data.tools.shard_folder import Record
 from data.tools.tar_writer import write_tar

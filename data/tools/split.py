@@ -5,7 +5,7 @@ from tarfile import BLOCKSIZE
 
 import numpy as np
 
-from data.tools.listing import NO_LABEL, Listing
+from data.shards.listing import NO_LABEL, Listing
 from data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
 from data.tools.parallel import Advance, spread
 

@@ -41,7 +41,7 @@ def test_shards_that_can_be_read(tars: Path, form: str) -> None:
         ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory. Check that this node sees its disk"),
         ("b-*.tar", "no shard matches {0}/b-*.tar. Check the pattern, and that this node sees its disk"),
         ("empty.tar", "cannot read {0}/empty.tar: the file is empty. Check that this node sees its disk"),
-        ("folder.tar", "cannot read {0}/folder.tar: Is a directory. Check that this node sees its disk"),
+        ("folder.tar", "cannot read {0}/folder.tar: the folder is empty. Check that this node sees its disk"),
     ],
 )
 def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
@@ -49,6 +49,7 @@ def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], name
     (tars / "folder.tar").mkdir()
     assert check_node.main(["--", "--method", "mae", "--data", f"{tars}/{named}"]) == 2
     assert capsys.readouterr().err == f"node7: {said.replace('{0}', str(tars))}\n"
+    assert check_node.why_unreadable(str(tars)) is None  # a folder of shards or of images
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,6 @@ def test_a_folder_is_its_shards(write_shards, tmp_path):
         (["in1k-train-0.tar", "in1k-val-0.tar"], r"several sets: in\*k-train-\*.tar, in\*k-val-\*.tar"),
         (["a.tar", "b.tar.gz"], r"several sets: a.tar, b.tar.gz"),
         (["train/a.tar", "val/b.tar.gz"], r"no shards, but its subfolders may: .*/train, .*/val. Name one of them"),
-        (
-            ["x/y/a.JPEG", "notes.txt"],
-            r"images, but no shards. .* -m data.make_shards '.*' SHARDS`",
-        ),
         (["notes.txt"], r"holds no shards \(.tar, .tar.gz\) and no images"),
     ],
 )

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from data.shards.listing import list_folder
 from data.tools import pack
-from data.tools.listing import list_folder
 from data.tools.split import find_duplicates, same, split
 from tests.data.made import SMALL, content, make, picture, rows, samples
 

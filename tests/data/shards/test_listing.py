@@ -8,8 +8,8 @@ import tarfile
 
 import pytest
 
+from data.shards.listing import list_folder
 from data.tools import pack
-from data.tools.listing import list_folder
 from tests.data.made import make, picture, rows, samples, shards
 
 

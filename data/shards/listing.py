@@ -15,11 +15,13 @@ from typing import Literal
 
 import numpy as np
 
+from data.shards.errors import MakeError
 from data.shards.tar import IMAGES, LARGEST_MEMBER
-from data.tools.command import MakeError
 
 Links = Literal["inside", "all"]
 
+TRAINING_SETS = {"train", "training"}
+HELD_OUT_SETS = {"val", "valid", "validation", "test", "testing"}
 NO_LABEL = -1
 EMPTY, MISSING, OUTSIDE, IRREGULAR, LARGE, UNREADABLE = range(0, -6, -1)
 REASONS = {
@@ -131,7 +133,19 @@ def inside(path: bytes, folder: bytes) -> bool:
     return path.startswith(folder.rstrip(b"/") + b"/")
 
 
-def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Listing:
+def separate_sets(folder: Path) -> list[Path]:
+    """Return the subfolders that look like separate sets of images, training sets first.
+
+    The list is empty if the folder lacks a subfolder for training images or one for held-out images.
+    """
+    sets = sorted(
+        (path for path in folder.iterdir() if path.name.lower() in (*TRAINING_SETS, *HELD_OUT_SETS) and path.is_dir()),
+        key=lambda path: (path.name.lower() not in TRAINING_SETS, path.name),
+    )
+    return sets if {path.name.lower() for path in sets} & TRAINING_SETS and len(sets) > 1 else []
+
+
+def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None = None) -> Listing:
     """List the images in a folder and its subfolders, sorted by name.
 
     The images of a folder come before the images of its subfolders. Files and folders whose names begin with a dot are
@@ -142,14 +156,14 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path) -> Li
         labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
         links: "inside" follows a symbolic link if it leads to a file in `folder`, and "all" follows all links.
-        besides: subfolder that is skipped.
+        besides: subfolder that is skipped; None skips no subfolder.
 
     Raises:
         MakeError: there are no images, or `labels` is "folders" and an image is not in a class folder.
     """
     builder = ListingBuilder(os.path.realpath(os.fsencode(folder)), links)
     depths, loose = set(), b""
-    for path, status in _walk(builder, os.path.realpath(os.fsencode(besides))):
+    for path, status in _walk(builder, None if besides is None else os.path.realpath(os.fsencode(besides))):
         top, slash, _ = path.partition(b"/")
         if status[0] > 0:
             depths.add(path.count(b"/"))
@@ -196,7 +210,7 @@ def describe_empty(message: str, listing: Listing) -> str:
     return message
 
 
-def _walk(builder: ListingBuilder, besides: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
+def _walk(builder: ListingBuilder, besides: bytes | None) -> Iterator[tuple[bytes, tuple[int, int]]]:
     """Yield the path, the size and the modification time of each file that has an image extension."""
     # Folders that are still to be visited, each with (device, inode) of all its parent folders.
     folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]

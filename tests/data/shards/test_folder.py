@@ -1,0 +1,134 @@
+"""A folder of images gives the same samples as a shard of these images in the order of their names."""
+
+import os
+import shutil
+
+import pytest
+
+from data.check_shards import main as check_shards
+from data.crops import CenterCrop, RandomCrop, RandomCropConfig
+from data.shards import Reader, ShardError, class_names, expand, open_shards, open_sources
+from data.statistics import count_classes
+from tests.data.batches import evaluation_batches, training_batches
+from tests.data.made import make, picture
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of 23 images in three classes, and an empty file that is left out."""
+    for number in range(23):
+        path = tmp_path / "photos" / ("ant", "bee", "10")[number % 3] / f"{number}.v1.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number, size=(24 + number, 16)))
+    (tmp_path / "photos" / "bee" / "empty.png").touch()
+    (tmp_path / "photos" / "bee" / "notes.txt").write_text("no image")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def shards(photos, tmp_path):
+    """The same images in one shard, in the order of their names."""
+    make(photos, tmp_path / "shards", "--shuffle", "false")
+    return tmp_path / "shards"
+
+
+def batches(source, **settings):
+    """The pixels, labels and positions of training batches."""
+    crop = RandomCrop(RandomCropConfig(size=16))
+    given = {"batch_size": 8, "seed": 3, "steps": 7, "classes": 3} | settings
+    return [values(batch) for batch in training_batches(source, crop, **given)]
+
+
+def values(batch):
+    positions = None if batch.positions is None else batch.positions.tolist()
+    labels = None if batch.labels is None else batch.labels.tolist()
+    return batch.views[0].images.tolist(), labels, positions
+
+
+def test_images_and_labels_are_those_of_a_shard(photos, shards, caplog):
+    folder, tar = open_shards(photos), open_shards(shards)
+    assert folder.images == tar.images == 23
+    assert folder.all_labelled()
+    ours, theirs = Reader(folder), Reader(tar)
+    for sample in range(23):
+        assert ours.image(0, sample) == theirs.image(0, sample)
+        assert ours.label(0, sample) == theirs.label(0, sample)
+    assert class_names(folder) == class_names(tar) == ("10", "ant", "bee")
+    assert ours.name(0, 0) == "photos/10/11.v1.jpg"
+    assert "photos/: files that are left out: 1 (the file is empty)" in caplog.text
+    assert expand(photos) == expand(f"{photos}/") == [f"{photos}/"]
+    assert count_classes(open_sources(expand(photos))) == 3
+    found, expected = (evaluation_batches(one, CenterCrop(16), batch_size=8) for one in (photos, shards))
+    assert [values(batch) for batch in found] == [values(batch) for batch in expected]
+
+
+def test_the_stream_is_that_of_a_shard(photos, shards):
+    expected = batches(shards)
+    assert batches(photos) == expected
+    assert batches(str(photos), workers=2) == expected
+    assert batches(photos, first_step=4, workers=1) == expected[4:]  # a resumed run
+    halves = [batches(photos, rank=rank, world_size=2) for rank in (0, 1)]
+    positions = [sorted(position for half in both for position in half[2]) for both in zip(*halves, strict=True)]
+    assert positions == [sorted(positions) for _, _, positions in expected]
+    first, mixed = photos / "ant", {str(photos / "ant"): 0.5, str(photos / "bee"): 0.5}
+    assert class_names(open_shards(first)) is None
+    assert len(batches(mixed, classes=None, steps=2)[0][0]) == 8
+
+
+def test_a_changed_file_is_refused(photos, tmp_path):
+    opened = open_shards(photos)
+    reader = Reader(opened)
+    expected = reader.image(0, 5)
+    path = photos / reader.name(0, 5).removeprefix("photos/")
+    status = path.stat()
+    path.write_bytes(expected)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert reader.image(0, 5) == expected
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(ShardError, match=rf"{path}: has changed since the folder was listed\. Restart the run"):
+        reader.image(0, 5)
+    assert Reader(open_shards(photos)).image(0, 5) == expected  # listed again
+    path.unlink()
+    with pytest.raises(ShardError, match=rf"{path}: No such file or directory"):
+        Reader(opened).image(0, 5)
+    assert open_shards(photos).images == 22
+
+
+def test_without_a_cache_the_folder_is_listed_again(photos, cache):
+    opened = open_shards(photos)
+    index = opened.shards[0].index()
+    shutil.rmtree(cache)
+    assert [bytes(array) for array in opened.shards[0].index()] == [bytes(array) for array in index]
+    (photos / "ant" / "new.jpg").write_bytes(picture(99))
+    with pytest.raises(ShardError, match=r"photos/: has changed since it was opened\. Restart the run"):
+        opened.shards[0].index()
+
+
+def test_names_that_are_not_utf8_and_links(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    names = [b"a\xff.png", "ü.jpg".encode(), b"line\nbreak.jpg", b"link.jpg"]
+    for number, name in enumerate(names[:3]):
+        (folder / os.fsdecode(name)).write_bytes(picture(number))
+    (tmp_path / "elsewhere.bin").write_bytes(picture(3))
+    (folder / "link.jpg").symlink_to(tmp_path / "elsewhere.bin")
+    reader = Reader(open_shards(folder))
+    order = sorted(range(4), key=lambda number: names[number])
+    assert [reader.image(0, sample) for sample in range(4)] == [picture(number) for number in order]
+    assert reader.name(0, 0) == "photos/a\\xff.png"
+    with pytest.raises(ShardError, match=r"has no label.* Move every image to a direct subfolder of its class"):
+        reader.label(0, 0)
+
+
+def test_folders_that_are_refused(photos, tmp_path, capsys):
+    (tmp_path / "sets").mkdir()
+    shutil.copytree(photos, tmp_path / "sets" / "train")
+    shutil.copytree(photos, tmp_path / "sets" / "val")
+    with pytest.raises(ShardError, match=r"train, val, which look like separate sets .* for example .*/sets/train"):
+        open_shards(tmp_path / "sets")
+    (tmp_path / "void").mkdir()
+    (tmp_path / "void" / "a.jpg").touch()
+    with pytest.raises(ShardError, match=r"no images below .*void.*the file is empty"):
+        open_shards(tmp_path / "void")
+    assert check_shards([str(photos)]) == 2
+    assert "holds images, but no shards. Make shards with" in capsys.readouterr().err
