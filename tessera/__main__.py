@@ -17,6 +17,7 @@ COMMANDS = {
     "pretrain": ("pretrain.run", "pretrain an encoder"),
     "knn": ("evaluation.knn", "k-NN accuracy"),
     "linear_probe": ("evaluation.linear_probe", "linear probe"),
+    "segmentation": ("evaluation.segmentation", "mean IoU of a linear segmentation"),
     "embed": ("evaluation.embed", "write the features of images to a file"),
     "export": ("pretrain.export", "extract weights from a checkpoint"),
     "weights": ("encoders.weights", "convert published or own weights"),

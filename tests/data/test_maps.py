@@ -21,6 +21,7 @@ from data.shards.index import parse_table, write_table
 from data.shards.tar import scan_tar
 from data.tools.check import main as check
 from data.tools.make import main
+from evaluation.features import single_view
 from tests.data.made import make, picture
 
 
@@ -95,7 +96,7 @@ def mapped(write_tar):
 
 
 def check_alignment(batch):
-    images = to_model_input(batch).views[0].images
+    images = single_view(to_model_input(batch))
     mean, std = batch.preprocessing.mean[0], batch.preprocessing.std[0]
     red = (images[:, 0] * std + mean) * 255
     assert batch.maps.shape == red.shape
@@ -136,7 +137,7 @@ def test_whole_image_shows_all_of_it(mapped):
     batch = next(iter(evaluation_batches(mapped, WholeImage(40), 1)))
     pixels, _ = aligned(0, 60, 130)
     expected = np.asarray(Image.fromarray(pixels).resize((40, 40), Image.Resampling.BICUBIC))
-    assert np.abs(batch.views[0].images[0].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
+    assert np.abs(single_view(batch)[0].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
 
 
 def test_broken_and_missing_maps_are_named(write_tar):
@@ -157,6 +158,7 @@ def test_broken_and_missing_maps_are_named(write_tar):
         with pytest.raises(ShardError, match=message):
             list(training_batches(path, crop, BatchSampler(2), seed=0, reading=Reading(maps=3)))
         assert sum(map(len, evaluation_batches(path, WholeImage(16), 2, labels=False))) == 2
+    path = write_tar("good.tar", good)
     views = MultiCrop(MultiCropConfig(global_size=16))
     with pytest.raises(ValueError, match="one crop of each image"):
         evaluation_batches(path, views, 2, labels=False, reading=Reading(maps=3))
