@@ -21,7 +21,7 @@ from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD
 from data.shards.shard import ShardList
 from data.shards.tar import MAP, Index, is_member
 
-KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 bytes each.
+KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each.
 KEPT_FILES = 128
 LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several samples
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
