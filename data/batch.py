@@ -223,7 +223,7 @@ def _stack_mask(images: Sequence[np.ndarray], crops: int) -> Mask:
 
 @dataclass
 class Batch:
-    """Views, labels and sample names of one forward pass of one process."""
+    """Views, labels, segmentation maps and sample names of one forward pass of one process."""
 
     views: list[View]
     keys: list[str] = field(default_factory=list)
@@ -234,6 +234,8 @@ class Batch:
     """(B,) int64: position of each sample in the run, counted from 0; None in evaluation. The positions are a NumPy
     array, because a worker process sends arrays by value. Each tensor would need a block of shared memory with an open
     file."""
+    maps: Tensor | None = None
+    """(B, S, T) uint8: segmentation map of each image, cut like its only crop; None if maps were not requested."""
     skipped: list[str] = field(default_factory=list)
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
@@ -252,22 +254,24 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """Return a copy of the batch on a device. Colour changes and crop boxes stay on the CPU."""
-        labels = None if self.labels is None else self.labels.to(device, non_blocking=non_blocking)
+        labels, maps = (
+            None if one is None else one.to(device, non_blocking=non_blocking) for one in (self.labels, self.maps)
+        )
         if self.memory is None:
             views = [view.to(device, non_blocking) for view in self.views]
-            return replace(self, views=views, labels=labels)
+            return replace(self, views=views, labels=labels, maps=maps)
         batch = self.in_memory(self.memory.to(device, non_blocking=non_blocking))
         masks = [tuple(mask.to(device, non_blocking) for mask in view.masks) for view in self.views]
-        return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
+        return replace(batch, views=_with_masks(batch.views, masks), labels=labels, maps=maps)
 
     def pin_memory(self) -> "Batch":
         """Return a copy of the batch in pinned memory, from which CUDA can copy in the background."""
-        labels = None if self.labels is None else self.labels.pin_memory()
+        labels, maps = (None if one is None else one.pin_memory() for one in (self.labels, self.maps))
         if self.memory is None:
-            return replace(self, views=[view.pin_memory() for view in self.views], labels=labels)
+            return replace(self, views=[view.pin_memory() for view in self.views], labels=labels, maps=maps)
         batch = self.in_memory(self.memory.pin_memory())
         masks = [tuple(mask.pin_memory() for mask in view.masks) for view in self.views]
-        return replace(batch, views=_with_masks(batch.views, masks), labels=labels)
+        return replace(batch, views=_with_masks(batch.views, masks), labels=labels, maps=maps)
 
     def in_memory(self, memory: Tensor) -> "Batch":
         """Return a batch whose pixels are in `memory` instead of in the buffer of this batch.

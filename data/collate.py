@@ -60,6 +60,8 @@ class Sample(NamedTuple):
     label: int | None = None
     position: int | None = None
     """Position of the sample in the run, counted from 0; None in evaluation."""
+    map: Tensor | None = None
+    """Segmentation map (S, T) uint8 of the only crop; None if maps are not read."""
 
 
 class Skipped(NamedTuple):
@@ -95,6 +97,7 @@ class Collator:
         keys: list[str] = []
         labels: list[int] = []
         positions: list[int] = []
+        maps: list[Tensor] = []
         skipped: list[str] = []
         for sample in samples:
             if isinstance(sample, Skipped):
@@ -106,6 +109,8 @@ class Collator:
                 labels.append(sample.label)
             if sample.position is not None:
                 positions.append(sample.position)
+            if sample.map is not None:
+                maps.append(sample.map)
         if not keys:
             return Batch([], skipped=skipped, preprocessing=self.preprocessing)
         batch, order = builder.build()
@@ -114,6 +119,7 @@ class Collator:
             keys=[keys[i] for i in order],
             labels=torch.tensor([labels[i] for i in order]) if labels else None,
             positions=np.array([positions[i] for i in order]) if positions else None,
+            maps=torch.stack([maps[i] for i in order]) if maps else None,
             skipped=skipped,
             preprocessing=self.preprocessing,
         )

@@ -1,4 +1,4 @@
-"""Transforms that draw crops: multi-crop (DINO, 2104.14294), single crop (MAE, 2111.06377) and evaluation crop.
+"""Transforms that draw crops: multi-crop (DINO, 2104.14294), single crop (MAE, 2111.06377) and evaluation crops.
 
 A transform draws the crop parameters of an image from the size of the image and a random generator. `data.resample`
 cuts the crops. Boxes are drawn as in torchvision's RandomResizedCrop: the area is uniform in the range `scale`, and the
@@ -225,6 +225,30 @@ class CenterCrop:
         window = (top, left, self.size, self.size)
         boxes, flips = np.array([corner + kept]), np.array([False])
         return [ViewParameters(CropParameters(boxes, (height, width), flips, window=window))]
+
+
+class WholeImage:
+    """Resizes an image to a square of `size` x `size` pixels, for evaluation. The aspect ratio changes.
+
+    Args:
+        size: side of the square in pixels.
+    """
+
+    packing = None
+
+    def __init__(self, size: int) -> None:
+        self.size, self.views = size, (ViewShape(1, size),)
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
+        """Return the parameters of the square for an image of `size` (H, W).
+
+        The square is deterministic, and `rng` is not used.
+        """
+        square = (self.size, self.size)
+        # with a window, the image is decoded at full size, as for a centre crop
+        return [
+            ViewParameters(CropParameters(np.array([(0, 0, *size)]), square, np.array([False]), window=(0, 0, *square)))
+        ]
 
 
 def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> CropParameters:

@@ -16,9 +16,11 @@ from torch.utils.data import Dataset
 from data.batch import SampleParameters, largest_shrink
 from data.collate import Sample, Skipped, Transform
 from data.decode import MAX_PIXELS, ImageError, Picture
+from data.maps import checked_map, cut_map
 from data.sampler import MixtureSampler, sample_rng
 from data.shards import ShardError, ShardList
 from data.shards.reader import Reader, UnreadableError
+from data.shards.tar import MAP
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
@@ -34,11 +36,13 @@ caches.
 
 @dataclass(frozen=True)
 class Decoding:
-    """Limits on accepted images, and the number of channels of decoded images."""
+    """Limits on accepted images, the number of channels of decoded images, and the classes of segmentation maps."""
 
     channels: int = 3
     max_pixels: int = MAX_PIXELS
     """Maximum number of pixels of an image. Larger images count as corrupt."""
+    map_classes: int | None = None
+    """Number of classes of segmentation maps; None if maps are not read."""
 
     def picture(self, encoded: bytes) -> Picture:
         """Read the header of an encoded image.
@@ -47,6 +51,31 @@ class Decoding:
             ImageError: the image is damaged, too large or of an unsupported format.
         """
         return Picture(encoded, max_pixels=self.max_pixels, channels=self.channels)
+
+    def encoded_map(self, reader: Reader, shard: int, sample: int) -> bytes | None:
+        """Return the encoded segmentation map of a sample, or None if maps are not read.
+
+        Raises:
+            ShardError: the sample has no map.
+        """
+        return None if self.map_classes is None else reader.map(shard, sample)
+
+    def cropped_map(
+        self, encoded: bytes | None, key: str, size: tuple[int, int], views: SampleParameters
+    ) -> Tensor | None:
+        """Return the segmentation map (S, T) uint8 of the only crop of the sample `key`, an image of `size` (H, W).
+
+        Raises:
+            ShardError: the map is damaged, does not have the size of the image, or has a value that is no class.
+        """
+        if encoded is None:
+            return None
+        try:
+            values = checked_map(encoded, size, self.map_classes)
+        except ImageError as error:
+            raise ShardError(f"the segmentation map of {key}: {error}. Correct the member KEY.{MAP}.") from None
+        (view,) = views
+        return cut_map(values, view.boxes)[0]
 
 
 class _Address(NamedTuple):
@@ -65,6 +94,8 @@ class _Drawn(NamedTuple):
     picture: Picture
     views: SampleParameters
     label: int | None
+    map: bytes | None
+    """Encoded segmentation map; None if maps are not read."""
 
 
 class _Failed(NamedTuple):
@@ -109,7 +140,8 @@ class TrainDataset(Dataset[Sample]):
         If a sample cannot be used, yield a `Skipped` for this sample, and then the sample that replaces it.
 
         Raises:
-            ShardError: the shards cannot be read, too many images in a row are corrupt, or a label is wrong.
+            ShardError: the shards cannot be read, too many images in a row are corrupt, or a label or a segmentation
+                map is wrong.
         """
         sources, shards, numbers = self.sampler(np.asarray(positions))
         for source, reader in enumerate(self._readers):
@@ -128,7 +160,8 @@ class TrainDataset(Dataset[Sample]):
             encoded = reader.image(address.shard, address.number)
             picture = self.decoding.picture(encoded)
             views = self.transform.draw(picture.size, sample_rng(self.seed, address.position))
-            return _Drawn(key, picture, views, self._label(reader, address))
+            encoded_map = self.decoding.encoded_map(reader, address.shard, address.number)
+            return _Drawn(key, picture, views, self._label(reader, address), encoded_map)
         except ImageError as error:
             return _Failed(f"{key}: {error}", corrupt=True)
         except UnreadableError as error:
@@ -176,7 +209,8 @@ class TrainDataset(Dataset[Sample]):
             drawn = self._draw(address._replace(shard=int(shards[0]), number=int(numbers[0])))
         for one in failed:
             yield Skipped(one.reason)
-        yield sample._replace(position=address.position, label=drawn.label)
+        cropped = self.decoding.cropped_map(drawn.map, drawn.key, drawn.picture.size, drawn.views)
+        yield sample._replace(position=address.position, label=drawn.label, map=cropped)
 
 
 @dataclass
@@ -200,7 +234,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         """Return the decoded sample with the index `number`. Indices count the samples of all shards in order.
 
         Raises:
-            ShardError: a label is missing or not an integer.
+            ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
         """
         return next(iter(self.__getitems__(range(number, number + 1))))
 
@@ -208,7 +242,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         """Yield the decoded samples with the indices `numbers`. Indices count the samples of all shards in order.
 
         Raises:
-            ShardError: a label is missing or not an integer.
+            ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
         """
         ends = np.cumsum(self.shards.counts)
         shards = np.searchsorted(ends, numbers, side="right")  # (B,)
@@ -224,7 +258,10 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
             label = self._reader.label(shard, sample) if self.labels else None
             picture = self.decoding.picture(self._reader.image(shard, sample))
             views = self.transform.draw(picture.size, sample_rng(0, number))
-            return decode_sample(key, picture, views)._replace(label=label)
+            found = decode_sample(key, picture, views)
+            encoded_map = self.decoding.encoded_map(self._reader, shard, sample)
+            cropped = self.decoding.cropped_map(encoded_map, key, picture.size, views)
+            return found._replace(label=label, map=cropped)
         except ImageError as error:
             return Skipped(f"{key}: {error}")
         except UnreadableError as error:

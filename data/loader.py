@@ -100,11 +100,14 @@ class Reading:
     classes: int | None = None
     """Number of classes of the labels in training; None if training reads no labels. Evaluation has an argument of its
     own for labels."""
+    maps: int | None = None
+    """Number of classes of the segmentation maps; None if maps are not read. With maps, the transform must draw
+    a single crop."""
 
     @property
     def decoding(self) -> Decoding:
-        """Limits on accepted images, and the number of channels of decoded images."""
-        return Decoding(self.preprocessing.channels, self.loader.max_pixels)
+        """Limits on accepted images, the number of channels of decoded images, and the classes of maps."""
+        return Decoding(self.preprocessing.channels, self.loader.max_pixels, self.maps)
 
 
 def training_batches(
@@ -127,17 +130,20 @@ def training_batches(
         batches: sampler that yields the positions of the samples of each forward pass of this process.
         seed: seed of the order and of all random parameters, 0 to 2**64 - 1.
         stream: settings of the order of samples.
-        reading: settings of workers, decoding, access to remote shards, normalisation and labels.
+        reading: settings of workers, decoding, access to remote shards, normalisation, labels and maps.
 
     Raises:
         ValueError: there are fewer images than a batch needs, or the device cannot cut the crops of the transform.
-        ShardError: the shards cannot be used, or labels are missing. Iterating over the batches also raises this error,
-            if a shard vanishes or changes, if 100 images in a row are corrupt, or if a label is wrong.
+        ShardError: the shards cannot be used, or labels or maps are missing. Iterating over the batches also raises
+            this error, if a shard vanishes or changes, if 100 images in a row are corrupt, or if a label or a map is
+            wrong.
     """
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
     if reading.classes is not None:
         for opened in sources:
             require_labels(opened)
+    if reading.maps is not None:
+        require_maps(sources, transform)
     buffers = bounded_buffers(
         [opened.mean_bytes for opened in sources], stream.window, stream.window_gb, batches.streams
     )
@@ -180,12 +186,12 @@ def evaluation_batches(
         batch_size: number of images per batch and process; the last batch may be smaller.
         part: rank of this process, and number of processes.
         labels: True to read the labels.
-        reading: settings of workers, decoding, access to remote shards, and normalisation.
+        reading: settings of workers, decoding, access to remote shards, normalisation and maps.
 
     Raises:
         ValueError: `batch_size` is below 1.
-        ShardError: the shards cannot be used, or labels are missing. Iterating over the batches also raises this error,
-            if a label is not an integer.
+        ShardError: the shards cannot be used, or labels or maps are missing. Iterating over the batches also raises
+            this error, if a label is not an integer or a map is wrong.
     """
     if batch_size < 1:
         raise ValueError(f"The batch size is {batch_size}. It must be at least 1.")
@@ -193,6 +199,8 @@ def evaluation_batches(
     opened = open_shards(shards, progress=rank == 0, source=reading.source)
     if labels:
         require_labels(opened)
+    if reading.maps is not None:
+        require_maps([opened], transform)
     numbers = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
     batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
     dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
@@ -209,6 +217,22 @@ def require_labels(opened: ShardList) -> None:
     for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
         unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
         Reader(opened).label(int(shard), int(unlabelled[0]))
+
+
+def require_maps(sources: Sequence[ShardList], transform: Transform) -> None:
+    """Check that every sample has a segmentation map, and that the transform draws one crop. Read all tar headers.
+
+    Raises:
+        ShardError: a sample has no map. The message names the sample.
+        ValueError: the transform draws several crops, or packed crops.
+    """
+    if transform.packing is not None or [view.crops for view in transform.views] != [1]:
+        raise ValueError("Segmentation maps need a transform that draws one crop of each image, without packing.")
+    for opened in sources:
+        for number, shard in enumerate(opened.shards):
+            index = shard.index()
+            if not len(index.maps) or (index.maps[:, 0] < 0).any():
+                Reader(opened).map(number, int(index.maps[:, 0].argmin()) if len(index.maps) else 0)
 
 
 class Batches:

@@ -38,16 +38,13 @@ class EvaluationError(UserError, ValueError):
     """Raised when an evaluation cannot run as requested."""
 
 
-class FeatureSettings(Settings):
-    """Settings of every command that computes features."""
+class EncoderSettings(Settings):
+    """Settings of every command that encodes images."""
 
     checkpoint: str
     """run folder, checkpoint in a run folder, exported encoder, or `pixels` to use the pixels as features"""
     image_size: int | None = Field(None, ge=1)
     """side of the images in pixels; default: the size that the encoder was built for"""
-    resize: int | None = Field(None, ge=1)
-    """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
-    image_size is at least 128, else image_size"""
     channels: int = Field(3, ge=1)
     """number of image channels for --checkpoint pixels; any other encoder defines the number of channels itself"""
     batch_size: int = Field(256, ge=1)
@@ -57,6 +54,14 @@ class FeatureSettings(Settings):
     precision: Literal["fp32", "bf16"] = "fp32"
     """precision of the encoder's forward pass"""
     source: SourceConfig = SourceConfig()
+
+
+class FeatureSettings(EncoderSettings):
+    """Settings of every command that computes features of centre crops."""
+
+    resize: int | None = Field(None, ge=1)
+    """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
+    image_size is at least 128, else image_size"""
 
     def extraction(self) -> "Extraction":
         """Return the settings as an argument for `extract`."""
@@ -154,7 +159,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     raise EvaluationError(f"No encoder found. Tried: {tried}. Give a run folder, a checkpoint or an exported encoder.")
 
 
-def load_encoder(settings: FeatureSettings) -> tuple[Encoder, Path | None]:
+def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
     """Return the encoder of `--checkpoint` in eval mode, and the encoder's file. The file is None for `pixels`.
 
     Raises:
@@ -228,12 +233,7 @@ def extract(
         labels=extraction.labels,
         reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
     )
-    totals = {int(total) for total in all_gather(torch.tensor([batches.total]))}
-    if len(totals) > 1:  # different counts give parts that overlap or leave gaps
-        raise ShardError(
-            f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
-            "Some shards are missing on some nodes. Check the shards and start again."
-        )
+    check_total(batches.total)
     device = accelerator.device
     features, labels, keys = [], [], []
     hidden = not (extraction.progress and accelerator.is_main_process)
@@ -250,6 +250,20 @@ def extract(
         labels = [torch.zeros(0, dtype=torch.int64)]
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
     return LabelledFeatures(torch.cat(features), torch.cat(labels), keys)  # (N, D), (N,)
+
+
+def check_total(images: int) -> None:
+    """Check that all processes see the same number of images in the shards. Call this function on all processes.
+
+    Raises:
+        ShardError: the numbers differ.
+    """
+    totals = {int(total) for total in all_gather(torch.tensor([images]))}
+    if len(totals) > 1:  # different counts give parts that overlap or leave gaps
+        raise ShardError(
+            f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
+            "Some shards are missing on some nodes. Check the shards and start again."
+        )
 
 
 def single_view(batch: Batch) -> Tensor:

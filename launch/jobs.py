@@ -19,6 +19,7 @@ EVALUATIONS = {
     "probe": "linear_probe",
     "few-shot": "few_shot",
     "retrieval": "retrieval",
+    "segmentation": "segmentation",
     "finetune": "finetune",
 }
 """Map from the name of an evaluation on the command line to the stem of file names. The script of an evaluation is

@@ -9,7 +9,7 @@ from typing import Any
 from jobs import EVALUATIONS, evaluation_job, read_record, read_settings, states, submit, write_record
 
 ENCODER_FILES = ("encoder.json", "encoder.safetensors")
-METRICS = {"top1": "top-1", "mean_average_precision": "mAP"}
+METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean IoU"}
 """Key of the main number in a result file, and the name under which it is shown."""
 
 

@@ -146,7 +146,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     record: Record = {"every_checkpoint": every, "options": evaluation_options(options), "flags": {}}
     for kind in {*after, *every}:
         own = shlex.split(getattr(options, f"{kind.replace('-', '_')}_flags"))
-        record["flags"][kind] = evaluation_shards(options.config, settings, flags) + own
+        record["flags"][kind] = evaluation_shards(options.config, settings, flags, own) + own
     jobs = [pretraining_job(options, output, flags)]
     jobs += [evaluation_job(kind, record, output) for kind in after]
     if options.dry_run:
@@ -244,8 +244,10 @@ def flag_values(name: str, flags: Sequence[str]) -> list[str]:
     return found
 
 
-def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str]) -> list[str]:
+def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return `--train SHARDS --val SHARDS` from the flags, or else from the settings file.
+
+    A set that the evaluation's `own` flags name is left out, because these flags replace it.
 
     Raises:
         LaunchError: neither the flags nor the settings file name the shards. The pretraining shards are not used
@@ -254,6 +256,8 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
     section = settings.get("evaluation")
     arguments = []
     for name in ("train", "val"):
+        if flag_values(name, own):
+            continue
         shards = flag_values(f"evaluation.{name}", flags) or (section.get(name) if isinstance(section, dict) else None)
         if not shards:
             raise LaunchError(

@@ -20,6 +20,7 @@ COMMANDS = {
     "few_shot": ("evaluation.few_shot", "accuracy with few labels"),
     "retrieval": ("evaluation.retrieval", "image retrieval"),
     "finetune": ("evaluation.finetune", "fine-tune with labels"),
+    "segmentation": ("evaluation.segmentation", "mean IoU of a linear segmentation"),
     "embed": ("evaluation.embed", "write the features of images to a file"),
     "export": ("pretrain.export", "extract weights from a checkpoint"),
     "weights": ("encoders.weights", "convert published or own weights"),

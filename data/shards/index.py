@@ -118,7 +118,8 @@ def parse_table(content: bytes, path: str) -> Index:
             if sum(member.file_size for member in archive.infolist()) > LARGEST_TABLE:
                 raise ValueError(f"the arrays have more than {LARGEST_TABLE} bytes")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            table = Index(**{name: arrays[name] for name in Index._fields})
+            # tables that were written before there were maps lack the array `maps`
+            table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name != "maps"})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
         raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
@@ -127,7 +128,7 @@ def parse_table(content: bytes, path: str) -> Index:
 
 def _check(table: Index) -> None:
     """Raise `ValueError` if the arrays of a table contradict each other."""
-    kinds = {"keys": np.uint8, "ends": np.int64, "images": np.int64, "labels": np.int64, "summary": np.int64}
+    kinds = {name: np.uint8 if name == "keys" else np.int64 for name in Index._fields}
     samples = len(table.ends)
     shapes = {
         "keys": table.keys.shape[:1],
@@ -135,6 +136,7 @@ def _check(table: Index) -> None:
         "images": (samples, 2),
         "labels": (samples, 2),
         "summary": (3,),
+        "maps": (samples if len(table.maps) else 0, 2),
     }
     for name, array in table._asdict().items():
         if array.dtype != kinds[name] or array.shape != shapes[name]:
@@ -143,7 +145,8 @@ def _check(table: Index) -> None:
                 f"{np.dtype(kinds[name])} and shape {shapes[name]}"
             )
     count, labelled, size = map(int, table.summary)
-    offsets, sizes = np.concatenate([table.images, table.labels[table.labels[:, 0] >= 0]]).T
+    labels, maps = (places[places[:, 0] >= 0] for places in (table.labels, table.maps))
+    offsets, sizes = np.concatenate([table.images, labels, maps]).T
     inside = (offsets >= BLOCKSIZE) & (sizes >= 0) & (offsets <= size) & (sizes <= size - offsets)
     inside &= sizes <= LARGEST_MEMBER
     if not inside.all() or not samples or count != samples or labelled != (table.labels[:, 0] >= 0).sum():

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from data.shards.errors import MakeError
-from data.shards.tar import IMAGES, LARGEST_MEMBER
+from data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
 
 Links = Literal["inside", "all"]
 
@@ -33,6 +33,9 @@ REASONS = {
     UNREADABLE: "cannot be read",
 }
 """Maps a code to the reason why a file is left out. The code is stored instead of the size of the file."""
+UNUSED_MAPS = f"unused maps (.{MAP})"
+"""Name under which `Listing.other_files` counts segmentation maps that belong to no image."""
+_MAP = b"." + MAP.encode()
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
@@ -58,6 +61,8 @@ class Listing:
     """Text that tells the user where the labels come from."""
     other_files: Counter[str] = field(default_factory=Counter)
     """Number of files that are not images, for each file name extension."""
+    maps: "Maps | None" = None
+    """Segmentation maps of the files; None if no file has a map."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -77,11 +82,30 @@ class Listing:
         return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
 
     def fingerprint(self) -> str:
-        """Return a hash of all relative paths, sizes, modification times and labels, without the root folder."""
+        """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
         digest = hashlib.sha256()
-        for values in (self.names, self.ends, self.sizes, self.modified, self.labels):
+        maps = () if self.maps is None else (self.maps.sizes, self.maps.modified)
+        for values in (self.names, self.ends, self.sizes, self.modified, self.labels, *maps):
             digest.update(values.data)
         return digest.hexdigest()
+
+
+@dataclass
+class Maps:
+    """Segmentation maps of the N files of a `Listing`."""
+
+    root: bytes
+    """Path of the folder of maps, without symbolic links."""
+    suffix: bytes
+    """End of the name of a map. It replaces the extension of the image: `.seg.png`, or `.png` in a folder of maps."""
+    sizes: np.ndarray
+    """Size of each map in bytes, or a key of `REASONS`. `MISSING` means that the image has no map: (N,) int64."""
+    modified: np.ndarray
+    """Modification time of each map in nanoseconds since 1970: (N,) int64."""
+
+    def path(self, image: bytes) -> bytes:
+        """Return the relative path of the map of an image with the relative path `image`."""
+        return os.path.splitext(image)[0] + self.suffix
 
 
 class ListingBuilder:
@@ -247,6 +271,8 @@ def _classify(
             builder.other_files["hidden"] += 1
         elif entry.is_dir(follow_symlinks=builder.links == "all"):
             folders.append(name)
+        elif name.lower().endswith(_MAP):
+            builder.other_files[UNUSED_MAPS] += 1  # `find_maps` subtracts the maps of images
         elif name.lower().endswith(_EXTENSIONS):
             files.append((name, *builder.stat(entry.path)))
         elif entry.is_dir():
@@ -255,6 +281,44 @@ def _classify(
             extension = os.path.splitext(name)[1].lower()
             builder.other_files[os.fsdecode(extension) if 1 < len(extension) < 8 else "without extension"] += 1
     return sorted(files), sorted(folders)
+
+
+def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
+    """Find the segmentation maps of all usable images, and store them in `listing.maps`.
+
+    Args:
+        listing: list of the images.
+        folder: folder of maps, in which the map of the image a/x.jpg is a/x.png. None if the map is a/x.seg.png, in the
+            folder of the image.
+        links: symbolic links that are followed, as for images.
+
+    Raises:
+        MakeError: `folder` is not a folder, lies in the folder of images, or holds no map of an image.
+    """
+    root = listing.root
+    if folder is not None:
+        root = os.path.realpath(os.fsencode(folder))
+        if not os.path.isdir(root):
+            raise MakeError(f"--maps {folder} is not a folder. Name the folder that holds the segmentation maps.")
+        if root == listing.root or inside(root, listing.root):
+            raise MakeError(
+                f"--maps {folder} lies in the folder of images, where its files count as images. Move it to another "
+                f"folder, or name the maps KEY.{MAP}, put them beside the images, and leave --maps out."
+            )
+    builder = ListingBuilder(root, links)
+    sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
+    maps = Maps(root, _MAP if folder is None else b".png", sizes, modified)
+    for entry in map(int, listing.usable):
+        sizes[entry], modified[entry] = builder.stat(os.path.join(root, maps.path(listing.path(entry))))
+    found = int((sizes != MISSING).sum())
+    if found:
+        listing.maps = maps
+    elif folder is not None:
+        example = os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0])))))
+        raise MakeError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
+    if folder is None and UNUSED_MAPS in listing.other_files:
+        listing.other_files[UNUSED_MAPS] -= found
+        listing.other_files += Counter()  # removes a count of 0
 
 
 def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -> None:

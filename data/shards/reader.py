@@ -20,9 +20,9 @@ from data.shards.classes import CLASSES
 from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 from data.shards.folder import read_image
 from data.shards.shard import ShardList
-from data.shards.tar import Index, is_member
+from data.shards.tar import MAP, Index, is_member
 
-KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 bytes each.
+KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each.
 KEPT_FILES = 128
 LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several samples
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
@@ -131,6 +131,20 @@ class Reader:
             )
         return numbers[label]
 
+    def map(self, shard: int, sample: int) -> bytes:
+        """Return the encoded segmentation map of a sample, a PNG.
+
+        Raises:
+            ShardError: the sample has no map.
+        """
+        offset, size = self._guard(shard, lambda: self._index(shard)).map_place(sample)
+        if offset < 0:
+            raise ShardError(
+                f"{self.name(shard, sample)} has no segmentation map, but maps are needed. Add a member KEY.{MAP} to "
+                f"the shard. If the shard has this member: {MAKE_INDEX_AGAIN}"
+            )
+        return self._guard(shard, lambda: self._member(shard, sample, offset, size, size))
+
     def prepare(self, shards: Sequence[int] | np.ndarray, samples: Sequence[int] | np.ndarray) -> None:
         """Download the byte ranges of samples to the cache, with several simultaneous requests.
 
@@ -206,7 +220,7 @@ class Reader:
         """Return a member's header, the beginning of its content, and the name of the cache entry that holds them."""
         start, end = offset - HEADER, offset + wanted
         span = self._request(shard, sample)
-        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label
+        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label or map
             span = (start, end)
         descriptor, first, name = self._open(shard, *span)
         try:
@@ -297,8 +311,8 @@ def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, byte
 
 def _span(index: Index, first: int, last: int) -> tuple[int, int]:
     """Return the byte range of the members of samples `first` to `last` - 1, including their tar headers."""
-    labels = index.labels[first:last]
-    places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0]])  # (M, 2)
+    labels, maps = (places[first:last] for places in (index.labels, index.maps))
+    places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0], maps[maps[:, 0] >= 0]])  # (M, 2)
     return int(places[:, 0].min()) - HEADER, int(places.sum(1).max())
 
 

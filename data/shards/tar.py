@@ -1,7 +1,7 @@
-"""Index of a tar: the name of each sample, and the byte positions of its image and label.
+"""Index of a tar: the name of each sample, and the byte positions of its image, label and segmentation map.
 
 The layout is that of webdataset: neighbouring members form one sample if their paths are equal up to the first dot of
-the file name. Images and labels are read by their byte offsets, and all other members are ignored. Nothing is
+the file name. Images, labels and maps are read by their byte offsets, and all other members are ignored. Nothing is
 unpickled, and the name of a member is never used as a path.
 """
 
@@ -23,7 +23,9 @@ TIFFS = ("tif", "tiff")
 OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 LABEL = "cls"
-LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image or label
+MAP = "seg.png"
+"""File name extension of segmentation maps in a shard: the map of KEY.jpg is KEY.seg.png."""
+LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
 LARGEST_HEADER = 2**20  # maximum size in bytes of an extended tar header; headers in practice are much smaller
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,14 @@ class Index(NamedTuple):
     number and 0."""
     summary: np.ndarray
     """Number of samples, number of samples with a label, and size in bytes of the tar or of all images: (3,) int64."""
+    maps: np.ndarray = np.empty((0, 2), dtype=np.int64)
+    """Offset and size of each segmentation map in bytes, or -1 for a sample without a map: (S, 2) int64. If no sample
+    has a map, the array is empty: (0, 2)."""
+
+    def map_place(self, sample: int) -> tuple[int, int]:
+        """Return the offset and size of the segmentation map of a sample in bytes, or (-1, -1) without a map."""
+        offset, size = self.maps[sample] if len(self.maps) else (-1, -1)
+        return int(offset), int(size)
 
     def key(self, sample: int) -> str:
         """Return the name of a sample."""
@@ -122,14 +132,14 @@ def _extension(name: str) -> str:
 
 
 def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
-    """Add a member to the last sample or to a new sample. Return True if the member is an image or a label."""
+    """Add a member to the last sample or to a new sample. Return True if the member is read as a part of a sample."""
     found = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)  # webdataset's rule for keys
     if not found or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         return False
     key, extension = found[1], found[2].lower()
     if not samples or samples[-1][0] != key:
         samples.append((key, {}))
-    if extension not in (*IMAGES, *TIFFS, LABEL):
+    if extension not in (*IMAGES, *TIFFS, LABEL, MAP):
         return False
     if extension in samples[-1][1]:
         raise ShardError(f"{shard}: holds {member.name} twice. Make the shard again with unique names.")
@@ -143,12 +153,13 @@ def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
 
 
 def _index(samples: Members, size: int, shard: str) -> Index:
-    keys, images, labels = [], [], []
+    keys, images, labels, maps = [], [], [], []
     for key, members in samples:
-        if image := next((place for extension, place in members.items() if extension != LABEL), None):
+        if image := next((place for extension, place in members.items() if extension in (*IMAGES, *TIFFS)), None):
             keys.append(key.encode(errors="surrogateescape"))
             images.append(image)
             labels.append(members.get(LABEL, (-1, -1)))
+            maps.append(members.get(MAP, (-1, -1)))
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in (*IMAGES, *TIFFS))
         raise ShardError(f"{shard}: holds no images. Name image files {names}, without a dot in KEY.")
@@ -158,6 +169,7 @@ def _index(samples: Members, size: int, shard: str) -> Index:
         images=np.array(images, dtype=np.int64),
         labels=np.array(labels, dtype=np.int64),
         summary=np.array([len(images), sum(offset >= 0 for offset, _ in labels), size], dtype=np.int64),
+        maps=np.array(maps if max(maps)[0] >= 0 else np.empty((0, 2)), dtype=np.int64),
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
+from data.maps import IGNORED
 from data.shards import remote
 from data.shards.classes import CLASSES, read_classes
 from data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
@@ -239,8 +240,12 @@ def _report(total: Facts, shards: int, agree: list[bool | None], names: tuple[st
         "bad_label_names": [f"{name}: {reason}" for name, reason in total.bad_label_names],
         "classes": {str(label): count for label, count in sorted(total.labels.items())},
         "class_names": {str(label): names[label] for label in sorted(total.labels) if 0 <= label < len(names)},
+        "mapped": total.mapped,
+        "bad_maps": total.bad_maps,
+        "bad_map_names": [f"{name}: {reason}" for name, reason in total.bad_map_names],
+        "map_values": {str(value): int(total.map_values[value]) for value in np.flatnonzero(total.map_values)},
         "index_agrees": None if None in agree or not agree else all(agree),
-        "good": not (total.refused or total.corrupt or total.bad_labels),
+        "good": not (total.refused or total.corrupt or total.bad_labels or total.bad_maps),
     }
 
 
@@ -258,6 +263,8 @@ def _show(report: dict[str, Any]) -> None:
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
             say(name, f"{values}  (each channel, in [0, 1], over all pixels)")
     say("labels", _describe_labels(report))
+    if report["mapped"]:
+        say("maps", _describe_maps(report))
     agrees = {None: "no index.json", True: "index.json agrees", False: "index.json differs"}
     say("index", agrees[report["index_agrees"]])
     if report["keys_again"]:
@@ -285,6 +292,18 @@ def _describe_labels(report: dict[str, Any]) -> str:
     return text
 
 
+def _describe_maps(report: dict[str, Any]) -> str:
+    """Return one line with the number of segmentation maps, their classes and their ignored pixels."""
+    text = f"{report['mapped']:,} of {report['images']:,} images have a segmentation map"
+    values = {int(value): count for value, count in report["map_values"].items()}
+    ignored, pixels = values.pop(IGNORED, 0), sum(report["map_values"].values())
+    if values:
+        text += f"; {len(values):,} classes from {min(values)} to {max(values)}"
+    if pixels:
+        text += f"; {100 * ignored / pixels:.1f} % of the pixels are ignored ({IGNORED})"
+    return text
+
+
 def _show_verdict(report: dict[str, Any]) -> None:
     if report["good"]:
         accepted = "everything that was checked" if report["decoded"] < report["images"] else "all of it"
@@ -293,6 +312,7 @@ def _show_verdict(report: dict[str, Any]) -> None:
     _show_problems("reasons for a run to stop", report["refused"], len(report["refused"]))
     _show_problems("corrupt images, which a run leaves out", report["corrupt_images"], report["corrupt"])
     _show_problems("labels that stop an evaluation", report["bad_label_names"], report["bad_labels"])
+    _show_problems("segmentation maps that stop an evaluation", report["bad_map_names"], report["bad_maps"])
 
 
 def _show_problems(title: str, lines: list[str], count: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from data.decode import FORMATS, ImageError, decode
+from data.maps import checked_map
 from data.shards.errors import REPLACE_INDEX, RESTORE_SHARD, ShardError
 from data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
 from data.shards.retry import DEFAULT, SourceConfig
@@ -26,7 +27,7 @@ from data.tiff import is_tiff
 from data.tools.parallel import Advance
 
 NAMED_IMAGES = 100
-"""Maximum number of bad images or labels that are listed by name. Further bad images and labels are only counted."""
+"""Maximum number of bad images, labels or maps that are listed by name. Further ones are only counted."""
 KEY_BYTES = 8
 LONGEST_LABEL = 64  # maximum number of bytes that are read of a label; a run has the same limit
 
@@ -60,6 +61,13 @@ class Facts:
     bad_labels: int = 0
     bad_label_names: list[tuple[str, str]] = field(default_factory=list)
     """First bad labels, each with the name of its sample, `SHARD.tar/KEY`, and the reason."""
+    mapped: int = 0
+    """Number of samples with a segmentation map."""
+    bad_maps: int = 0
+    bad_map_names: list[tuple[str, str]] = field(default_factory=list)
+    """First bad segmentation maps, each with the name of its sample, `SHARD.tar/KEY`, and the reason."""
+    map_values: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    """Histogram of the values of all decoded segmentation maps: (256,) int64."""
     refused: list[str] = field(default_factory=list)
     """Reasons why a run does not accept a shard."""
     notes: list[str] = field(default_factory=list)
@@ -83,13 +91,14 @@ class Facts:
 
     def add(self, other: "Facts") -> None:
         """Add the results of another shard."""
-        for name in ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels", "widths", "heights"):
+        counts = ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels", "widths", "heights")
+        for name in (*counts, "mapped", "bad_maps", "map_values"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("formats", "channels", "sides", "labels"):
             getattr(self, name).update(getattr(other, name))
         for name in ("refused", "notes", "keys"):
             getattr(self, name).extend(getattr(other, name))
-        for name in ("corrupt_names", "bad_label_names"):
+        for name in ("corrupt_names", "bad_label_names", "bad_map_names"):
             room = NAMED_IMAGES - len(getattr(self, name))
             getattr(self, name).extend(getattr(other, name)[:room])
         self.add_sizes(*other.extremes)
@@ -134,6 +143,7 @@ def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
 
 def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks: Checks, advance: Advance) -> None:
     facts.images, facts.labelled = int(table.summary[0]), int(table.summary[1])
+    facts.mapped = int((table.maps[:, 0] >= 0).sum())
     facts.size = shard.size
     facts.keys = [b"".join(_digest(table.key(sample)) for sample in range(facts.images))]
     _check_samples(facts, shard.name, table, tar.fileno(), checks, advance)
@@ -172,7 +182,7 @@ def _digest(key: str) -> bytes:
 
 
 def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
-    """Check the label of each sample, and decode as many images as `checks` requires."""
+    """Check the label of each sample, and decode as many images, with their maps, as `checks` requires."""
     most = facts.images if checks.most is None else min(checks.most, facts.images)
     chosen = set(np.linspace(0, facts.images - 1, most).astype(int).tolist()) if checks.decode else set()
     done = 0
@@ -183,7 +193,10 @@ def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Chec
         if sample in chosen:
             offset, size = map(int, table.images[sample])
             try:
-                _check_image(facts, os.pread(tar, size, offset), checks)
+                sides = _check_image(facts, os.pread(tar, size, offset), checks)
+                offset, size = table.map_place(sample)
+                if offset >= 0:
+                    _check_map(facts, os.pread(tar, size, offset), sides, f"{name}/{table.key(sample)}")
             except ImageError as error:
                 facts.corrupt += 1
                 if facts.corrupt <= NAMED_IMAGES:
@@ -202,15 +215,26 @@ def _check_label(facts: Facts, text: bytes, name: str) -> None:
             facts.bad_label_names.append((name, f"{text!r} is not a class number"))
 
 
-def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> None:
-    """Decode and count one image.
+def _check_map(facts: Facts, encoded: bytes, size: tuple[int, int], name: str) -> None:
+    """Decode the segmentation map of an image of `size` (H, W), and count its values."""
+    try:
+        values = checked_map(encoded, size)
+        facts.map_values = facts.map_values + np.bincount(values.numpy().ravel(), minlength=256)
+    except ImageError as error:
+        facts.bad_maps += 1
+        if facts.bad_maps <= NAMED_IMAGES:
+            facts.bad_map_names.append((name, str(error)))
+
+
+def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> tuple[int, int]:
+    """Decode and count one image. Return its height and width.
 
     Raises:
         ImageError: the image is corrupt.
     """
     facts.decoded += 1
     pixels = decode(encoded, max_pixels=checks.max_pixels, channels=checks.channels)  # (C, H, W)
-    height, width = pixels.shape[1:]
+    height, width = map(int, pixels.shape[1:])
     kind, channels = ("TIFF", f"{len(pixels)} channels") if is_tiff(encoded) else _describe(encoded)
     facts.formats[kind] += 1
     facts.channels[channels] += 1
@@ -219,6 +243,7 @@ def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> None:
     facts.widths += width
     facts.heights += height
     facts.pixels = facts.pixels + histogram(pixels)
+    return height, width
 
 
 def _describe(encoded: bytes) -> tuple[str, str]:

@@ -3,8 +3,9 @@
     python -m data.make_shards IMAGES SHARDS [options]
 
 IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
-path per line, optionally followed by a tab and a label. SHARDS is a folder. The command writes the shards
-NAME-000000.tar and so on to this folder, a table beside each shard, and these files:
+path per line, optionally followed by a tab and a label. An image x.jpg may have a segmentation map: x.seg.png in the
+folder of the image, or x.png in the folder --maps. SHARDS is a folder. The command writes the shards NAME-000000.tar
+and so on to this folder, a table beside each shard, and these files:
 
     index.json       sizes, counts, checksums, image sizes and pixel statistics; a run reads this file first
     report.json      counts of stored, left-out and duplicate files
@@ -32,7 +33,16 @@ from rich.filesize import decimal
 from data.shards.cache import SPARE_BYTES
 from data.shards.classes import parse_classes
 from data.shards.errors import ShardError
-from data.shards.listing import Links, Listing, list_folder, renumber, separate_sets
+from data.shards.listing import (
+    MISSING,
+    UNUSED_MAPS,
+    Links,
+    Listing,
+    find_maps,
+    list_folder,
+    renumber,
+    separate_sets,
+)
 from data.tools.command import MakeError, run_command, say
 from data.tools.make_report import show_report, write_reports
 from data.tools.manifest import Columns, list_file
@@ -70,6 +80,9 @@ class MakeShards(Settings):
     refuses a folder with subfolders such as train and val, which are sets and not classes"""
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
+    maps: Path | None = None
+    """folder of segmentation maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png;
+    default: the map is x.seg.png, in the folder of the image"""
     path_column: str | None = None
     """column of the manifest that holds the paths; default: `path`"""
     label_column: str | None = None
@@ -122,6 +135,8 @@ def make(settings: MakeShards) -> None:
     for count, reason in listing.unusable():
         say("", f"{count:,} more are left out: {reason}")
     say("labels", f"{_describe_classes(listing.classes)}{listing.note}")
+    if listing.maps is not None:
+        say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
     try:
         with folder.locked():
             _refuse_foreign_files(folder)
@@ -176,6 +191,9 @@ def _list_images(settings: MakeShards) -> Listing:
         raise MakeError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
     else:
         raise MakeError(f"{images} does not exist. Correct the path.")
+    # a folder of images has been searched for maps already
+    if settings.maps is not None or images.is_file() or UNUSED_MAPS in listing.other_files:
+        find_maps(listing, settings.maps, settings.links)
     if settings.classes:
         renumber(listing, _read_classes(settings.classes))
     return listing
@@ -219,7 +237,7 @@ def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -
         MakeError: the folder holds a damaged plan, or a plan that was made for other settings or images.
     """
     usable = listing.usable
-    options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes"})
+    options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
     options["pillow"] = PIL.__version__ if settings.recipe.encodes else None
     count = {"files": len(usable), "bytes": int(listing.sizes[usable].sum())}
     plan = {"version": 1, "settings": options, **count, "images": listing.fingerprint()}

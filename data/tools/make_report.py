@@ -54,6 +54,7 @@ def write_reports(
     report = {
         "images": sum(shard.nsamples for shard in totals.shards),
         "labelled": sum(shard.labelled or 0 for shard in totals.shards),
+        "mapped": totals.mapped,
         "shards": len(totals.shards),
         "bytes": sum(shard.filesize for shard in totals.shards),
         "left_out": _count_reasons(reason for _, reason in _left_out(listing, totals)),
@@ -89,6 +90,8 @@ class _Totals:
 
     shards: list[ShardEntry] = field(default_factory=list)
     """Shards with at least one image."""
+    mapped: int = 0
+    """Number of images with a segmentation map."""
     sides: Counter[str] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
@@ -113,6 +116,7 @@ def _read_records(folder: Folder, shards: int) -> _Totals:
         totals.entries.append(np.array(record.entries, dtype=np.int64))
         totals.digests.append(bytes.fromhex(record.digests))
         totals.sides += record.sides
+        totals.mapped += record.mapped
         if not record.nsamples:
             continue
         if record.pixels is None:
@@ -182,7 +186,10 @@ def _write_json(path: Path, content: Any, indent: int) -> None:
 def show_report(report: dict[str, Any], folder: Folder) -> None:
     """Print the counts of the report, and a command that trains on the shards."""
     path, duplicates = folder.path, report["duplicates"]
-    say("written", f"{report['images']:,} images, {report['labelled']:,} with a label, {decimal(report['bytes'])}")
+    maps = f", {report['mapped']:,} with a segmentation map" if report["mapped"] else ""
+    say(
+        "written", f"{report['images']:,} images, {report['labelled']:,} with a label{maps}, {decimal(report['bytes'])}"
+    )
     sides = [f"{count:,} up to {side}" for side, count in report["image_sizes"].items()]
     say("longer side", f"{', '.join(sides)} pixels")
     if left_out := sum(report["left_out"].values()):

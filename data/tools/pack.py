@@ -17,9 +17,10 @@ import numpy as np
 from PIL import Image
 
 from data.decode import FORMATS, ImageError, decode
+from data.maps import checked_map
 from data.shards.index import write_table
-from data.shards.listing import IRREGULAR, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
-from data.shards.tar import LABEL, scan_tar
+from data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
+from data.shards.tar import LABEL, MAP, scan_tar
 from data.statistics import histogram
 from data.tools.command import MakeError
 from data.tools.parallel import Advance
@@ -64,6 +65,8 @@ class Prepared(NamedTuple):
     """Longer side of the image in pixels."""
     histogram: np.ndarray | None
     """Histogram of the pixel values of each channel: (3, 256) int64; None if the image was not decoded."""
+    map: bytes | None = None
+    """Encoded segmentation map; None if the image has no map."""
 
 
 def read(listing: Listing, entry: int, links: Links) -> bytes:
@@ -73,23 +76,46 @@ def read(listing: Listing, entry: int, links: Links) -> bytes:
         LeftOut: the file cannot be read, has changed since it was listed, is not a regular file, or is a link to a file
             outside the folder of images although `links` is "inside".
     """
-    path = os.path.join(listing.root, listing.path(entry))
+    place = int(listing.sizes[entry]), int(listing.modified[entry])
+    return _read(listing.root, listing.path(entry), *place, links)
+
+
+def read_map(listing: Listing, entry: int, links: Links) -> bytes | None:
+    """Return the content of the segmentation map of an entry, or None if the entry has no map.
+
+    Raises:
+        LeftOut: the map cannot be read, for the reasons that `read` lists.
+    """
+    maps = listing.maps
+    if maps is None or maps.sizes[entry] == MISSING:
+        return None
+    size = int(maps.sizes[entry])
+    try:
+        if size in REASONS:
+            raise LeftOut(REASONS[size])
+        return _read(maps.root, maps.path(listing.path(entry)), size, int(maps.modified[entry]), links)
+    except LeftOut as error:
+        raise LeftOut(f"its segmentation map: {error}") from error
+
+
+def _read(root: bytes, name: bytes, size: int, modified: int, links: Links) -> bytes:
+    """Return the content of the file `name` in the folder `root`, which had this size and time when it was listed."""
+    path = os.path.join(root, name)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
     try:
         if links == "inside":
             path = os.path.realpath(path)
-            if not inside(path, listing.root):
+            if not inside(path, root):
                 raise LeftOut(REASONS[OUTSIDE])
             flags |= os.O_NOFOLLOW
         with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise LeftOut(REASONS[IRREGULAR])
-            size = int(listing.sizes[entry])
             content = file.read(size + 1)
     except OSError as error:
         raise LeftOut(f"the file cannot be read: {error.strerror}") from error
-    if len(content) != size or status.st_mtime_ns != listing.modified[entry]:
+    if len(content) != size or status.st_mtime_ns != modified:
         raise LeftOut("the file has changed since it was listed")
     return content
 
@@ -99,27 +125,30 @@ def digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
-def prepare(content: bytes, recipe: Recipe) -> Prepared:
-    """Check an image file, and encode the image again if the recipe requires another size or format.
+def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) -> Prepared:
+    """Check an image file and its map, and encode the image again if the recipe requires another size or format.
 
     If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
-    and RGB, has no metadata, and shows white where the original was transparent.
+    and RGB, has no metadata, and shows white where the original was transparent. A segmentation map is encoded again
+    only for another size. A pixel of the smaller map has the value of the nearest pixel.
 
     Raises:
-        LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded.
+        LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded; or the map is damaged
+            or does not have the size of the upright image.
     """
     found = _format(content)
     try:
         if not recipe.encodes and not recipe.verify:
-            return Prepared(content, EXTENSIONS[found], max(_size(content, recipe.max_pixels)), None)
+            return Prepared(content, EXTENSIONS[found], max(_size(content, recipe.max_pixels)), None, encoded_map)
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
     except ImageError as error:
         raise LeftOut(str(error)) from error
-    height, width = pixels.shape[1:]
+    height, width = map(int, pixels.shape[1:])
     wanted = found if recipe.format == "keep" else recipe.format
     shrinks = recipe.resize is not None and min(height, width) > recipe.resize
     if wanted == found and not shrinks:
-        return Prepared(content, EXTENSIONS[found], max(height, width), histogram(pixels))
+        checked = _prepare_map(encoded_map, (height, width), (width, height))
+        return Prepared(content, EXTENSIONS[found], max(height, width), histogram(pixels), checked)
     picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     if recipe.resize is not None and shrinks:
         scale = recipe.resize / min(height, width)
@@ -131,7 +160,27 @@ def prepare(content: bytes, recipe: Recipe) -> Prepared:
     except (OSError, ValueError) as error:  # for example, because the image is too wide for the format
         raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
-    return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts)
+    resized = _prepare_map(encoded_map, (height, width), picture.size)
+    return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts, resized)
+
+
+def _prepare_map(encoded: bytes | None, size: tuple[int, int], stored: tuple[int, int]) -> bytes | None:
+    """Check the segmentation map of an image of `size` (H, W), and resize it to the `stored` size (width, height).
+
+    Raises:
+        LeftOut: the map is damaged or does not have the size of the image.
+    """
+    if encoded is None:
+        return None
+    try:
+        values = checked_map(encoded, size)
+    except ImageError as error:
+        raise LeftOut(f"its segmentation map: {error}") from error
+    if stored == size[::-1]:
+        return encoded
+    file = BytesIO()
+    Image.fromarray(values.numpy()).resize(stored, Image.Resampling.NEAREST).save(file, "png")
+    return file.getvalue()
 
 
 def _format(content: bytes) -> str:
@@ -233,7 +282,7 @@ def _files(
     for entry in map(int, entries):
         try:
             content = read(listing, entry, recipe.links)
-            image = prepare(content, recipe)
+            image = prepare(content, recipe, read_map(listing, entry, recipe.links))
         except LeftOut as error:
             record.left_out.append((entry, str(error)))
             advance(1)
@@ -243,6 +292,9 @@ def _files(
         if (label := int(listing.labels[entry])) != NO_LABEL:
             yield f"{name}.{LABEL}", str(label).encode()
             record.labelled += 1
+        if image.map is not None:
+            yield f"{name}.{MAP}", image.map
+            record.mapped += 1
         record.nsamples += 1
         record.entries.append(entry)
         record.sides[str(1 << (image.side - 1).bit_length())] += 1

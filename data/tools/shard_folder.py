@@ -25,6 +25,8 @@ class Record:
 
     nsamples: int = 0
     labelled: int = 0
+    mapped: int = 0
+    """Number of samples with a segmentation map."""
     filesize: int = 0
     sha256: str = ""
     sides: Counter[str] = field(default_factory=Counter)

@@ -41,9 +41,13 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
         shard_bytes: target size of a shard in bytes.
         ratio: expected size of a stored image, divided by the size of its file.
     """
-    # Number of tar blocks of each sample: the blocks of the image, one block for its header, and two for a label.
+    # Number of tar blocks of each sample: the blocks of the image, one block for its header, two for a label, and those
+    # of a segmentation map with its header.
     blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
+    if listing.maps is not None:
+        sizes = listing.maps.sizes[order]
+        blocks += np.where(sizes > 0, -(-sizes // BLOCKSIZE) + 1, 0)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
     shard = ((ends - blocks) * shards) // ends[-1]  # number of the shard in which each image begins

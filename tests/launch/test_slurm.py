@@ -122,6 +122,18 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
 
 
+def test_an_evaluation_may_have_shards_of_its_own(slurm: Slurm) -> None:
+    done = slurm.submit("--after-pretraining", "knn,segmentation",
+                        "--segmentation-flags=--train scenes.tar --val=scenes-val.tar --classes 7")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, knn, segmentation = slurm.submitted()
+    run = str(slurm.folder / "run")
+    assert str(ROOT / "launch" / "segmentation.sbatch") in segmentation
+    own = ["--train", "scenes.tar", "--val=scenes-val.tar", "--classes", "7"]
+    assert flags_of(segmentation) == ["--checkpoint", run, *own]
+    assert flags_of(knn) == ["--checkpoint", run, "--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
+
+
 def test_fine_tuning_follows_pretraining(slurm: Slurm) -> None:
     done = slurm.submit("--after-pretraining", "finetune", "--finetune-flags=--steps 5")
     assert done.returncode == 0, done.stderr

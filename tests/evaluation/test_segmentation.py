@@ -1,0 +1,212 @@
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.metrics import jaccard_score
+from torch import nn
+
+import encoders
+from data.shards import ShardError
+from evaluation.features import EvaluationError
+from evaluation.segmentation import SegmentationSettings, class_numbers, rate, run, scores
+from evaluation.segmentation_head import Head, backward, cross_entropy, resized
+from tests.pretrain.small import on_processes
+
+COLOURS = np.array([[30, 30, 30], [220, 40, 40], [40, 220, 40], [40, 40, 220]])
+
+
+def scene(seed, height, width):
+    """Rectangles of three colours on a dark background, the map of their colours, and a few ignored pixels."""
+    rng = np.random.default_rng(seed)
+    values = np.zeros((height, width), np.uint8)
+    for value in (1, 2, 3):
+        top, left = rng.integers(0, height // 2), rng.integers(0, width // 2)
+        values[top : top + height // 2, left : left + width // 2] = value
+    pixels = COLOURS[values] + rng.integers(-20, 21, (height, width, 3))
+    values[:2] = 255
+    return pixels.astype(np.uint8), values
+
+
+def write_scenes(path, seeds, change=lambda values: values):
+    """Write a shard of scenes with maps, and return its path."""
+    with tarfile.open(path, "w") as archive:
+        for seed in seeds:
+            for extension, array in zip(("png", "seg.png"), scene(seed, 32, 40 + seed % 5), strict=True):
+                file = io.BytesIO()
+                Image.fromarray(array if extension == "png" else change(array)).save(file, "png")
+                info = tarfile.TarInfo(f"scene-{seed:03d}.{extension}")
+                info.size = len(file.getvalue())
+                archive.addfile(info, io.BytesIO(file.getvalue()))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenes")
+    write_scenes(folder / "train.tar", range(24))
+    write_scenes(folder / "val.tar", range(100, 107))
+    return {"train": str(folder / "train.tar"), "val": str(folder / "val.tar"), "workers": 0}
+
+
+def result(tmp_path, **settings):
+    """Run the command, and return its result file."""
+    file = tmp_path / f"{len(list(tmp_path.glob('result-*')))}.json"
+    file = file.with_name(f"result-{file.name}")
+    run(SegmentationSettings(**settings, output=str(file)))
+    return json.loads(file.read_text())
+
+
+def test_scores_are_those_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    truth, predicted = rng.integers(0, 6, 5000), rng.integers(0, 6, 5000)
+    predicted = np.where(rng.random(5000) < 0.6, truth, predicted)
+    truth[truth == 5], predicted[predicted == 5] = 4, 4  # class 5 does not occur
+    predicted[predicted == 2] = 1  # class 2 is never predicted
+    matrix = torch.zeros(6, 6, dtype=torch.int64)
+    for row, column in zip(truth, predicted, strict=True):
+        matrix[row, column] += 1
+    found = scores(matrix)
+    assert found.mean_iou == pytest.approx(jaccard_score(truth, predicted, average="macro"), abs=1e-12)
+    each = jaccard_score(truth, predicted, average=None)  # pyright: ignore[reportArgumentType]
+    assert found.iou[:5] == pytest.approx(each, abs=1e-12)
+    assert (found.iou[2], found.iou[5]) == (0.0, None)
+    assert found.pixel_accuracy == pytest.approx((truth == predicted).mean(), abs=1e-12)
+    with pytest.raises(EvaluationError, match="no pixel that is scored"):
+        scores(torch.zeros(3, 3, dtype=torch.int64))
+
+
+def test_the_head_and_its_gradients_are_those_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    tokens = 3 * torch.randn(3, 5, 4, 6, generator=generator) + 1
+    targets = torch.randint(0, 7, (3, 13, 17), generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = 255
+    targets[1, :, :4] = 255
+    head = Head(5, 7, seed=1)
+    norm, convolution = nn.BatchNorm2d(5).double(), nn.Conv2d(5, 7, 1).double()
+    convolution.load_state_dict(head.classifier.state_dict())
+    for _ in range(2):
+        logits = head(tokens)
+        backward(logits, targets)
+        expected = convolution(norm(tokens.double()))
+        assert torch.allclose(logits.double(), expected, atol=1e-5)
+        large = F.interpolate(expected, (13, 17), mode="bilinear", align_corners=False)
+        assert torch.allclose(resized(logits, (13, 17)).double(), large, atol=1e-5)
+        loss = F.cross_entropy(large, targets, ignore_index=255)
+        loss.backward()
+        own = cross_entropy(resized(logits, (13, 17)), targets) / (targets != 255).sum()
+        assert own.item() == pytest.approx(loss.item(), rel=1e-5)
+    for one, other in zip(head.parameters(), (*norm.parameters(), *convolution.parameters()), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad.double(), other.grad, atol=1e-5)
+    head.eval()
+    norm.eval()
+    assert torch.allclose(head(tokens).double(), convolution(norm(tokens.double())), atol=1e-5)
+
+
+def test_a_step_without_a_pixel_has_no_gradient():
+    head = Head(5, 7, seed=1)
+    backward(head(torch.randn(2, 5, 3, 3)), torch.full((2, 6, 6), 255))
+    assert all(float(parameter.grad.abs().max()) == 0 for parameter in head.parameters() if parameter.grad is not None)
+
+
+def test_the_learning_rate_rises_and_falls():
+    found = [rate(step, 40_000) for step in (0, 749, 1500, 20_000, 39_999)]
+    assert found == pytest.approx([1 / 1500, 0.5 * (1 - 749 / 40_000), 1 - 1500 / 40_000, 0.5, 1 / 40_000])
+    assert [rate(step, 2) for step in range(2)] == [1.0, 0.5]
+
+
+def test_ignored_values_are_not_numbered():
+    numbers = class_numbers(5, [0, 3])
+    assert numbers[:6].tolist() == [255, 0, 1, 255, 2, 255]
+    assert (numbers[5:] == 255).all()
+    with pytest.raises(EvaluationError, match="leaves no class"):
+        class_numbers(2, [0, 1])
+
+
+@pytest.mark.medium
+def test_pixels_segment_coloured_rectangles(scenes, tmp_path):
+    options = scenes | {"checkpoint": "pixels", "image_size": 24, "epochs": 20, "batch_size": 8, "lr": 0.04}
+    found = result(tmp_path, **options)
+    assert found["mean_iou"] > 0.85
+    assert found["pixel_accuracy"] > 0.95
+    assert (found["classes"], found["val_images"], found["train_images"]) == (4, 7, 24)
+    assert found["settings"]["steps"] == 20 * 24 // 8
+    assert found["mean_iou"] == pytest.approx(np.mean([one["iou"] for one in found["per_class"].values()]))
+    again = result(tmp_path, **options)
+    assert again["per_class"] == found["per_class"]
+    ignoring = result(tmp_path, **options | {"ignore": [0], "epochs": 1})
+    assert sorted(ignoring["per_class"]) == ["1", "2", "3"]
+    counts = {value: found["per_class"][value]["pixels"] for value in "123"}
+    assert {value: one["pixels"] for value, one in ignoring["per_class"].items()} == counts
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+def test_the_command_works_for_every_family(scenes, tmp_path, variant):
+    torch.manual_seed(0)
+    path = tmp_path / f"{variant}.safetensors"
+    encoders.save(encoders.build(variant), path)
+    run(SegmentationSettings(checkpoint=str(path), **scenes, epochs=6, batch_size=8, lr=0.02))
+    (file,) = tmp_path.glob(f"{variant}-segmentation-scenes*-val-*.json")
+    found = json.loads(file.read_text())
+    # the background alone has a third of the pixels, and a mean IoU of 0.1
+    assert found["mean_iou"] > 0.2
+    assert found["pixel_accuracy"] > 0.4
+
+
+def test_wrong_data_is_refused(scenes, tmp_path):
+    options = scenes | {"checkpoint": "pixels", "image_size": 16, "epochs": 1, "batch_size": 4}
+
+    def shifted(values):
+        return np.where(values == 255, 255, values + 5).astype(np.uint8)
+
+    write_scenes(tmp_path / "shifted.tar", range(6), shifted)
+    write_scenes(tmp_path / "thin.tar", range(6), lambda values: values[:, 1:])
+    write_scenes(tmp_path / "empty.tar", range(6), lambda values: np.full_like(values, 255))
+    cases = {
+        "have the value 8, but --train has 4 classes": {"val": str(tmp_path / "shifted.tar")},
+        "--train has 2 classes": {"classes": 2},
+        "takes 50 images from a source that has only 24": {"batch_size": 50},
+        "All pixels of the maps of --train are ignored": {"train": str(tmp_path / "empty.tar")},
+        "in both --train and --val": {"val": scenes["train"]},
+        "no pixel that is scored": {"val": str(tmp_path / "empty.tar")},
+    }
+    for message, change in cases.items():
+        with pytest.raises(EvaluationError, match=message):
+            run(SegmentationSettings(**options | change))
+    with pytest.raises(ShardError, match=r"map of thin.tar/scene-000: the map has 39 x 32 pixels"):
+        run(SegmentationSettings(**options | {"val": str(tmp_path / "thin.tar")}))
+
+
+def test_shards_without_maps_are_refused(scenes, shards):
+    options = scenes | {"checkpoint": "pixels", "image_size": 16}
+    with pytest.raises(ShardError, match=r"train-0-0000 has no segmentation map"):
+        run(SegmentationSettings(**options | {"train": str(shards / "train-0.tar")}))
+
+
+def _run(rank, options):
+    run(SegmentationSettings(**options))
+
+
+@pytest.mark.medium
+def test_two_processes_give_the_same(scenes, tmp_path, free_port):
+    path = tmp_path / "encoder.safetensors"
+    torch.manual_seed(0)
+    encoders.save(encoders.build("vit_micro"), path)
+    options = scenes | {"checkpoint": str(path), "epochs": 4, "batch_size": 8, "lr": 0.01}
+    on_processes(_run, free_port, options | {"output": str(tmp_path / "two.json")})
+    one, two = result(tmp_path, **options), json.loads((tmp_path / "two.json").read_text())
+    assert two["settings"]["processes"] == 2
+    assert {key: two[key] for key in ("val_images", "train_images", "classes")} == {
+        "val_images": 7, "train_images": 24, "classes": 4,
+    }  # fmt: skip
+    for value, row in one["per_class"].items():
+        assert two["per_class"][value]["pixels"] == row["pixels"]
+        assert two["per_class"][value]["iou"] == pytest.approx(row["iou"], abs=2e-3)
+    assert two["mean_iou"] == pytest.approx(one["mean_iou"], abs=1e-3)
+    assert one["mean_iou"] > 0.2
