@@ -221,8 +221,11 @@ def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, prot
     return found
 
 
-def run(settings: KNNSettings) -> None:
-    """Compute the k-NN accuracy, print the result and write it to a file."""
+def run(settings: KNNSettings) -> dict[str, Any]:
+    """Compute the k-NN accuracy, print the result and write it to a file.
+
+    Return the result, or an empty dictionary on processes other than the main process.
+    """
     accelerate = make_accelerator()
     check_output(settings.output)
     found = labelled_features(settings, settings.train, settings.val, accelerate)
@@ -237,7 +240,7 @@ def run(settings: KNNSettings) -> None:
     accuracy = knn_accuracy(train, val, KNNProtocol(k, settings.temperature), accelerate)
     facts = described(settings, found, accelerate)
     if not accelerate.is_main_process:
-        return
+        return {}
     headline = HEADLINE if HEADLINE in k else k[0]
     result: dict[str, Any] = {
         "top1": accuracy[headline][0],
@@ -247,7 +250,7 @@ def run(settings: KNNSettings) -> None:
         "k_left_out": left_out,
     }
     evaluation = Evaluation("knn", found.file, settings.val, settings.output)
-    report(evaluation, result | facts, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
+    return report(evaluation, result | facts, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
 
 
 if __name__ == "__main__":

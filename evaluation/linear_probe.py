@@ -234,8 +234,11 @@ def _chosen(
     return {"top1": best["top1"], "top5": best["top5"], "chosen": best, "all": rows}
 
 
-def run(settings: ProbeSettings) -> None:
-    """Compute the linear-probe accuracy, print the result and write it to a file."""
+def run(settings: ProbeSettings) -> dict[str, Any]:
+    """Compute the linear-probe accuracy, print the result and write it to a file.
+
+    Return the result, or an empty dictionary on processes other than the main process.
+    """
     accelerate = make_accelerator()
     check_output(settings.output)
     train_shards, val_shards = open_labelled_pair(settings.train, settings.val, settings.source, accelerate)
@@ -257,15 +260,16 @@ def run(settings: ProbeSettings) -> None:
 
     train, val = (part._replace(features=normalise(part.features)) for part in (train, val))
     result = probe(train, val, settings, encoder.dim, accelerate, features_of_epoch if settings.augment else None)
-    if accelerate.is_main_process:
-        facts = {"image_size": size, "resize": resize_size(size, settings.resize)}
-        result["checkpoint"] = str(file or settings.checkpoint)
-        result["settings"] = settings.model_dump(mode="json") | facts | {"processes": accelerate.num_processes}
-        show(result, settings, file)
+    if not accelerate.is_main_process:
+        return {}
+    facts = {"image_size": size, "resize": resize_size(size, settings.resize)}
+    result["checkpoint"] = str(file or settings.checkpoint)
+    result["settings"] = settings.model_dump(mode="json") | facts | {"processes": accelerate.num_processes}
+    return show(result, settings, file)
 
 
-def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> None:
-    """Print the result of the encoder in `file`, and write it to a file."""
+def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> dict[str, Any]:
+    """Print the result of the encoder in `file`, write it to a file, and return what the file holds."""
     columns = ["blocks", "average_pool", "rate", "holdout_top1", "top1", "top5"]
     rows = []
     for row in result["all"]:
@@ -274,7 +278,7 @@ def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> 
     if result["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
         print("The chosen rate is the smallest or largest of --rates. Other rates, or --batch_norm, may be better.")
     evaluation = Evaluation("linear_probe", file, settings.val, settings.output)
-    report(evaluation, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
+    return report(evaluation, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
 
 
 if __name__ == "__main__":

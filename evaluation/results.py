@@ -126,13 +126,12 @@ def environment(time: datetime.datetime) -> dict[str, Any]:
 
 def report(
     evaluation: Evaluation, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]
-) -> None:
-    """Print a result as a table, and write it to a new file together with the return value of `environment`.
+) -> dict[str, Any]:
+    """Print a result as a table, write it to a new file, and return what the file holds.
 
-    In a run folder, a second file has a short name and always holds the newest result: `evaluation/knn.json`.
-
-    The file also holds the name of the evaluation, the name of the data set, and the step of the encoder. Call this
-    function only on the main process.
+    The file holds `result`, the name of the evaluation, the name of the data set, the step of the encoder, and the
+    return value of `environment`. In a run folder, a second file has a short name and always holds the newest result:
+    `evaluation/knn.json`. Call this function only on the main process.
 
     Args:
         evaluation: names the file.
@@ -147,12 +146,13 @@ def report(
     console.print(table)
     time = datetime.datetime.now(datetime.UTC)
     path = Path(evaluation.output) if evaluation.output else result_path(evaluation, time)
-    if path is None:
-        console.print("The result was not written to a file. Give --output FILE to keep it.")
-        return
     step = None if evaluation.encoder is None else encoders.read_step(evaluation.encoder)
     named = {"evaluation": evaluation.name, "data": data_name(evaluation.data), "step": step}
-    text = json.dumps(named | result | environment(time), indent=2) + "\n"
+    content = named | result | environment(time)
+    if path is None:
+        console.print("The result was not written to a file. Give --output FILE to keep it.")
+        return content
+    text = json.dumps(content, indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     newest = path.with_name(f"{evaluation.name}.json")
     in_run = not evaluation.output and path.parent.name == "evaluation"
@@ -160,3 +160,4 @@ def report(
         with atomic_write(file) as temporary:
             temporary.write_text(text)
     console.print(f"Result written to {path}", soft_wrap=True)
+    return content

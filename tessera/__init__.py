@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tessera.interface import Run, embed, load, pretrain, training_batches, transform
+    from tessera.interface import Run, embed, knn, linear_probe, load, pretrain, training_batches, transform
 
-__all__ = ["Run", "embed", "load", "pretrain", "training_batches", "transform"]
+__all__ = ["Run", "embed", "knn", "linear_probe", "load", "pretrain", "training_batches", "transform"]
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("runtime", "encoders", "data", "evaluation", "pretrain", "launch")

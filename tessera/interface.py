@@ -16,6 +16,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 import encoders
+import evaluation.knn
+import evaluation.linear_probe
 from data.augment import to_model_input
 from data.batch import Batch
 from data.crops import CenterCrop
@@ -27,6 +29,7 @@ from pretrain import job
 from pretrain.command_line import from_values
 from runtime import preemption
 from runtime.processes import make_accelerator
+from runtime.settings import validate
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,33 @@ def embed(encoder: Encoder, data: Any, extraction: Extraction | None = None) -> 
     shards = open_shards(data)
     extraction = extraction or Extraction(labels=shards.all_labelled())
     return extract(encoder.to(accelerator.device), shards, accelerator, extraction)
+
+
+def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
+    """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, 0 to 1.
+
+    The result is also written to a file, as by the command.
+
+    Args:
+        checkpoint: run folder, checkpoint in a run folder, exported encoder, or `pixels`.
+        train: labelled SHARDS in which neighbours are searched.
+        val: labelled SHARDS that are classified.
+        settings: further settings of `evaluation/knn.py`.
+
+    Raises:
+        UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
+    """
+    given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
+    return evaluation.knn.run(validate(evaluation.knn.KNNSettings, given))
+
+
+def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
+    """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, 0 to 1.
+
+    The result is also written to a file, as by the command. The arguments and errors are those of `knn`.
+    """
+    given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
+    return evaluation.linear_probe.run(validate(evaluation.linear_probe.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:

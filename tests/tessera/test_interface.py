@@ -1,5 +1,6 @@
 """Tessera from Python and by the command `tessera`, also in a folder whose files have the names of its packages."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from PIL import Image
 
 import encoders
 import tessera
+from data.demo import demo_shards
 from data.tools.make import main as make_shards
 from pretrain.run import main
+from runtime.errors import UserError
 from tests.launched import ROOT, TINY, records
 
 SMALL = {
@@ -37,6 +40,19 @@ def test_pretraining_from_python_equals_the_command(tmp_path: Path) -> None:
     assert run.config["steps"] == 3
     again = tessera.pretrain("dino", output=str(tmp_path / "bf16"), precision="bf16", **SMALL)  # another precision
     assert again.metrics[-1]["loss"] != losses[-1]
+
+
+@pytest.mark.medium
+def test_evaluations_from_python(tmp_path: Path) -> None:
+    run = tessera.pretrain("dino", output=str(tmp_path / "run"), **SMALL)
+    train, val = demo_shards()
+    found = tessera.knn(run.path, train, val, k=[20], workers=0)
+    assert found["top1"] == pytest.approx(run.metrics[-1]["knn_top1"], abs=0.003)  # one of 360 images
+    assert json.loads((run.path / "evaluation" / "knn.json").read_text()) == found
+    probed = tessera.linear_probe(run.path, train, val, augment=False, epochs=1, workers=0)
+    assert probed["top1"] == json.loads((run.path / "evaluation" / "linear_probe.json").read_text())["top1"]
+    with pytest.raises(UserError, match="No encoder found"):
+        tessera.knn(tmp_path / "nowhere", train, val)
 
 
 @pytest.mark.medium
