@@ -51,6 +51,8 @@ __all__ = [
     "save",
 ]
 
+WEIGHTS = "encoder.safetensors"
+"""Name of the encoder's file in the folder of a run or of a checkpoint."""
 VARIANTS: dict[str, dict[str, Any]] = {
     name: {"family": family, **settings}
     for family, variants in (
@@ -132,10 +134,15 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
 def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
+    `path` may also be the folder of a run or of a checkpoint.
+
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
         WeightsError: the weights do not fit the settings.
     """
+    path = Path(path)
+    if path.is_dir():
+        path = next((place for place in places(path) if place.is_file()), path)
     weights, description = _files(path)
     settings, preprocessing = read_description(description)
     encoder = build(**settings)
@@ -145,6 +152,11 @@ def load(path: str | Path) -> Encoder:
         raise WeightsError(f"The weights in {weights} do not fit the settings in {description}: {error}") from error
     encoder.preprocessing = preprocessing
     return encoder.eval()
+
+
+def places(folder: Path) -> list[Path]:
+    """Return the files in which a run folder or the folder of a checkpoint may hold its encoder, best first."""
+    return [folder / WEIGHTS, folder / "checkpoints" / "latest" / WEIGHTS]
 
 
 def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
@@ -191,7 +203,8 @@ def _preprocessing(described: Any, path: Path) -> Preprocessing:
 def _files(path: str | Path) -> tuple[Path, Path]:
     path = Path(path)
     if path.suffix != ".safetensors":
-        raise EncoderError(f"{path} must end in .safetensors.")
+        folder = " The folder holds no encoder of a run." if path.is_dir() else ""
+        raise EncoderError(f"{path} must end in .safetensors.{folder}")
     return path, path.with_suffix(".json")
 
 

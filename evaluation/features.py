@@ -30,7 +30,6 @@ from runtime.collectives import all_gather, all_reduce_sum
 from runtime.errors import UserError
 from runtime.settings import Settings
 
-WEIGHTS = "encoder.safetensors"
 PIXELS = "pixels"
 
 
@@ -151,7 +150,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
                 "Make one with encoders.build, encoders.load_weights and encoders.save."
             )
         return path
-    candidates = [path / WEIGHTS, path / "checkpoints" / "latest" / WEIGHTS]
+    candidates = encoders.places(path)
     for candidate in candidates:
         if candidate.is_file():
             return candidate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from evaluation.features import WEIGHTS
+from encoders import WEIGHTS
 from runtime.errors import UserError
 from runtime.settings import SettingsError, flattened, read_yaml
 

@@ -105,3 +105,14 @@ def test_settings_of_a_wrong_kind_are_refused(name, value):
     for variant in ("vit_micro", "navit_micro", "sam_vit_micro"):
         with pytest.raises(ValueError, match=r"wrong type|not split into 3 heads|image_size must be one side"):
             build(variant, **{name: value})
+
+
+def test_an_encoder_is_found_in_the_folder_of_a_run(tmp_path):
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.mkdir(parents=True)
+    save(build("vit_micro", depth=1), latest / "encoder.safetensors")
+    assert load(tmp_path).settings["depth"] == load(latest).settings["depth"] == 1
+    save(build("vit_micro", depth=2), tmp_path / "encoder.safetensors")
+    assert load(str(tmp_path)).settings["depth"] == 2
+    with pytest.raises(ValueError, match=r"must end in \.safetensors\. The folder holds no encoder"):
+        load(tmp_path / "checkpoints")
