@@ -383,7 +383,8 @@ def finish_run(run: Run) -> None:
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)})")
-    command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
+    script = os.path.relpath(Path(__file__).parent.parent / "evaluation" / "linear_probe.py")
+    command = f"accelerate launch {script} --checkpoint {run.output} --train '{train}' --val '{val}'"
     if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit
         command += " --no-augment --batch_norm"
     print(f"encoder: {path}")
