@@ -3,23 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from data import pictures
 from data.augment import to_model_input
 from data.batch import Batch, View
 from encoders.base import Preprocessing
-
-GAP = 2
-
-
-def cell(picture: np.ndarray, row: int, column: int, side: int) -> np.ndarray:
-    top, left = row * (side + GAP), column * (side + GAP)
-    return picture[top : top + side, left : left + side]
-
-
-def pixels(*shape: int) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+from tests.views import GAP, cell, pixels
 
 
 def test_crops_are_shown_as_they_came_one_row_an_image() -> None:

@@ -11,8 +11,7 @@ from data.augment import to_model_input
 from data.batch import Batch, View
 from encoders.base import Encoder, Features, Preprocessing
 from pretrain.monitoring import pictures
-
-GAP = 2
+from tests.views import GAP, cell, pixels
 
 
 class Known(Encoder):
@@ -30,15 +29,6 @@ class Known(Encoder):
 
     def last_attention(self, images: Tensor) -> Tensor:
         return self.attention
-
-
-def cell(picture: np.ndarray, row: int, column: int, side: int) -> np.ndarray:
-    top, left = row * (side + GAP), column * (side + GAP)
-    return picture[top : top + side, left : left + side]
-
-
-def pixels(*shape: int) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
