@@ -4,7 +4,8 @@ Shape letters: B images of one batch, C channels, S x S pixels, N images of this
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -275,13 +276,23 @@ def single_view(batch: Batch) -> Tensor:
 
 def _features(encoder: Encoder, images: Tensor, extraction: Extraction) -> Tensor:
     """Encode images, and return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
-    bf16 = extraction.precision == "bf16"
-    with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
-        try:
-            return extraction.feature(encoder, images).float().cpu()
-        except (ValueError, NotImplementedError) as error:
-            size = " x ".join(str(side) for side in images.shape[2:])
-            raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
+    with torch.inference_mode(), encoding(encoder, images, extraction.precision):
+        return extraction.feature(encoder, images).float().cpu()
+
+
+@contextmanager
+def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]:
+    """Return a context for the forward pass of images (B, C, H, W): `fp32`, or `bf16` for bfloat16 autocast.
+
+    Raises:
+        EvaluationError: the encoder does not accept images of this size. The message names the size.
+    """
+    try:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            yield
+    except (ValueError, NotImplementedError) as error:
+        size = " x ".join(str(side) for side in images.shape[2:])
+        raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
 
 
 def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:

@@ -52,6 +52,7 @@ from evaluation.features import (
     check_total,
     input_size,
     load_encoder,
+    naming_size,
     single_view,
 )
 from evaluation.labelled import full_float32
@@ -112,12 +113,13 @@ def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
     Raises:
         EvaluationError: the encoder does not accept images of this size.
     """
-    with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        try:
-            features = encoder(images)
-        except (ValueError, NotImplementedError) as error:
-            size = " x ".join(str(side) for side in images.shape[2:])
-            raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
+    bf16 = precision == "bf16"
+    with (
+        torch.no_grad(),
+        torch.autocast(images.device.type, torch.bfloat16, enabled=bf16),
+        naming_size(encoder, images),
+    ):
+        features = encoder(images)
     rows, columns = features.grids[0].tolist()  # all images have one size
     return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
 
