@@ -50,9 +50,9 @@ from evaluation.features import (
     EvaluationError,
     check_disjoint,
     check_total,
+    encoding,
     input_size,
     load_encoder,
-    naming_size,
     single_view,
 )
 from evaluation.labelled import full_float32
@@ -113,12 +113,7 @@ def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
     Raises:
         EvaluationError: the encoder does not accept images of this size.
     """
-    bf16 = precision == "bf16"
-    with (
-        torch.no_grad(),
-        torch.autocast(images.device.type, torch.bfloat16, enabled=bf16),
-        naming_size(encoder, images),
-    ):
+    with torch.no_grad(), encoding(encoder, images, precision):
         features = encoder(images)
     rows, columns = features.grids[0].tolist()  # all images have one size
     return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
