@@ -9,12 +9,12 @@ import threading
 def free_cores(processes: int) -> int:
     """Return the number of loader workers for each training process of this node.
 
-    The number is one less than the number of cores per training process, but at least 1 and at most 8.
+    The number is one less than the number of cores per training process, but at least 1 and at most 16.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     cores = len(os.sched_getaffinity(0))
     allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # a SLURM job can see more cores than it is given
-    return max(1, min(8, min(cores, allocated) // local - 1))
+    return max(1, min(16, min(cores, allocated) // local - 1))
 
 
 def start_worker(_number: int) -> None:

@@ -157,7 +157,7 @@ class RunConfig(Settings, frozen=True):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """seed of all random generators"""
     workers: int | None = Field(default=None, ge=0)
-    """number of loader workers per training process; default: one per free core, at most 8"""
+    """number of loader workers per training process; default: one per free core, at most 16"""
     resume: bool = False
     """resume from the newest complete checkpoint of --output; start from the beginning if there is none; short form for
     the folder of the run: --resume RUN"""
@@ -170,8 +170,9 @@ class RunConfig(Settings, frozen=True):
     """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
     folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 on a GPU that
-    supports bf16, else fp32"""
+    """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
+    faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else
+    fp32"""
     compile: bool = False
     """apply torch.compile to each block of the encoder"""
     record_every: int = Field(default=50, ge=1)

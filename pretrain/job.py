@@ -35,6 +35,7 @@ from pretrain.monitoring.machine import record_start
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines
+from pretrain.precision import with_precision
 from pretrain.preflight import Plan, dry_forward, report
 from runtime import processes
 from runtime.collectives import gather_objects, run_on_all_ranks
@@ -139,25 +140,6 @@ def first_batches(given: RunConfig) -> Prepared:
     method = build_method(config, fresh=False)
     config = resolve_crops(config, method)
     return Prepared(config, accelerator, opened, loader(config, method, opened, 0, accelerator))
-
-
-def with_precision(config: RunConfig) -> RunConfig:
-    """Return the settings with the precision of the forward pass resolved to fp32, bf16 or fp16.
-
-    `auto` becomes the launcher's precision if the launcher sets one. Otherwise it becomes bf16 on a GPU that supports
-    bf16, and fp32 on any other device.
-
-    Raises:
-        SettingsError: the precision is fp16, and the machine has no CUDA device.
-    """
-    precision = config.precision
-    if precision == "auto":
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if precision == "no" and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
-            precision = "bf16"
-    if precision == "fp16" and not torch.cuda.is_available():
-        raise SettingsError("--precision fp16 needs a CUDA device, and this machine has none. Use bf16 or fp32")
-    return config.model_copy(update={"precision": {"no": "fp32"}.get(precision, precision)})
 
 
 def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
@@ -350,11 +332,11 @@ def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine)
         derived += [f"data.mean {config.data.mean}", f"data.std {config.data.std}"]
     accelerator = engine.accelerator
     log.info(
-        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s, precision %s",
+        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s%s, precision %s",
         config.method, config.encoder.variant, config.data.shards or "the embedded digits", images, config.steps,
         config.batch_size,
         config.steps * config.batch_size / images, accelerator.num_processes, engine.name, accelerator.device,
-        config.precision,
+        f" ({torch.get_num_threads()} threads)" if accelerator.device.type == "cpu" else "", config.precision,
     )  # fmt: skip
     if derived:
         log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
 from runtime.errors import UserError
+from runtime.threads import set_threads
 
 
 class LaunchError(UserError, ValueError):
@@ -20,6 +21,8 @@ class LaunchError(UserError, ValueError):
 
 def make_accelerator(**settings: Any) -> Accelerator:
     """Return `Accelerator(**settings)`. The function works without CUDA, with several processes and under DeepSpeed.
+
+    Torch's number of threads is set too; see `set_threads`.
 
     Raises:
         LaunchError: the environment variables of the launcher do not describe one process group.
@@ -38,6 +41,7 @@ def make_accelerator(**settings: Any) -> Accelerator:
             f"WORLD_SIZE is {launched} but accelerate found {accelerator.num_processes} process(es). Start with "
             f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE."
         )
+    set_threads(accelerator.num_processes)
     return accelerator
 
 

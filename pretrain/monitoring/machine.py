@@ -31,6 +31,7 @@ def record_start(output: Path, step: int, engine: Engine, precision: str) -> Non
         "processes": engine.accelerator.num_processes,
         "processor": processor(),
         "cores": os.cpu_count(),  # of the main process's node
+        "threads": torch.get_num_threads(),  # of the main process
         "engine": engine.name,
         "precision": precision,
         "versions": versions(),
