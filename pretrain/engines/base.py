@@ -84,8 +84,8 @@ class Engine(ABC):
         Args:
             optimizer_steps: number of updates that the optimizer had made when the checkpoint was written.
         """
-        for state in self.adamw_state.values():
-            state["step"] = torch.tensor(float(optimizer_steps))
+        for parameter, state in self.adamw_state.items():
+            state["step"] = _updates(parameter, optimizer_steps)
 
     @property
     def adamw_state(self) -> AdamWState:
@@ -98,11 +98,16 @@ def build_optimizer(method: Method, optim: ResolvedOptim) -> torch.optim.AdamW:
     return adamw(method, optim, method.frozen(), method.lr_factors())
 
 
+def _updates(parameter: Tensor, count: int) -> Tensor:
+    """Return a number of updates as fused AdamW keeps it: a float32 scalar on the device of the parameter."""
+    return torch.tensor(float(count), device=parameter.device)
+
+
 def allocate_moments(state: AdamWState, parameters: Iterable[Tensor]) -> None:
     """Allocate AdamW's state eagerly, as zeros, so that a checkpoint can be loaded into it before the first step."""
     for parameter in parameters:
         zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
-        state[parameter] = {"step": torch.tensor(0.0)} | zeros
+        state[parameter] = {"step": _updates(parameter, 0)} | zeros
 
 
 def trainable(method: nn.Module) -> dict[str, nn.Parameter]:

@@ -77,9 +77,13 @@ class ResolvedOptim(OptimConfig, frozen=True):
 def adamw(
     method: nn.Module, config: ResolvedOptim, frozen: Mapping[str, int], factors: Mapping[str, float]
 ) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters of a method, grouped by `parameter_groups`."""
+    """Return AdamW over the trainable parameters of a method, grouped by `parameter_groups`.
+
+    One kernel updates many parameters (`fused`). On a CPU, the update of a small encoder then takes a fraction of the
+    time.
+    """
     groups = parameter_groups(method, frozen, learning_rate_factors(method, config, factors))
-    return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True)
 
 
 def flat_blocks(encoder: Encoder) -> list[nn.Module]:

@@ -1,0 +1,275 @@
+"""Run code for a GPU without a GPU, and count what the GPU would have to do.
+
+Tensors on the device are fake: they have a shape, a data type and a device, but no values. Tensors on the CPU
+are real, so that everything that the CPU decides, such as which crops are blurred, is decided as in a real run. Each
+operation on the device is counted with the bytes that it reads and writes and with its FLOP.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry
+
+DEVICE = torch.device("cuda")
+FREE = {
+    "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_pinned", "lift_fresh",
+    "split_with_sizes", "split", "unbind", "_unsafe_view", "_reshape_alias", "alias", "set_", "chunk", "is_same_size",
+}  # fmt: skip
+"""Operations that launch no kernel, beside those that return views."""
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Speeds that a GPU can reach. They are lower than in the data sheet, because no kernel reaches its figures."""
+
+    name: str
+    memory: float
+    """Memory bandwidth in bytes per second."""
+    low: float
+    """Matrix products in bfloat16, in FLOP per second."""
+    full: float
+    """Matrix products and other arithmetic in float32, in FLOP per second."""
+    copy: float = 50e9
+    """Copies from pinned host memory, in bytes per second."""
+    launch: float = 2.5e-6
+    """Shortest time of a kernel, in seconds."""
+
+
+@dataclass
+class Count:
+    """What one part of a step asks of the device."""
+
+    kernels: int = 0
+    bytes: int = 0
+    flop: int = 0
+    memory_seconds: float = 0.0
+    """Time of all kernels, if only their bytes counted."""
+    arithmetic_seconds: float = 0.0
+    """Time of all kernels, if only their FLOP counted."""
+    seconds: float = 0.0
+    """Sum over kernels of the longest of three times: for the bytes, for the FLOP, and for the launch."""
+    host_reads: int = 0
+    """Number of times that the CPU waits for a value from the device."""
+
+    def add(self, other: "Count") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Counter:
+    """Counts per part and per operation. `part` names the part that runs now."""
+
+    gpu: GPU
+    part: str = ""
+    rows: dict[tuple[str, str], Count] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    """Bytes of each storage that the forward pass keeps for the backward pass."""
+
+    def record(self, operation: str, count: Count) -> None:
+        self.rows.setdefault((self.part, operation), Count()).add(count)
+
+    def parts(self) -> dict[str, Count]:
+        """Return the counts of each part, in the order in which the parts began."""
+        parts: dict[str, Count] = {}
+        for (part, _), count in self.rows.items():
+            parts.setdefault(part, Count()).add(count)
+        return parts
+
+    def total(self) -> Count:
+        total = Count()
+        for count in self.rows.values():
+            total.add(count)
+        return total
+
+    @contextlib.contextmanager
+    def named(self, part: str) -> Iterator[None]:
+        """Count what runs inside the context as `part`."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+
+def _on_device(tensors: list[Tensor]) -> bool:
+    return any(tensor.device.type == DEVICE.type for tensor in tensors)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes that reading a tensor costs. An expanded dimension is read once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements * tensor.element_size()
+
+
+class _CountOperations(TorchDispatchMode):
+    """Counts operations on the device, and runs operations without a fake tensor on the real CPU."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        target = kwargs.get("device")
+        if not any(isinstance(t, FakeTensor) for t in inputs) and torch.device(target or "cpu").type == "cpu":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        outputs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        name = func._schema.name.split("::")[-1]
+        views = bool(func._schema.returns) and all(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
+        if views or name in FREE or func.namespace == "prim" or not _on_device([*inputs, *outputs]):
+            return out
+        if name == "_to_copy" and not _on_device(inputs):
+            size = sum(map(_bytes, inputs))
+            self.counter.record(name, Count(bytes=size, seconds=size / self.counter.gpu.copy))
+            return out
+        self.counter.record(name, self._count(func, args, kwargs, out, inputs, outputs))
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Count:
+        gpu = self.counter.gpu
+        moved = [*inputs, *outputs]
+        if not outputs:  # an operation on a list of tensors in place also writes its first list
+            moved += [t for t in tree_flatten(args[0])[0] if isinstance(t, Tensor)]
+        size = sum(_bytes(t) for t in moved if t.device.type == DEVICE.type)
+        flop = 0
+        if func._overloadpacket in flop_registry:
+            flop = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+        low = any(t.dtype in LOW for t in inputs)
+        memory, arithmetic = size / gpu.memory, flop / (gpu.low if low else gpu.full)
+        return Count(1, size, flop, memory, arithmetic, max(memory, arithmetic, gpu.launch))
+
+
+class _Replace(TorchFunctionMode):
+    """Replaces functions that have no result on fake tensors: attention, pinned memory, and reads by the CPU."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func is Tensor.pin_memory:
+            return first
+        fake = isinstance(first, Tensor) and first.device.type == DEVICE.type
+        if fake and func in (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__):
+            self.counter.record("read by the CPU", Count(host_reads=1))
+            ones = torch.ones(first.shape, device="cpu", dtype=first.dtype)
+            return ones.tolist() if func is Tensor.tolist else func(ones)
+        if func is F.scaled_dot_product_attention and fake:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+) -> Tensor:
+    """Return attention by the kernel that torch chooses on a GPU: flash, or the memory-efficient one for a mask."""
+    scale = options.get("scale")
+    if attn_mask is None and q.dtype in LOW:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, False, False, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, False, scale=scale
+    )[0]
+
+
+def fake_copy(module: nn.Module) -> None:
+    """Replace the parameters and buffers of a module by fake tensors on the device. Shared tensors stay shared."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+
+
+@torch.no_grad()
+def backward(loss: Tensor) -> None:
+    """Add the gradients of `loss` to the parameters, as `loss.backward()` does.
+
+    Torch's own engine cannot be used, because it asks the driver for the context of the device.
+    """
+    first = loss.grad_fn
+    if first is None:
+        raise ValueError("The loss depends on no parameter.")
+    waiting: dict[Any, int] = {first: 0}  # node of the graph -> number of gradients that it still waits for
+    nodes = [first]
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is not None and node not in waiting:
+                waiting[node] = 0
+                nodes.append(node)
+            if node is not None:
+                waiting[node] += 1
+    gradients: dict[Any, list[Tensor | None]] = {first: [torch.ones_like(loss)]}
+    ready = [first]
+    while ready:
+        node = ready.pop()
+        own = gradients.pop(node)
+        if hasattr(node, "variable"):  # the end of the graph: a parameter
+            given = own[0]
+            node.variable.grad = given if node.variable.grad is None or given is None else node.variable.grad + given
+            continue
+        made = node(*own) if any(g is not None for g in own) else [None] * len(node.next_functions)
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        for (after, place), gradient in zip(node.next_functions, made, strict=True):
+            if after is None:
+                continue
+            into = gradients.setdefault(after, [None] * max(len(after._input_metadata), 1))
+            if gradient is not None:
+                before, wanted = into[place], after._input_metadata[place]
+                if gradient.shape != wanted.shape:  # a bias, whose gradient torch's engine sums over the rows
+                    gradient = gradient.sum_to_size(wanted.shape)
+                gradient = gradient.to(wanted.dtype)
+                into[place] = gradient if before is None else before + gradient
+            waiting[after] -= 1
+            if waiting[after] == 0:
+                ready.append(after)
+
+
+@contextlib.contextmanager
+def counting(gpu: GPU) -> Iterator[Counter]:
+    """Make `DEVICE` a fake device, and count all operations on it inside the context."""
+    counter = Counter(gpu)
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.device.type == DEVICE.type and not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            counter.saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_, **__: True))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # its own reads value by value
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(_CountOperations(counter))
+        stack.enter_context(_Replace(counter))
+        yield counter

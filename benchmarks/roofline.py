@@ -1,0 +1,213 @@
+"""Count what a training step asks of a GPU, and bound the images per second from above. No GPU is needed.
+
+    python benchmarks/roofline.py [--method dino] [--encoder vit_small] [--batch_size 512] [--gpu h200]
+
+The step is that of a run: the loader's batch is copied to the device, crops are cut and colours changed, then
+`pretrain.loop.training_step` runs through the engine. The tensors on the device are fake (`fake_device.py`). For each
+kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of matrix
+products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates and
+that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels.
+
+The last line is one JSON object: ms, kernels, gb, tflop, host_reads, saved_gb (activations that the forward pass keeps)
+and images_per_second_bound.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
+from pydantic import Field
+from torch import nn
+
+import encoders
+from data.augment import to_model_input
+from data.batch import Batch
+from data.collate import Collator, Sample, Transform
+from pretrain import loop
+from pretrain.checkpoints.resume import TrainState
+from pretrain.config import ResolvedRun, resolve, settings_model
+from pretrain.engines.ddp import DDP
+from pretrain.methods import METHODS
+from pretrain.methods.base import Method
+from runtime.settings import Settings, SettingsError, parse
+
+IMAGE = (375, 500)
+"""Height and width of the images in pixels, which are typical of ImageNet."""
+IMAGES = 1_281_167
+"""Number of training images for which settings are derived: ImageNet's."""
+GPUS = {
+    "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
+    "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
+    "a100": GPU("A100", memory=0.9 * 1.9e12, low=250e12, full=18e12),
+}
+
+
+class RooflineBenchmark(Settings):
+    """Count the kernels, bytes and FLOP of a training step, and bound its images per second. No GPU is needed."""
+
+    method: str = "dino"
+    """pretraining method"""
+    encoder: str = "vit_small"
+    """encoder variant"""
+    batch_size: int = Field(default=512, ge=1)
+    """number of images of a step on one GPU"""
+    gpu: Literal["h200", "h100", "a100"] = "h200"
+    """GPU whose rates bound the step"""
+    crops: Literal["device", "workers"] = "workers"
+    """where crops are cut"""
+    top: int = Field(default=0, ge=0)
+    """number of operations to list, most expensive first"""
+
+
+def main(settings: RooflineBenchmark) -> None:
+    try:
+        counter = count_step(settings)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    show(counter, settings)
+
+
+def count_step(settings: RooflineBenchmark) -> Counter:
+    """Run one training step on a fake device and return its counts.
+
+    Raises:
+        ValueError: the method or the encoder is unknown, or they do not fit together.
+    """
+    if settings.method not in METHODS or METHODS[settings.method].supervised:
+        raise ValueError(f"Unknown pretraining method {settings.method!r}.")
+    given = settings_model(settings.encoder)(method=settings.method, batch_size=settings.batch_size, precision="bf16")
+    config = resolve(given, IMAGES)
+    options = config.encoder_settings
+    with torch.device("meta"):
+        encoder = encoders.build(options.pop("variant"), **options)
+        method = METHODS[config.method](encoder, config.method_config, config.steps)
+    batch = loader_batch(method.transform(), settings.batch_size, raw=settings.crops == "device")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    with counting(GPUS[settings.gpu]) as counter:
+        PartialState().device = DEVICE
+        fake_copy(method)
+        method.to = lambda *_, **__: method  # torch cannot move a module of fake tensors, and it is there already
+        run = make_run(config, accelerator, method)
+        name_parts(counter, method, run.engine)
+        counter.rows.clear()
+        with counter.named("copy to the device"):
+            batch = batch.to(DEVICE, non_blocking=True)
+        with counter.named("crops and colours"):
+            batch = to_model_input(batch)
+        with counter.named("other"):
+            loop.training_step(run, [batch])
+    return counter
+
+
+def loader_batch(transform: Transform, images: int, *, raw: bool) -> Batch:
+    """Return a batch as the loader yields it, of black images."""
+    rng = np.random.default_rng(0)
+    image = torch.zeros(*IMAGE, 3, dtype=torch.uint8).permute(2, 0, 1)
+    samples = (Sample(str(i), image, transform.draw(IMAGE, rng), position=i) for i in range(images))
+    return Collator(transform, images, raw=raw)(samples)
+
+
+def make_run(config: ResolvedRun, accelerator: Accelerator, method: Method) -> loop.Run:
+    """Return a run as far as `training_step` uses it."""
+    engine = DDP(accelerator, method, config.optim)
+    unused: dict[str, Any] = {"recorder": None, "online_knn": None, "saver": None}
+    return loop.Run(config, Path(), accelerator, method, engine, images=IMAGES, state=TrainState(), **unused)
+
+
+def name_parts(counter: Counter, method: Method, engine: DDP) -> None:
+    """Count encoders by crop size, other modules by name, the backward pass, and the update as parts of their own."""
+    for name, module in method.named_modules():
+        parent = name.rpartition(".")[0]
+        if isinstance(module, encoders.Encoder) or (
+            name
+            and not any(isinstance(method.get_submodule(p), encoders.Encoder) for p in _ancestors(parent))
+            and not isinstance(module, nn.ModuleDict)
+            and not _inside_part(method, parent)
+        ):
+            _count_as(counter, module, name)
+    engine.accelerator.backward = _in_part(counter, "backward", backward)
+    loop.clip_gradients = _in_part(counter, "clip", loop.clip_gradients)
+    engine.step = _in_part(counter, "AdamW", engine.step)
+    method.after_step = _in_part(counter, "EMA and centre", method.after_step)
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _inside_part(method: Method, parent: str) -> bool:
+    return any(not isinstance(method.get_submodule(p), nn.ModuleDict) for p in _ancestors(parent))
+
+
+def _in_part(counter: Counter, part: str, function: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counter.named(part):
+            return function(*args, **kwargs)
+
+    return counted
+
+
+def _count_as(counter: Counter, module: nn.Module, name: str) -> None:
+    forward = module.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        images = args[0] if args else None
+        size = f" {images.shape[-1]}" if isinstance(images, torch.Tensor) and images.ndim == 4 else ""
+        with counter.named(f"{name}{size}"):
+            return forward(*args, **kwargs)
+
+    module.forward = counted
+
+
+def show(counter: Counter, settings: RooflineBenchmark) -> None:
+    """Print the table of parts, and the totals as JSON."""
+    gpu, total = counter.gpu, counter.total()
+    heads = ("part", "kernels", "GB", "TFLOP", "ms memory", "ms arithmetic", "ms at least", "host reads")
+    print(
+        f"{settings.method} {settings.encoder}, {settings.batch_size} images, {gpu.name}: {gpu.memory / 1e12:.2f} TB/s,"
+    )
+    print(f"{gpu.low / 1e12:.0f} TFLOP/s in bf16, {gpu.full / 1e12:.0f} in float32, {gpu.launch * 1e6} us a kernel\n")
+    print(f"| {' | '.join(heads)} |\n|---|{'--:|' * (len(heads) - 1)}")
+    for name, count in {**counter.parts(), "all": total}.items():
+        print(f"| {name} | {_cells(count)} |")
+    if settings.top:
+        print("\n| part | operation | kernels | GB | TFLOP | ms memory | ms arithmetic | ms at least | host reads |")
+        print(f"|---|---|{'--:|' * 7}")
+        longest = sorted(counter.rows.items(), key=lambda item: -item[1].seconds)
+        for (part, operation), count in longest[: settings.top]:
+            print(f"| {part} | {operation} | {_cells(count)} |")
+    saved = sum(counter.saved.values()) / 1e9
+    print(f"\nActivations kept for the backward pass: {saved:.1f} GB")
+    result = {
+        "ms": 1e3 * total.seconds,
+        "kernels": total.kernels,
+        "gb": total.bytes / 1e9,
+        "tflop": total.flop / 1e12,
+        "host_reads": total.host_reads,
+        "saved_gb": saved,
+        "images_per_second_bound": settings.batch_size / total.seconds,
+    }
+    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+
+
+def _cells(count: Count) -> str:
+    times = (count.memory_seconds, count.arithmetic_seconds, count.seconds)
+    cells = (f"{count.kernels:,}", f"{count.bytes / 1e9:.1f}", f"{count.flop / 1e12:.2f}")
+    return " | ".join([*cells, *(f"{1e3 * t:.1f}" for t in times), str(count.host_reads)])
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        main(parse(RooflineBenchmark, sys.argv[1:]))
+    except SettingsError as error:
+        raise SystemExit(str(error)) from None
