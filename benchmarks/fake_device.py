@@ -171,7 +171,11 @@ class _Replace(TorchFunctionMode):
         if func is Tensor.pin_memory:
             return first
         fake = isinstance(first, Tensor) and first.device.type == DEVICE.type
-        if fake and func in (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__):
+        if (
+            isinstance(first, Tensor)
+            and fake
+            and func in (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
+        ):
             self.counter.record("read by the CPU", Count(host_reads=1))
             ones = torch.ones(first.shape, device="cpu", dtype=first.dtype)
             return ones.tolist() if func is Tensor.tolist else func(ones)
@@ -215,11 +219,11 @@ def backward(loss: Tensor) -> None:
 
     Torch's own engine cannot be used, because it asks the driver for the context of the device.
     """
-    first = loss.grad_fn
+    first: Any = loss.grad_fn
     if first is None:
         raise ValueError("The loss depends on no parameter.")
     waiting: dict[Any, int] = {first: 0}  # node of the graph -> number of gradients that it still waits for
-    nodes = [first]
+    nodes: list[Any] = [first]
     while nodes:
         for node, _ in nodes.pop().next_functions:
             if node is not None and node not in waiting:
@@ -228,7 +232,7 @@ def backward(loss: Tensor) -> None:
             if node is not None:
                 waiting[node] += 1
     gradients: dict[Any, list[Tensor | None]] = {first: [torch.ones_like(loss)]}
-    ready = [first]
+    ready: list[Any] = [first]
     while ready:
         node = ready.pop()
         own = gradients.pop(node)
@@ -265,8 +269,8 @@ def counting(gpu: GPU) -> Iterator[Counter]:
         return tensor
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
-        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_, **__: True))
+        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # its own reads value by value
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))

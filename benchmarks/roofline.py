@@ -18,10 +18,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
 from pydantic import Field
 from torch import nn
@@ -33,9 +35,11 @@ from data.collate import Collator, Sample, Transform
 from pretrain import loop
 from pretrain.checkpoints.resume import TrainState
 from pretrain.config import ResolvedRun, resolve, settings_model
+from pretrain.engines import Engine
 from pretrain.engines.ddp import DDP
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from pretrain.optim.adamw import clip_gradients
 from runtime.settings import Settings, SettingsError, parse
 
 IMAGE = (375, 500)
@@ -90,8 +94,12 @@ def count_step(settings: RooflineBenchmark) -> Counter:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
     batch = loader_batch(method.transform(), settings.batch_size, raw=settings.crops == "device")
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    with counting(GPUS[settings.gpu]) as counter:
-        PartialState().device = DEVICE
+    with (
+        mock.patch.dict(PartialState._shared_state, device=DEVICE),
+        mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
+        mock.patch.object(loop, "clip_gradients"),  # so that it is restored
+        counting(GPUS[settings.gpu]) as counter,
+    ):
         fake_copy(method)
         method.to = lambda *_, **__: method  # torch cannot move a module of fake tensors, and it is there already
         run = make_run(config, accelerator, method)
@@ -121,7 +129,7 @@ def make_run(config: ResolvedRun, accelerator: Accelerator, method: Method) -> l
     return loop.Run(config, Path(), accelerator, method, engine, images=IMAGES, state=TrainState(), **unused)
 
 
-def name_parts(counter: Counter, method: Method, engine: DDP) -> None:
+def name_parts(counter: Counter, method: Method, engine: Engine) -> None:
     """Count encoders by crop size, other modules by name, the backward pass, and the update as parts of their own."""
     for name, module in method.named_modules():
         parent = name.rpartition(".")[0]
@@ -133,7 +141,7 @@ def name_parts(counter: Counter, method: Method, engine: DDP) -> None:
         ):
             _count_as(counter, module, name)
     engine.accelerator.backward = _in_part(counter, "backward", backward)
-    loop.clip_gradients = _in_part(counter, "clip", loop.clip_gradients)
+    loop.clip_gradients = _in_part(counter, "clip", clip_gradients)
     engine.step = _in_part(counter, "AdamW", engine.step)
     method.after_step = _in_part(counter, "EMA and centre", method.after_step)
 

@@ -1,0 +1,79 @@
+"""The count of a training step on a fake GPU (benchmarks/roofline.py)."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.launched import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import fake_device
+import roofline
+
+GPU = roofline.GPUS["h200"]
+
+
+def test_kernels_bytes_and_flop_of_a_linear_layer() -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    with fake_device.counting(GPU) as counter:
+        fake_device.fake_copy(layer)
+        x = torch.empty(10, 64, device="cuda", dtype=torch.float32)
+        layer(x).add_(1)
+    product, added = counter.rows["", "mm"], counter.rows["", "add_"]
+    assert (product.kernels, product.flop) == (1, 2 * 10 * 64 * 32)
+    assert product.bytes == 4 * (10 * 64 + 64 * 32 + 10 * 32)
+    assert (added.kernels, added.flop, added.bytes) == (1, 0, 4 * 2 * 10 * 32)
+    assert product.seconds == GPU.launch  # so small that only the launch counts
+    assert counter.total().host_reads == 0
+
+
+def test_a_read_of_the_device_is_counted() -> None:
+    with fake_device.counting(GPU) as counter:
+        values = torch.empty(3, device="cuda")
+        assert values.tolist() == [1, 1, 1]
+        float(values.sum())
+    assert counter.total().host_reads == 2
+
+
+def test_its_backward_pass_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    x = torch.randn(5, 6)
+
+    def loss() -> torch.Tensor:
+        first, second = model(x), model(2 * x)  # weights that are used twice
+        return (first.softmax(-1) * second[:, :1]).square().mean()
+
+    loss().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    fake_device.backward(loss())
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("method", ["dino", "mae"])
+def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = roofline.RooflineBenchmark(method=method, encoder="vit_tiny", batch_size=4)
+    counter = roofline.count_step(settings)
+    parts, total = counter.parts(), counter.total()
+    assert total.host_reads == 1  # loss, norm, and the two flags, in one read
+    assert parts["AdamW"].kernels <= 8
+    assert parts["clip"].kernels <= 12
+    assert parts["EMA and centre" if method == "dino" else "backward"].flop >= 0
+    assert total.kernels < (2800 if method == "dino" else 1700)
+    roofline.show(counter, settings)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["kernels"] == total.kernels
+    assert result["images_per_second_bound"] == pytest.approx(4 / total.seconds, rel=1e-3)
+    assert result["tflop"] == pytest.approx(sum(part.flop for part in parts.values()) / 1e12, abs=1e-3)
+
+
+def test_flop_of_an_encoder_agree_with_its_summary() -> None:
+    """encoders.summary counts multiply-adds of a 224-pixel image by another route."""
+    counter = roofline.count_step(roofline.RooflineBenchmark(encoder="vit_tiny", batch_size=2))
+    crops = 2 * 2
+    assert counter.parts()["teacher.encoder 224"].flop / crops / 2 == pytest.approx(1.26e9, rel=0.02)
