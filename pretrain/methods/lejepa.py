@@ -259,7 +259,7 @@ class LeJEPA(Method):
                 f"The embeddings are not normal: sigreg is {record['sigreg']:.1f}, and is about 1 for normal "
                 "embeddings. Try a higher lejepa.sigreg_weight."
             )
-        if record["view_difference"] > 0.5:
+        if record["view_difference"] > 0.8:
             found.append(
                 f"Views of one image differ much: view_difference is {record['view_difference']:.2f}. Try a lower "
                 "lejepa.sigreg_weight, or larger crops."

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.demo import demo_shards
 from tests.launched import Launched, records
+from tests.teachers import small_teacher
 
 Run = tuple[list[str], dict[int, tuple[int, int, str]]]
 SCRIPT = Path(__file__).with_name("poisoned_runs.py")
@@ -28,6 +29,7 @@ SMALL = {
     "lejepa": "--lejepa.global_size 16 --lejepa.local_size 12 --lejepa.local_crops 2 --lejepa.hidden_dim 32 "
     "--lejepa.output_dim 8 --lejepa.directions 32",
     "mae": "--mae.size 16 --mae.decoder_dim 16 --mae.decoder_heads 2 --mae.decoder_depth 2",
+    "distill": f"--distill.size 16 --distill.teacher {small_teacher()}",
     "finetune": "--finetune.size 16",
 }
 NARROW = "--encoder.depth 2 --encoder.dim 24 --encoder.heads 2"
@@ -49,6 +51,7 @@ def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | N
 
 RUNS: dict[str, Run] = {
     "dino": run("dino", "--optim.clip 0.1 --optim.clip_by module --dino.freeze_steps 4 --optim.weight_decay 0.5"),
+    "distill": run("distill"),
     "lejepa": run("lejepa", "--optim.clip 0.1 --optim.clip_by module"),
     "mae": run("mae", "--optim.clip 0.05 --optim.clip_by tensor"),
     "dino, skipped": run(

@@ -174,7 +174,7 @@ def test_signs_of_collapse_name_the_flag_of_their_term() -> None:
     assert "lower lejepa.sigreg_weight" in unrelated["unrelated views"]
     assert not any("lejepa" in line for line in method.advice(healthy))
     assert any("higher lejepa.sigreg_weight" in line for line in method.advice(healthy | {"sigreg": 30.0}))
-    assert any("lower lejepa.sigreg_weight" in line for line in method.advice(healthy | {"view_difference": 0.7}))
+    assert any("lower lejepa.sigreg_weight" in line for line in method.advice(healthy | {"view_difference": 0.9}))
 
 
 def test_metrics_of_collapsed_embeddings_ring_the_alarm() -> None:
