@@ -298,9 +298,12 @@ class Distill(Method):
         predicted = self.projections[kind](own).float()  # (N, E)
         with full_precision(predicted):
             term = match_loss(predicted, target, loss)
-        spread, wanted = (x.detach().std(0, correction=0).mean() for x in (predicted, target))
-        size = target.abs().mean()
-        metrics = {"loss": term.detach(), "spread": (spread + 1e-6) / (wanted + 1e-6), "teacher_spread": wanted / size}
+        # Relative to the size of the features, because the cosine does not fix the size of the predictions.
+        spread, wanted = (
+            x.detach().std(0, correction=0).mean() / x.detach().abs().mean().clamp(min=1e-12)
+            for x in (predicted, target)
+        )
+        metrics = {"loss": term.detach(), "spread": (spread + 1e-6) / (wanted + 1e-6), "teacher_spread": wanted}
         return term, {f"{kind}_{name}": value for name, value in metrics.items()}
 
     def trained_encoder(self) -> Encoder:
