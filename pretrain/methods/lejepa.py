@@ -43,16 +43,17 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     """number of local crops per image; default: 6, or 4 if global_size is less than 128"""
     local_scale: Areas = (0.05, 0.3)
     """smallest and largest area of a local crop before the resize, as a share of the image's area"""
-    sigreg_weight: float = Field(default=0.05, gt=0, lt=1)
+    sigreg_weight: float | None = Field(default=None, gt=0, lt=1)
     """weight of SIGReg (lambda) for 256 images per forward pass of all processes; the weight of the invariance is
-    1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N"""
+    1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer
+    than 100,000 images"""
     directions: int | None = Field(default=None, ge=1)
     """number of random directions along which SIGReg tests the embeddings (M), drawn anew at every step; default: 1024,
     or 256 for fewer than 100,000 images"""
     hidden_dim: int | None = Field(default=None, ge=1)
     """width of the projector's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
     output_dim: int | None = Field(default=None, ge=1)
-    """width of the embeddings (D); default: 512, or 64 for fewer than 100,000 images"""
+    """width of the embeddings (D); default: 512, or 16 for fewer than 100,000 images"""
     projector_layers: int = Field(default=3, ge=1)
     """number of linear layers of the projector"""
     batch_norm: bool = True
@@ -62,6 +63,7 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
 class ResolvedLeJEPA(LeJEPAConfig, frozen=True):
     """Settings of LeJEPA with all values set, as returned by `resolve`."""
 
+    sigreg_weight: float = Field()
     directions: int = Field()
     hidden_dim: int = Field()
     output_dim: int = Field()
@@ -72,7 +74,8 @@ def resolve(config: LeJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[Re
 
     For data sets of ImageNet's size, the result is the published recipe: learning rate 5e-4, which falls to a
     thousandth of its peak, and weight decay 0.05. The length of the warm-up is not published, and is that of DINO. A
-    smaller data set gets a narrower projector, fewer directions and a higher learning rate (docs/methods.md).
+    smaller data set gets lambda, directions and embeddings of the published recipe for Imagenette, a narrower projector
+    and the learning rate of DINO (docs/methods.md).
     """
     optim_defaults = {
         "lr": 5e-4 if size.large else size.small_lr(4e-3),
@@ -84,9 +87,10 @@ def resolve(config: LeJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[Re
         "clip": 0.0,
     }
     defaults = {
+        "sigreg_weight": 0.05 if size.large else 0.02,
         "directions": 1024 if size.large else 256,
         "hidden_dim": 2048 if size.large else 512,
-        "output_dim": 512 if size.large else 64,
+        "output_dim": 512 if size.large else 16,
     }
     filled = fill(optim, ResolvedOptim, optim_defaults)
     if optim.min_lr is None:

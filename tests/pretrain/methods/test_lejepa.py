@@ -137,7 +137,7 @@ def test_method_loss_and_gradients_equal_naive_float64() -> None:
             x = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()  # weight 1 and bias 0, as initialised
             x = x.clamp(min=0)
     embeddings = x.unflatten(0, (5, -1))
-    weight = 0.05 * 256 / 4 / (0.95 + 0.05 * 256 / 4)
+    weight = 0.02 * 256 / 4 / (0.98 + 0.02 * 256 / 4)
     naive = weight * naive_sigreg(embeddings, draw_directions(6, 20, 3, CPU))
     naive = naive + (1 - weight) * naive_invariance(embeddings)
     naive.backward()
@@ -205,7 +205,8 @@ def test_settings_scale_with_the_data() -> None:
     _, given = resolve(LeJEPAConfig(), OptimConfig(min_lr=0.0), RunSize(1_281_167, 256, 250_200))
     assert given.min_lr == 0.0
     small, _ = resolve(LeJEPAConfig(global_size=64), OptimConfig(), RunSize(4809, 64, 600))
-    assert (small.directions, small.hidden_dim, small.output_dim, small.local_crops) == (256, 512, 64, 4)
+    assert (small.sigreg_weight, small.directions) == (0.02, 256)
+    assert (small.hidden_dim, small.output_dim, small.local_crops) == (512, 16, 4)
 
 
 def _two_ranks(rank: int, port: int, folder: str) -> None:
