@@ -12,9 +12,12 @@
 The tables are written to benchmarks/results/. Without CUDA, the script prints a message and exits with code 0.
 """
 
+import atexit
 import copy
+import functools
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,12 +75,24 @@ def build(
     """Return a method with a new encoder, the resolved optimizer settings, and the transform of the method."""
     torch.manual_seed(0)
     kind = METHODS[name]
+    if "teacher" in kind.Config.model_fields:
+        settings = {"teacher": untrained_teacher()} | settings
     size = RunSize(50_000, batch_size, steps)
     config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), size)
     family = encoders.family(variant)
     defaults = kind.encoder_defaults(config, family, size) | supported(family, {"drop_path": 0.0})
     method = kind(encoders.build(variant, **defaults), config, steps)
     return method, optim, method.transform()
+
+
+@functools.cache
+def untrained_teacher() -> str:
+    """Save a new ViT-S/16 to a temporary folder, for methods that learn from a frozen encoder, and return its path."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    path = Path(folder) / "teacher.safetensors"
+    encoders.save(encoders.build("vit_small"), path)
+    return str(path)
 
 
 def random_batch(transform: Transform, images: int, seed: int) -> Batch:

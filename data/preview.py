@@ -1,7 +1,7 @@
 """Show images and class names of shards on one sheet.
 
     python -m data.preview SHARDS [--output SHEET.png]
-    python -m data.preview SHARDS --method dino|mae [settings of the run] [--output SHEET.png]
+    python -m data.preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png]
 
 With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This part
 depends on the methods, so it is in `pretrain/preview.py`, and this command hands over to `python -m pretrain.preview`.

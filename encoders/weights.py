@@ -36,14 +36,20 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if options.output.suffix != ".safetensors":
             raise WeightsError(f"{options.output} must end in .safetensors.")
-        encoder = fitting(options.source, options.encoder, dict(setting(text) for text in options.set))
+        encoder, report = fitting(options.source, options.encoder, dict(setting(text) for text in options.set))
+        print(report)
         (to_timm if options.to == "timm" else to_ours)(encoder, options.output)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
-def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Encoder:
-    """Build an encoder that fits the weights in `source`, load the weights, and print a report.
+def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tuple[Encoder, Report]:
+    """Build an encoder that fits the weights in `source`, and load the weights. Return the encoder and a report.
+
+    Args:
+        source: weight file, or folder of a run.
+        variant: name of the encoder variant; None for that of the weights.
+        settings: settings of the encoder, which override those of the weights.
 
     Raises:
         EncoderError: a setting is unknown or has an invalid value.
@@ -62,8 +68,7 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> Enco
         known = recognise(state).describe(state)
     encoder = encoders.build(**(known | settings))
     encoder.preprocessing = preprocessing
-    print(load_weights(encoder, checkpoint))
-    return encoder
+    return encoder, load_weights(encoder, checkpoint)
 
 
 def to_ours(encoder: Encoder, output: Path) -> None:

@@ -1,6 +1,6 @@
 """Show the crops and masks that a run draws first, before any run.
 
-    python -m pretrain.preview SHARDS --method dino|mae [settings of the run] [--output SHEET.png] [--images N]
+    python -m pretrain.preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png] [--images N]
 
 All settings of pretrain/run.py are flags, and derived settings get the same values as in the run. The sheet shows the
 first images of the first batch of a run on one process, with the seed and the transform of the run: each row holds the

@@ -2,10 +2,18 @@
 
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
+from pretrain.methods.distill import Distill
 from pretrain.methods.finetune import Finetune
+from pretrain.methods.lejepa import LeJEPA
 from pretrain.methods.mae import MAE
 
-METHODS: dict[str, type[Method]] = {"dino": DINO, "mae": MAE, "finetune": Finetune}
+METHODS: dict[str, type[Method]] = {
+    "dino": DINO,
+    "distill": Distill,
+    "lejepa": LeJEPA,
+    "mae": MAE,
+    "finetune": Finetune,
+}
 """Classes of methods by name.
 
 To add a method from another package, add it to this dictionary before the settings are read.

@@ -17,10 +17,11 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig
 from runtime.settings import Section
+from tests.teachers import small_settings
 
 STEPS = 10
 _resolved = {
-    name: method.resolve(method.Config(**method.small_settings), OptimConfig(), RunSize(1000, 4, STEPS))
+    name: method.resolve(method.Config(**small_settings(method)), OptimConfig(), RunSize(1000, 4, STEPS))
     for name, method in METHODS.items()
 }
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}

@@ -16,6 +16,7 @@ from pretrain.methods.mae import MAE
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.errors import UserError
 from runtime.settings import SettingsError, settings_of
+from tests.teachers import small_teacher
 
 SHARDS = ["--data", "somewhere.tar"]
 RESOLVED_OPTIM = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 1, "weight_decay": 0.1, "weight_decay_end": 0.1} | {
@@ -146,7 +147,8 @@ def test_without_data_the_preset_of_the_embedded_data_lies_below(tmp_path: Path)
 
 @pytest.mark.parametrize("file", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_presets_are_valid(file: Path) -> None:
-    config = resolve(load([*SHARDS, "--config", str(file)]), 1_281_167)
+    teacher = ["--distill.teacher", small_teacher()] if "distill" in file.stem else []
+    config = resolve(load([*SHARDS, "--config", str(file), *teacher]), 1_281_167)
     assert config.method == file.stem.split("_")[1]
     if file.stem.startswith("imagenet_"):  # says in full what follows from the size of ImageNet anyway
         variant, size = config.encoder_settings["variant"], str(config.batch_size)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import encoders
 from pretrain.methods import METHODS
+from tests.teachers import small_settings
 
 VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 PAIRS = [(method, variant) for method in METHODS for variant in VARIANTS]
@@ -25,7 +26,7 @@ RUNS["mae of vit_micro in place"] = {"--method": "mae", "--encoder": "vit_micro"
 
 def small(method: str) -> dict[str, str]:
     """The method's small settings as flags."""
-    return {f"--{method}.{name}": str(value).lower() for name, value in METHODS[method].small_settings.items()}
+    return {f"--{method}.{name}": str(value).lower() for name, value in small_settings(METHODS[method]).items()}
 
 
 def arguments(run: dict[str, str], output: Path, *more: str) -> list[str]:

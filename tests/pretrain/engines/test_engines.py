@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.demo import demo_shards
 from tests.launched import Launched, records
+from tests.teachers import small_teacher
 
 Run = tuple[list[str], dict[int, tuple[int, int, str]]]
 SCRIPT = Path(__file__).with_name("poisoned_runs.py")
@@ -25,7 +26,10 @@ LOOSE = 3e-4
 SMALL = {
     "dino": "--dino.global_size 16 --dino.local_size 12 --dino.local_crops 2 --dino.hidden_dim 32 "
     "--dino.bottleneck_dim 16 --dino.prototypes 64",
+    "lejepa": "--lejepa.global_size 16 --lejepa.local_size 12 --lejepa.local_crops 2 --lejepa.hidden_dim 32 "
+    "--lejepa.output_dim 8 --lejepa.directions 32",
     "mae": "--mae.size 16 --mae.decoder_dim 16 --mae.decoder_heads 2 --mae.decoder_depth 2",
+    "distill": f"--distill.size 16 --distill.teacher {small_teacher()}",
     "finetune": "--finetune.size 16",
 }
 NARROW = "--encoder.depth 2 --encoder.dim 24 --encoder.heads 2"
@@ -39,14 +43,16 @@ def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | N
         "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
     )
     encoder = "" if "--encoder " in more else f"--encoder vit_micro {NARROW}"
-    if method == "dino" and "batch_norm" not in more:
-        more += " --dino.batch_norm false"  # with it, AdamW moves some biases by rounding errors
+    if method in ("dino", "lejepa") and "batch_norm" not in more:
+        more += f" --{method}.batch_norm false"  # with it, AdamW moves some biases by rounding errors
     words = f"--method {method} {SMALL[method]} {encoder} {common} --evaluation.pictures 0 --steps {steps} {more}"
     return ["--data", shards, *words.split()], poison or {}
 
 
 RUNS: dict[str, Run] = {
     "dino": run("dino", "--optim.clip 0.1 --optim.clip_by module --dino.freeze_steps 4 --optim.weight_decay 0.5"),
+    "distill": run("distill"),
+    "lejepa": run("lejepa", "--optim.clip 0.1 --optim.clip_by module"),
     "mae": run("mae", "--optim.clip 0.05 --optim.clip_by tensor"),
     "dino, skipped": run(
         "dino",
@@ -60,6 +66,7 @@ RUNS: dict[str, Run] = {
 }
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
     "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=4),
+    "lejepa, over all": run("lejepa", "--lejepa.batch_norm true", steps=4),
     "dino, checkpointed": run("dino", "--encoder.checkpoint_activations true", steps=4),
     "mae, checkpointed": run("mae", "--encoder.checkpoint_activations true", steps=4),
     "navit, native": run(

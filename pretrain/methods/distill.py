@@ -1,0 +1,338 @@
+"""Distillation of a frozen encoder: a student learns to predict the teacher's features of the same images.
+
+The teacher is any encoder of this project, with weights of a run or with published weights. The pooled features and
+the features of the tokens are matched by separate projections and losses, as in AM-RADIO (2312.06709) with one teacher.
+
+Shape letters: B images per process; N tokens of all images on the student's grid; D width of the student, E of the
+teacher; h and w rows and columns of tokens of an image.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+import encoders
+from data.batch import Batch
+from data.crops import RandomCrop, RandomCropConfig
+from encoders.base import Encoder, Features, Preprocessing
+from encoders.errors import EncoderError
+from encoders.weights import fitting
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.monitoring.collapse import effective_rank
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.settings import SettingsError
+
+Match = Literal["cosine", "smooth_l1", "mse", "mixed"]
+
+
+class DistillConfig(RandomCropConfig):
+    """Settings of distillation from a frozen encoder."""
+
+    teacher: str | None = None
+    """encoder to learn from: a run folder, a checkpoint in it, a weight file of this project, or a published weight
+    file"""
+    teacher_hash: str | None = None
+    """SHA-256 of the teacher's weights and settings; default: computed. A run stops if the teacher has another hash"""
+    teacher_size: int | None = Field(default=None, ge=1)
+    """side in pixels to which a crop is resized for the teacher; default: `size`"""
+    pooled_weight: float = Field(default=1.0, ge=0)
+    """weight of the loss of the pooled features; 0: the pooled features are not matched"""
+    token_weight: float = Field(default=1.0, ge=0)
+    """weight of the loss of the tokens; 0: the tokens are not matched"""
+    pooled_loss: Match = "cosine"
+    """loss of the pooled features: cosine (1 - cosine similarity), smooth_l1, mse (mean squared error), or mixed
+    (0.9 * cosine + 0.1 * smooth_l1); the default is that of AM-RADIO"""
+    token_loss: Match = "mixed"
+    """loss of the tokens, with the same choices; the default is that of AM-RADIO"""
+    projection: Literal["linear", "mlp"] = "mlp"
+    """projection from the student's width to the teacher's: linear, or mlp (two linear layers with layer norm and GELU
+    between them, as in AM-RADIO)"""
+    hidden_dim: int | None = Field(default=None, ge=1)
+    """width of the hidden layer of the projection mlp; default: the teacher's width"""
+
+
+def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[DistillConfig, ResolvedOptim]:
+    """Return the settings of distillation and of the optimizer, with the hash of the teacher.
+
+    For data sets of ImageNet's size, the learning rate is that of AM-RADIO: 1e-3 for 1024 images. The other values are
+    choices of this project.
+
+    Raises:
+        SettingsError: no teacher is given, it cannot be read, or its hash is not `teacher_hash`.
+    """
+    optim_defaults = {
+        "lr": 2.5e-4 if size.large else size.small_lr(4e-3),
+        "min_lr": 1e-6,
+        "warmup_steps": min(10 * size.epoch, size.steps // 10),
+        "weight_decay": 0.05,
+        "weight_decay_end": 0.05,
+        "betas": (0.9, 0.999),
+        "clip": 3.0,
+    }
+    if not config.pooled_weight and not config.token_weight:
+        raise SettingsError("distill.pooled_weight and distill.token_weight are both 0. Set one of them to 1")
+    try:
+        found = teacher_hash(teacher_file(config.teacher))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"distill.teacher: {error}") from error
+    if config.teacher_hash not in (None, found):
+        raise SettingsError(
+            f"distill.teacher {config.teacher} is not the teacher with which the run started: its hash is {found}, and "
+            f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run"
+        )
+    return fill(config, DistillConfig, {"teacher_hash": found}), fill(optim, ResolvedOptim, optim_defaults)
+
+
+def teacher_file(path: str | None) -> Path:
+    """Return the weight file of a teacher. `path` is a weight file, or the folder of a run or of a checkpoint.
+
+    Raises:
+        ValueError: there is no encoder at `path`, or `path` is None.
+    """
+    if path is None:
+        raise ValueError(
+            "The teacher is not set. Set distill.teacher to a run folder, an encoder.safetensors or a published weight "
+            "file."
+        )
+    given = Path(path).expanduser()
+    for file in (given, *encoders.places(given)):
+        if file.is_file():
+            return file
+    raise ValueError(f"No encoder found at {given}. Give a run folder, an encoder.safetensors or a weight file.")
+
+
+def teacher_hash(file: Path) -> str:
+    """Return the SHA-256 of a weight file and of the .json file beside it, if there is one."""
+    digest = hashlib.sha256()
+    for part in (file, file.with_suffix(".json")):
+        if part.is_file():
+            with part.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
+
+
+class Teacher:
+    """A frozen encoder that is loaded beside the method.
+
+    The teacher is not a module of the method. Engines therefore do not shard it, checkpoints do not store it, and each
+    process holds all of its weights.
+    """
+
+    def __init__(self, encoder: Encoder, size: int) -> None:
+        """Freeze `encoder`. `size` is the side in pixels of its input images."""
+        self.encoder, self.size = encoder.eval().requires_grad_(False), size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
+        return self  # copies of the method share the teacher, because its weights never change
+
+    @torch.no_grad()
+    def features(self, images: Tensor, preprocessing: Preprocessing) -> Features:
+        """Return the teacher's features of images (B, C, H, W) that are normalised by `preprocessing`.
+
+        Raises:
+            EncoderError: the teacher does not support images of its size.
+        """
+        if images.shape[-2:] != (self.size, self.size):
+            images = F.interpolate(images, size=(self.size, self.size), mode="bicubic", antialias=True)
+        images = renormalized(images, preprocessing, self.encoder.preprocessing)
+        try:
+            return self._encode(images)
+        except EncoderError as error:
+            hint = f"distill.teacher_size sets the size of these images, which is {self.size} pixels."
+            raise EncoderError(f"The teacher does not support its images: {error} {hint}") from error
+
+    def _encode(self, images: Tensor) -> Features:
+        if images.is_meta:  # the check before a run needs only the shapes
+            tensors = {**dict(self.encoder.named_parameters()), **dict(self.encoder.named_buffers())}
+            empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+            return torch.func.functional_call(self.encoder, empty, (images,))
+        if next(self.encoder.parameters()).device != images.device:
+            self.encoder.to(images.device)
+        return self.encoder(images)
+
+
+def load_teacher(path: str | None, size: int) -> Teacher:
+    """Return the encoder at `path` as a teacher for images of `size` pixels.
+
+    Raises:
+        ValueError: there is no encoder at `path`, its format is not recognised, or an image is smaller than a token.
+    """
+    with torch.device("cpu"):  # an export builds methods on the meta device
+        encoder, _ = fitting(teacher_file(path), None, {})
+    if min(encoder.grid(size, size)) < 1:
+        raise ValueError(
+            f"Images of {size} pixels are smaller than a token of the teacher, which has {encoder.stride} pixels. "
+            "Raise distill.teacher_size."
+        )
+    return Teacher(encoder, size)
+
+
+def renormalized(images: Tensor, given: Preprocessing, wanted: Preprocessing) -> Tensor:
+    """Return images (B, C, H, W) that are normalised by `given` as images that are normalised by `wanted`."""
+    if given == wanted:
+        return images
+    images = images.clone()
+    statistics = zip(given.mean, given.std, wanted.mean, wanted.std, strict=True)
+    for channel, (mean, std, other_mean, other_std) in enumerate(statistics):
+        images[:, channel].mul_(std / other_std).add_((mean - other_mean) / other_std)
+    return images
+
+
+def resized_tokens(features: Features, grid: tuple[int, int]) -> Tensor:
+    """Return the tokens of B images of one size, resized to a grid of (h, w) tokens: (B * h * w, E) float32.
+
+    The interpolation is bilinear, with antialiasing when the grid becomes coarser.
+    """
+    rows, columns = features.grids[0].tolist()
+    tokens = features.tokens.float()
+    if (rows, columns) == grid:
+        return tokens
+    maps = tokens.unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (B, E, rows, columns)
+    return F.interpolate(maps, size=grid, mode="bilinear", antialias=True).permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def match_loss(predicted: Tensor, target: Tensor, kind: Match) -> Tensor:
+    """Return the distance between predictions and targets, averaged over rows, as a scalar.
+
+        cosine = mean over n of  1 - predicted[n] . target[n] / (|predicted[n]| * |target[n]|)
+        smooth_l1 = mean over n, e of  d^2 / 2 if d < 1 else d - 1 / 2,  with d = |predicted[n, e] - target[n, e]|
+        mse = mean over n, e of  (predicted[n, e] - target[n, e]) ** 2
+        mixed = 0.9 * cosine + 0.1 * smooth_l1
+
+    Args:
+        predicted: (N, E) float32.
+        target: (N, E) float32.
+    """
+    if kind == "smooth_l1":
+        return F.smooth_l1_loss(predicted, target)
+    if kind == "mse":
+        return F.mse_loss(predicted, target)
+    cosine = 1 - F.cosine_similarity(predicted, target).mean()
+    return cosine if kind == "cosine" else 0.9 * cosine + 0.1 * F.smooth_l1_loss(predicted, target)
+
+
+def make_projection(dim: int, width: int, config: DistillConfig) -> nn.Module:
+    """Return the projection of features of the student to the width of the teacher: (N, D) -> (N, E)."""
+    if config.projection == "linear":
+        return nn.Linear(dim, width)
+    hidden = config.hidden_dim or width
+    return nn.Sequential(nn.Linear(dim, hidden), nn.LayerNorm(hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+class Distill(Method):
+    """The distillation method: a student encoder, one projection per kind of features, and a frozen teacher."""
+
+    Config = DistillConfig
+    resolve = staticmethod(resolve)
+    small_settings: ClassVar[dict[str, Any]] = {"size": 16}
+
+    def __init__(self, encoder: Encoder, config: DistillConfig, steps: int) -> None:
+        """Load the teacher, and build the projections. `config` holds resolved settings.
+
+        Raises:
+            ValueError: the teacher cannot be loaded, or takes images with another number of channels.
+        """
+        super().__init__()
+        del steps
+        self.config = config
+        self.image_size = config.size
+        self._teacher = load_teacher(config.teacher, config.teacher_size or config.size)
+        teacher = self._teacher.encoder
+        if teacher.channels != encoder.channels:
+            raise ValueError(
+                f"The teacher takes images of {teacher.channels} channels, but the student's images have "
+                f"{encoder.channels}. Choose another distill.teacher."
+            )
+        unused = () if config.pooled_weight else ("attn_pool",)
+        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist", *unused))
+        self.encoder = encoder
+        weights = {"pooled": config.pooled_weight, "token": config.token_weight}
+        self.projections = nn.ModuleDict(
+            {kind: make_projection(encoder.dim, teacher.dim, config) for kind, weight in weights.items() if weight}
+        )
+        self._pooled: Tensor | None = None  # pooled features (B, D) of the last forward pass, for health()
+
+    @staticmethod
+    def encoder_defaults(config: DistillConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+        small = {} if size.large else {"init": "xavier", "position_init": "sincos"}
+        return supported(family, {"image_size": config.size, "drop_path": 0.0} | small)
+
+    def transform(self) -> RandomCrop:
+        return RandomCrop(self.config)
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of a batch with one view: B images, (B, C, H, W)."""
+        del step
+        (view,) = batch.views
+        images, c = view.images, self.config
+        if not isinstance(images, Tensor):
+            raise TypeError("Distillation needs batches of images of one size.")
+        wanted = self._teacher.features(images, batch.preprocessing)
+        features = self.encoder(images)
+        self._pooled = features.pooled.detach().float()
+        loss, metrics = features.pooled.new_zeros((), dtype=torch.float32), {}
+        if c.pooled_weight:
+            term, found = self._match("pooled", features.pooled, wanted.pooled.float(), c.pooled_loss)
+            loss, metrics = loss + c.pooled_weight * term, metrics | found
+        if c.token_weight:
+            rows, columns = features.grids[0].tolist()
+            term, found = self._match("token", features.tokens, resized_tokens(wanted, (rows, columns)), c.token_loss)
+            loss, metrics = loss + c.token_weight * term, metrics | found
+        return loss, metrics
+
+    def _match(self, kind: str, own: Tensor, target: Tensor, loss: Match) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one kind of features, and its metrics.
+
+        Args:
+            kind: pooled or token.
+            own: features of the student, (N, D).
+            target: features of the teacher, (N, E) float32.
+            loss: kind of loss.
+        """
+        predicted = self.projections[kind](own).float()  # (N, E)
+        with full_precision(predicted):
+            term = match_loss(predicted, target, loss)
+        # Relative to the size of the features, because the cosine does not fix the size of the predictions.
+        spread, wanted = (
+            x.detach().std(0, correction=0).mean() / x.detach().abs().mean().clamp(min=1e-12)
+            for x in (predicted, target)
+        )
+        metrics = {"loss": term.detach(), "spread": (spread + 1e-6) / (wanted + 1e-6), "teacher_spread": wanted}
+        return term, {f"{kind}_{name}": value for name, value in metrics.items()}
+
+    def trained_encoder(self) -> Encoder:
+        return self.encoder
+
+    def trained_parts(self) -> list[nn.Module]:
+        return [self.encoder, self.projections]
+
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        return {
+            kind: f"{kind}_spread {record[f'{kind}_spread']:.3f} is near 0, and {kind}_loss is "
+            f"{record[f'{kind}_loss']:.3f}: the student predicts nearly the same for every input, and the teacher does "
+            f"not. Try a lower optim.lr, distill.projection linear, or a higher distill.{kind}_weight."
+            for kind in self.projections
+            if record[f"{kind}_spread"] < 0.02
+        }
+
+    def advice(self, record: Mapping[str, float]) -> list[str]:
+        found = [
+            f"The teacher's features hardly differ between inputs: {name} is {value:.3f}. Try another distill.teacher "
+            "or distill.teacher_size."
+            for name, value in record.items()
+            if name.endswith("_teacher_spread") and value < 0.05
+        ]
+        found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
+        return [*found, *super().advice(record)]
+
+    @torch.no_grad()
+    def health(self) -> dict[str, float]:
+        if self._pooled is None:
+            return {}
+        return {"feature_rank": effective_rank(self._pooled)}
