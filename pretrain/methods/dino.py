@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
-from encoders.images import Images, pack
+from encoders.images import Images, can_pack, pack
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
@@ -293,9 +293,9 @@ class DINO(Method):
     def _pooled(encoder: nn.Module, views: list[Images]) -> Tensor:
         """Return the pooled features of all views, (S * B, D).
 
-        An encoder that takes packed images gets all views in one call.
+        An encoder that takes packed images gets all views in one call, if its patches divide their sides.
         """
-        if isinstance(encoder, Encoder) and encoder.takes_packed:
+        if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
             return encoder(pack(views, encoder.stride)).pooled
         return torch.cat([encoder(view).pooled for view in views])
 

@@ -18,11 +18,12 @@ from data.batch import Batch
 from data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from data.masking import MaskedCrop, MaskKind
 from encoders.base import Encoder, Features
+from encoders.blocks import Block
 from encoders.images import Images, Mask, PackedImages, patchify
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
 from encoders.segments import Segments, copy_to_device, token_positions
-from encoders.vit import Block, ViT
+from encoders.vit import ViT
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
@@ -129,8 +130,6 @@ class Decoder(nn.Module):
                 mlp_ratio=4.0,
                 qkv_bias=True,
                 norm_eps=1e-6,
-                qk_norm=False,
-                qk_scale=None,
                 layer_scale=None,
                 drop_path=0.0,
             )
