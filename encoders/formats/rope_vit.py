@@ -57,7 +57,7 @@ def recognises(state: State) -> bool:
     """Return True if `state` holds weights of a RoPE-ViT."""
     if of_transformers(state):
         return "embeddings.position_embeddings" not in state
-    return PERIODS in state or of_eva(state)
+    return PERIODS in state or "storage_tokens" in state or of_eva(state)
 
 
 def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
@@ -73,7 +73,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     masked = _masks_key_bias(state)
     state, own = named(state), encoder.state_dict()
     check_plain_size(encoder, _size(state), rope_vit.VARIANTS)
-    if masked is not None and masked != _has_masked_bias(encoder) and "blocks.0.attn.qkv.bias" in own:
+    if masked is not None and masked != has_masked_bias(encoder) and "blocks.0.attn.qkv.bias" in own:
         raise WeightsError(
             f"The bias of keys {'counts as 0' if masked else 'has an effect'} in the model of the checkpoint. "
             f"Build the encoder with mask_key_bias={masked}."
@@ -109,10 +109,11 @@ def _masks_key_bias(state: State) -> bool | None:
     if of_transformers(state):
         keys = [name for name in state if name.endswith(("layer.0.attention.k_proj.bias", "attention.key.bias"))]
         return not keys
-    return False if "storage_tokens" in state else None
+    return False if {"storage_tokens", "blocks.0.attn.qkv.bias"} <= set(state) else None
 
 
-def _has_masked_bias(encoder: RoPEViT) -> bool:
+def has_masked_bias(encoder: RoPEViT) -> bool:
+    """Return True if the bias of keys counts as 0."""
     return isinstance(modules_of(encoder.blocks, Block)[0].attn.qkv, MaskedKeyBiasLinear)
 
 
@@ -194,24 +195,26 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     options |= {"mlp_ratio": (hidden + 0.5) / encoder.dim}  # timm rounds the product down
     if gated:
         options["swiglu_align_to"] = 1
-    options["init_values"] = 1.0 if "blocks.0.ls1.gamma" in encoder.state_dict() else None
-    options["rope_temperature"] = _base(encoder)
+    options["rope_temperature"] = rope_base(encoder)
     return name, options, _eva_names(encoder.state_dict(), gated)
 
 
-def _base(encoder: RoPEViT) -> float:
+def rope_base(encoder: RoPEViT) -> float:
     """Return the base of the periods of the encoder's rotations."""
-    periods = encoder.rope_embed.periods.double()
-    return 1.0 if len(periods) < 2 else round(float(periods[-1]) ** (len(periods) / (len(periods) - 1)), 2)
+    periods = encoder.rope_embed.periods
+    if periods.is_meta or len(periods) < 2:
+        return encoder.settings["rope_base"]
+    return round(float(periods[-1]) ** (len(periods) / (len(periods) - 1)), 2)
 
 
 def _check_timm(encoder: RoPEViT) -> None:
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
     block, periods = modules_of(encoder.blocks, Block)[0], encoder.rope_embed.periods
-    geometric = _base(encoder) ** (torch.arange(len(periods)) / len(periods))
+    geometric = rope_base(encoder) ** (torch.arange(len(periods)) / len(periods))
     reasons = {
         f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
-        "mask_key_bias is not set": block.attn.qkv.bias is not None and not _has_masked_bias(encoder),
+        "it has no layer scale": "blocks.0.ls1.gamma" not in encoder.state_dict(),
+        "mask_key_bias is not set": block.attn.qkv.bias is not None and not has_masked_bias(encoder),
         'rope_coordinates is not "separate"': encoder.rope_embed.coordinates != "separate",
         "cls_norm is set": encoder.cls_norm is not None,
         "the periods of the rotations are not powers of one base": (

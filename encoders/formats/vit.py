@@ -77,11 +77,8 @@ def recognises(state: State) -> bool:
     if of_transformers(state):
         return "embeddings.position_embeddings" in state
     first = state.get(FIRST)
-    if (
-        first is None
-        or of_eva(state)
-        or any(name.startswith(("neck.", "rope_embed.")) or ".rel_pos_" in name for name in state)
-    ):
+    others = ("neck.", "rope_embed.", "storage_tokens")
+    if first is None or of_eva(state) or any(name.startswith(others) or ".rel_pos_" in name for name in state):
         return False
     flat = (
         first.ndim == 2 and "pos_embed" in state

@@ -251,7 +251,8 @@ class DINO(Method):
         self.config = config
         self.steps = steps
         self.image_size = config.global_size
-        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
+        patch_norm = ("norm",) if getattr(encoder, "cls_norm", None) is not None else ()  # only `pooled` is used
+        freeze(encoder, (*patch_norm, "mask_token", "pre_logits", "head", "head_dist"))
         self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, config)})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor

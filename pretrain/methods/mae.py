@@ -22,6 +22,7 @@ from encoders.blocks import Block
 from encoders.images import Images, Mask, PackedImages, patchify
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
+from encoders.rope_vit import RoPEViT
 from encoders.segments import Segments, copy_to_device, token_positions
 from encoders.vit import ViT
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
@@ -33,10 +34,11 @@ LONGEST_SIDE = 512
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
+    RoPEViT: {"init": "xavier"},
     NaViT: {"pool": "mean"},  # mean pooling, because MAE's loss does not train attention pooling
 }
 """the paper's encoder settings, for encoders that have them"""
-SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}}
+SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}, RoPEViT: {"pool": "mean"}}
 """encoder settings for small data sets: the mean of the patch tokens says more about an image than the class token"""
 
 
@@ -224,7 +226,7 @@ class MAE(Method):
         self.drop = encoder.can_drop if config.drop is None else config.drop
         _check(encoder, config, self.drop)
         unused = ("mask_token",) if self.drop else ()
-        freeze(encoder, (*unused, "attn_pool", "pre_logits", "head", "head_dist"))
+        freeze(encoder, (*unused, "attn_pool", "cls_norm", "local_cls_norm", "pre_logits", "head", "head_dist"))
         usual = (8 if len(encoder.blocks) >= 12 else 2) if self.drop else 0
         depth = usual if config.decoder_depth is None else config.decoder_depth
         class_token = getattr(encoder, "pool", None) == "class"
