@@ -57,7 +57,8 @@ def attention(
         raise EncoderError("Attention of packed images supports no bias. Pass either bias or segments.")
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the kernels' memory layout is (B, N, heads, d)
     # imported here, because the module loads torch's compiler, which takes seconds
     from encoders.packed_attention import packed_attention
 

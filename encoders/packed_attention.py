@@ -89,9 +89,6 @@ def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
         [x.unflatten(1, (count, -1)).transpose(0, 1) for x in part]  # three of (count, heads, N, d)
         for part, count in zip(parts, images.tolist(), strict=True)
     )
-    return torch.cat([_joined(F.scaled_dot_product_attention(*batch, scale=scale)) for batch in batches], 1)
-
-
-def _joined(out: Tensor) -> Tensor:
-    """Join the images of a batch: (B, heads, N, d) -> (heads, B * N, d)."""
-    return out.transpose(0, 1).flatten(1, 2)
+    outs = (F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches)
+    # (B, N, heads, d) is the memory layout of the kernels' results, so joining the images in it copies nothing.
+    return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).transpose(0, 1)
