@@ -62,7 +62,7 @@ class MAEConfig(RandomCropConfig):
     decoder_heads: int | None = Field(default=None, ge=1)
     """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
     native: bool = False
-    """keep the aspect ratio of each image; needs an encoder that takes packed images (NaViT); the setting
+    """keep the aspect ratio of each image; needs an encoder that takes packed images (ViT, RoPE-ViT, NaViT);
     `ratio` is then ignored"""
     smallest_size: int | None = Field(default=None, ge=1)
     """size of the smallest native image, given as the side in pixels of a square with the same area; default: `size`"""
@@ -327,7 +327,9 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
     if drop and not encoder.can_drop:
         raise ValueError(f"{name} cannot drop hidden tokens. Remove mae.drop, or set it to false.")
     if config.native and not encoder.takes_packed:
-        raise ValueError(f"{name} takes only images of one size. Set mae.native to false, or choose a navit encoder.")
+        raise ValueError(
+            f"{name} takes only images of one size. Set mae.native to false, or choose a vit, rope_vit or navit."
+        )
     if not config.native and (config.smallest_size or config.token_budget):
         raise ValueError("mae.smallest_size and mae.token_budget need images of many sizes. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:
