@@ -36,7 +36,7 @@ from pretrain.optim.adamw import adamw
 from runtime.machine import processor
 from runtime.settings import Settings, parse
 
-PUBLISHED = ("vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
+PUBLISHED = ("vit_small", "rope_vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
 RATIOS = (0.5, 0.75, 0.9)
 IMAGES = {"cpu": 4, "cuda": 64}
 """Default number of images per step for each type of device."""

@@ -21,12 +21,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from encoders import navit, sam_vit, swin, twins, vit
+from encoders import navit, rope_vit, sam_vit, swin, twins, vit
 from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.errors import EncoderError, WeightsError
 from encoders.formats.checkpoint import load_weights
 from encoders.formats.report import Report
 from encoders.navit import NaViT
+from encoders.rope_vit import RoPEViT
 from encoders.sam_vit import SAMViT
 from encoders.swin import Swin
 from encoders.twins import Twins
@@ -57,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     name: {"family": family, **settings}
     for family, variants in (
         (ViT, vit.VARIANTS),
+        (RoPEViT, rope_vit.VARIANTS),
         (Swin, swin.VARIANTS),
         (NaViT, navit.VARIANTS),
         (SAMViT, sam_vit.VARIANTS),

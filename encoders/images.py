@@ -139,6 +139,11 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     return rearrange(images, "b c (h p1) (w p2) -> (b h w) (p1 p2 c)", p1=patch, p2=patch)
 
 
+def can_pack(views: Sequence[Images], patch: int) -> bool:
+    """Return True if `pack` can join the views, that is, if the sides of all images are multiples of `patch`."""
+    return all(not isinstance(view, Tensor) or not (view.shape[-2] % patch or view.shape[-1] % patch) for view in views)
+
+
 def pack(views: Sequence[Images], patch: int) -> PackedImages:
     """Join the images of all views, in order, into one `PackedImages`.
 

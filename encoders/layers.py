@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from encoders.errors import EncoderError
 from encoders.segments import Segments
 
-Interpolation = Literal["dino", "mae"]
+Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
@@ -57,7 +57,8 @@ def attention(
         raise EncoderError("Attention of packed images supports no bias. Pass either bias or segments.")
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the kernels' memory layout is (B, N, heads, d)
     # imported here, because the module loads torch's compiler, which takes seconds
     from encoders.packed_attention import packed_attention
 
@@ -142,16 +143,18 @@ def sincos_table(rows: int, columns: int, dim: int) -> Tensor:
 def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> Tensor:
     """Resize a position table from the grid `old` to the grid `new`: (1, old r * c, D) -> (1, new r * c, D).
 
-    The interpolation is bicubic without antialiasing. The rule "mae" uses the scale factor new / old. The rule "dino"
-    uses the scale factor (new + 0.1) / old, as the published DINO models do. With "dino", the table changes even if the
-    old grid and the new grid are equal.
+    The interpolation is bicubic. The rule "mae" uses the scale factor new / old, without antialiasing. The rule
+    "antialias" uses the same factor with antialiasing, as in timm and in DINOv2's models with registers. The rule
+    "dino" uses the scale factor (new + 0.1) / old without antialiasing, as the published DINO models and DINOv2's
+    models without registers do. With "dino", the table changes even if the old grid and the new grid are equal.
     """
     maps = rearrange(table.float(), "1 (r c) d -> 1 d r c", r=old[0], c=old[1])
     if interpolation == "dino":
         scale = [(after + 0.1) / before for before, after in zip(old, new, strict=True)]
         maps = F.interpolate(maps, scale_factor=scale, mode="bicubic", align_corners=False)
     else:
-        maps = F.interpolate(maps, size=new, mode="bicubic", align_corners=False)
+        antialias = interpolation == "antialias"
+        maps = F.interpolate(maps, size=new, mode="bicubic", align_corners=False, antialias=antialias)
     return rearrange(maps, "1 d r c -> 1 (r c) d").to(table.dtype)
 
 

@@ -305,9 +305,7 @@ class NaViT(Encoder):
         """Check the arguments of `forward`, including patch sizes, position table sizes and token dropping."""
         self.check(images, mask, drop=drop)
         side, grids = self.stride, self.grids(images)
-        if isinstance(images, PackedImages):
-            _check_packed(images, side, self.channels)
-        elif images.shape[-2] % side or images.shape[-1] % side:
+        if isinstance(images, Tensor) and (images.shape[-2] % side or images.shape[-1] % side):
             fitting = [sorted({size // side * side, -(-size // side) * side}) for size in images.shape[-2:]]
             rows, columns = (" or ".join(map(str, sizes)) for sizes in fitting)
             raise EncoderError(
@@ -335,26 +333,6 @@ def _check_fractions(**fractions: float | None):
     for name, value in fractions.items():
         if value is not None and not 0 <= value < 1:
             raise EncoderError(f"{name} is a fraction of tokens. It must be at least 0 and less than 1, not {value}.")
-
-
-def _check_packed(images: PackedImages, side: int, channels: int):
-    """Raise `EncoderError` if packed images do not fit the encoder.
-
-    A patch must have `side` x `side` pixels and `channels` channels. Each image must have at least one patch. The
-    number of patches must match the grids.
-    """
-    count, values = int(images.lengths.sum()), images.patches.shape[-1]
-    if images.patch != side:
-        raise EncoderError(f"The images are packed in patches of {images.patch} pixels, not of {side} pixels.")
-    if values != side**2 * channels:
-        raise EncoderError(
-            f"Packed patches have {values} values. Patches of {side} x {side} pixels with {channels} channels have "
-            f"{side**2 * channels} values. For another number of channels, build the encoder with channels=N."
-        )
-    if len(images.patches) != count or int(images.grids.min()) < 1:
-        raise EncoderError(
-            f"{len(images.patches)} packed patches do not match images with grids of {images.grids.tolist()} patches."
-        )
 
 
 def _random_tokens(lengths: Tensor, rates: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
         return attention_varlen(q, k, v, scale, segments)
     if q.is_cuda and segments.sequences is not None:
         return attention_in_sequences(q, k, v, scale, segments)
-    return attention_by_image(q, k, v, scale, segments)
+    return attention_by_run(q, k, v, scale, segments)
 
 
 def _has_varlen(q: Tensor) -> bool:
@@ -74,9 +74,21 @@ def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None,
     return out.transpose(0, 1).flatten(1, 2).index_select(1, queries.positions)
 
 
-def attention_by_image(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
-    """Compute attention within each image, one image after the other: (heads, T, d) -> (heads, T, d)."""
-    counts = segments.lengths.tolist()
-    images = zip(q.split(segments.query_lengths.tolist(), 1), k.split(counts, 1), v.split(counts, 1), strict=True)
-    batches = ((a[None], b[None], c[None]) for a, b, c in images)  # fused kernels need tensors with four dimensions
-    return torch.cat([F.scaled_dot_product_attention(a, b, c, scale=scale)[0] for a, b, c in batches], 1)
+def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Compute attention within each image: (heads, T, d) -> (heads, T, d).
+
+    Consecutive images with the same numbers of queries and tokens are computed as one batch. The crops of a training
+    step are a few such runs.
+    """
+    counts = torch.stack([segments.query_lengths, segments.lengths], 1)  # (B, 2)
+    values, images = counts.unique_consecutive(dim=0, return_counts=True)
+    totals = (values * images[:, None]).tolist()
+    sizes = [[total[part] for total in totals] for part in (0, 1, 1)]
+    parts = zip(*(x.split(size, 1) for x, size in zip((q, k, v), sizes, strict=True)), strict=True)
+    batches = (
+        [x.unflatten(1, (count, -1)).transpose(0, 1) for x in part]  # three of (count, heads, N, d)
+        for part, count in zip(parts, images.tolist(), strict=True)
+    )
+    outs = (F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches)
+    # (B, N, heads, d) is the memory layout of the kernels' results, so joining the images in it copies nothing.
+    return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).transpose(0, 1)

@@ -8,10 +8,11 @@ A training step sets the context before the forward pass:
         loss = method(batch, step)
 
 Inside the context, each random number of drop path is a hash of (seed, step, sample, call, crop, block, branch), and
-each random number of token dropping is a hash of (seed, step, sample, call, crop, token). `call` is the number of
-earlier draws in the context. An encoder call with n * B images has n crops per sample, crop-major: image j belongs to
-sample j % B. All processes must make the same encoder calls in the same order. Outside the context, encoders draw from
-torch's generator.
+each random number of token dropping is a hash of (seed, step, sample, call, crop, token). Random numbers that all
+samples of a step share, on all processes, are hashes of (seed, step, call, word); see `shared_noise`. `call` is the
+number of earlier draws in the context. An encoder call with n * B images has n crops per sample, crop-major: image j
+belongs to sample j % B. All processes must make the same encoder calls in the same order. Outside the context, encoders
+draw from torch's generator.
 
 An encoder draws the random numbers of a forward pass before its first block, and passes them to the blocks as tensors.
 Therefore, activation checkpointing repeats a block with the same random numbers, and compiled blocks do not draw random
@@ -38,10 +39,11 @@ of each block, so that drop path and token dropping never share random numbers."
 
 
 class _Keys:
-    """State of a `random_keys` context: a key for each sample, and the number of draws so far."""
+    """State of a `random_keys` context: a key for each sample, a shared key, and the number of draws so far."""
 
-    def __init__(self, samples: Tensor):
+    def __init__(self, samples: Tensor, shared: Tensor):
         self.samples = samples
+        self.shared = shared
         self.calls = 0
 
 
@@ -60,7 +62,8 @@ def random_keys(seed: int, step: int, samples: Tensor) -> Iterator[None]:
     key = torch.zeros((), dtype=torch.int64)
     for word in (seed, seed >> BITS, step):
         key = hashed(key, torch.tensor(word & MASK))
-    token = _current.set(_Keys(hashed(key, samples & MASK)))
+    shared = hashed(hashed(key, torch.tensor(MASK)), torch.tensor(MASK))
+    token = _current.set(_Keys(hashed(key, samples & MASK), shared))
     try:
         yield
     finally:
@@ -87,6 +90,20 @@ def next_keys(images: int) -> Tensor | None:
     drawn = hashed(hashed(keys.samples, torch.tensor(keys.calls)), torch.arange(crops)[:, None])  # (n, B)
     keys.calls += 1
     return drawn.flatten()
+
+
+def shared_noise(words: Tensor) -> Tensor:
+    """Return a uniform random number from 0 to 1 for each integer word: float64 on the CPU, with the shape of `words`.
+
+    Inside a `random_keys` context, the numbers are equal for all samples of the step, and so on all processes. Outside
+    of such a context, the numbers come from torch's generator.
+    """
+    keys = _current.get()
+    if keys is None:
+        return torch.rand(words.shape, dtype=torch.float64)
+    drawn = hashed(hashed(keys.shared, torch.tensor(keys.calls)), words)
+    keys.calls += 1
+    return drawn.double() / 2**BITS
 
 
 def hashed(keys: Tensor, words: Tensor) -> Tensor:

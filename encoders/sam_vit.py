@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
+from encoders.blocks import PatchEmbed
 from encoders.errors import EncoderError
 from encoders.images import Images, Mask
 from encoders.layers import (
@@ -35,7 +36,6 @@ from encoders.layers import (
     resize_table,
     table_grid,
 )
-from encoders.vit import PatchEmbed
 
 VARIANTS = {
     "sam_vit_micro": {

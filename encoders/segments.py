@@ -124,6 +124,54 @@ def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) ->
     )
 
 
+def runs(lengths: Tensor) -> list[tuple[int, int]]:
+    """Return the runs of consecutive images that have the same number of tokens.
+
+    Each run is a pair (number of images, number of tokens of each image). `lengths` (B,) is on the CPU.
+    """
+    values, counts = lengths.unique_consecutive(return_counts=True)
+    return list(zip(counts.tolist(), values.tolist(), strict=True))
+
+
+def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:
+    """Insert the same prefix tokens before the patch tokens of each image: (T, D) -> (T + B * S, D).
+
+    Args:
+        x: patch tokens of all images, image after image.
+        prefix: prefix tokens: (1, S, D).
+        lengths: number of patch tokens of each image: (B,) on the CPU.
+    """
+    parts = x.split([images * tokens for images, tokens in runs(lengths)])
+    together = [
+        torch.cat([prefix.expand(images, -1, -1), part.unflatten(0, (images, tokens))], 1).flatten(0, 1)
+        for part, (images, tokens) in zip(parts, runs(lengths), strict=True)
+    ]
+    return torch.cat(together)
+
+
+def split_prefix(x: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the prefix tokens (B, S, D) and the patch tokens (T, D) of all images. Reverse `insert_prefix`.
+
+    Args:
+        x: tokens of all images: (T + B * S, D).
+        count: number S of prefix tokens of an image.
+        lengths: number of patch tokens of each image: (B,) on the CPU.
+    """
+    parts = x.split([images * (count + tokens) for images, tokens in runs(lengths)])
+    shaped = [part.unflatten(0, (images, -1)) for part, (images, _) in zip(parts, runs(lengths), strict=True)]
+    return torch.cat([part[:, :count] for part in shaped]), torch.cat(
+        [part[:, count:].flatten(0, 1) for part in shaped]
+    )
+
+
+def image_means(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return the mean of the tokens of each image: (T, D) -> (B, D). `lengths` (B,) is on the CPU."""
+    parts = x.split([images * tokens for images, tokens in runs(lengths)])
+    return torch.cat(
+        [part.unflatten(0, (images, -1)).mean(1) for part, (images, _) in zip(parts, runs(lengths), strict=True)]
+    )
+
+
 def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the position of each token in its image, and the grid of this image: two tensors (2, T) int64.
 

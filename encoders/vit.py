@@ -1,33 +1,28 @@
-"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), registers (2309.16588).
+"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), DINOv2 (2304.07193).
 
 Letters in shapes: B images; C channels, H x W pixels; h x w grid; N = h * w patches of an image (only the visible
-patches, if hidden tokens are dropped); D width of a token; d width of one head; S prefix tokens before the patches
-(class, distillation and register tokens), of which the first K (class and distillation) have positions. Parameters have
-the names of the published weights.
+patches, if hidden tokens are dropped); T patches of all packed images; D width of a token; S prefix tokens before the
+patches (class, distillation and register tokens), of which the first K (class and distillation) have positions.
+Parameters have the names of the published weights.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from encoders.base import Encoder, Features
+from encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
 from encoders.errors import EncoderError
-from encoders.images import Images, Mask, patchify
+from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
-    MLP,
-    DropPath,
     Init,
     Interpolation,
-    LayerScale,
     Scales,
-    attention,
-    branch_scales,
     check_block_count,
     check_choices,
     check_counts,
@@ -39,13 +34,18 @@ from encoders.layers import (
     sincos_table,
     table_grid,
 )
-from encoders.segments import Segments
+from encoders.segments import Segments, image_means, insert_prefix, split_prefix
 
 Pool = Literal["class", "mean", "all"]
 Positions = Literal["learned", "sincos"]
 PositionInit = Literal["normal", "sincos"]
+TokenInit = Literal["normal", "dinov2"]
 
-VARIANTS = {
+_DINOV2 = {"patch_size": 14, "image_size": 518, "layer_scale": 1e-5, "mask_token": True, "token_init": "dinov2"}
+_GIANT = {"dim": 1536, "depth": 40, "heads": 24, "mlp": "swiglu"}
+_REGISTERS = {"registers": 4, "interpolation": "antialias"}
+
+VARIANTS: dict[str, dict[str, Any]] = {
     "vit_micro": {"dim": 96, "depth": 4, "heads": 3, "patch_size": 4, "image_size": 16},
     "vit_mini": {"dim": 128, "depth": 4, "heads": 4, "patch_size": 8, "image_size": 64},
     "vit_tiny": {"dim": 192, "depth": 12, "heads": 3},
@@ -53,108 +53,15 @@ VARIANTS = {
     "vit_base": {"dim": 768, "depth": 12, "heads": 12},
     "vit_large": {"dim": 1024, "depth": 24, "heads": 16},
     "vit_huge": {"dim": 1280, "depth": 32, "heads": 16, "patch_size": 14},
+    "vit_small_14_dinov2": {"dim": 384, "depth": 12, "heads": 6} | _DINOV2,
+    "vit_base_14_dinov2": {"dim": 768, "depth": 12, "heads": 12} | _DINOV2,
+    "vit_large_14_dinov2": {"dim": 1024, "depth": 24, "heads": 16} | _DINOV2,
+    "vit_giant_14_dinov2": _GIANT | _DINOV2,
+    "vit_small_14_dinov2_registers": {"dim": 384, "depth": 12, "heads": 6} | _DINOV2 | _REGISTERS,
+    "vit_base_14_dinov2_registers": {"dim": 768, "depth": 12, "heads": 12} | _DINOV2 | _REGISTERS,
+    "vit_large_14_dinov2_registers": {"dim": 1024, "depth": 24, "heads": 16} | _DINOV2 | _REGISTERS,
+    "vit_giant_14_dinov2_registers": _GIANT | _DINOV2 | _REGISTERS,
 }
-
-
-class PatchEmbed(nn.Module):
-    """Cropping of images to whole patches, then linear projection of each patch: (B, C, H, W) -> (B, N, D)."""
-
-    def __init__(self, channels: int, dim: int, patch_size: int, init: Init):
-        super().__init__()
-        self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        if init == "xavier":  # otherwise the layer keeps torch's default initialisation, as in DINO
-            nn.init.xavier_uniform_(self.proj.weight.detach().flatten(1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)
-
-
-class NormedPatchEmbed(nn.Module):
-    """`PatchEmbed` with a norm before and after the projection, as in vit-pytorch: (B, C, H, W) -> (B, N, D)."""
-
-    def __init__(self, channels: int, dim: int, patch_size: int, norm_eps: float):
-        super().__init__()
-        self.patch_size = patch_size
-        self.norm1 = nn.LayerNorm(channels * patch_size**2, eps=norm_eps)
-        self.proj = nn.Linear(channels * patch_size**2, dim)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-
-    def forward(self, images: Tensor) -> Tensor:
-        height, width = (side - side % self.patch_size for side in images.shape[-2:])
-        patches = patchify(images[..., :height, :width], self.patch_size)  # (B * N, P)
-        return self.norm2(self.proj(self.norm1(patches))).unflatten(0, (len(images), -1))
-
-
-class Attention(nn.Module):
-    """Self-attention: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        qkv_bias: bool,
-        qk_norm: bool,
-        qk_scale: float | None,
-        norm_eps: float,
-        head_dim: int | None = None,
-    ):
-        super().__init__()
-        head_dim = dim // heads if head_dim is None else head_dim
-        self.heads = heads
-        self.scale = head_dim**-0.5 if qk_scale is None else qk_scale
-        self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
-        self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.proj = nn.Linear(heads * head_dim, dim)
-
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values: (..., N, D) -> three tensors (..., heads, N, d)."""
-        q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
-        return self.q_norm(q), self.k_norm(k), v
-
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
-        q, k, v = self._split(x)
-        out = attention(q, k, v, scale=self.scale, segments=segments)
-        return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
-
-    def weights(self, x: Tensor) -> Tensor:
-        """Return the attention weight of each query for each key: (B, N, D) -> (B, heads, N, N). Rows sum to 1."""
-        q, k, _ = self._split(x)
-        return (self.scale * q @ k.mT).softmax(-1)
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        norm_eps: float,
-        qk_norm: bool,
-        qk_scale: float | None,
-        layer_scale: float | None,
-        drop_path: float,
-        head_dim: int | None = None,
-    ):
-        super().__init__()
-        attn = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = attn(norm_eps=norm_eps, head_dim=head_dim)
-        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio))
-        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor, segments: Segments | None = None, scales: Tensor | None = None) -> Tensor:
-        first, second = branch_scales(scales)
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), segments)), segments, first)
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), segments, second)
 
 
 class ViT(Encoder):
@@ -174,7 +81,8 @@ class ViT(Encoder):
         depth: number of blocks.
         heads: number of attention heads of a block.
         head_dim: width of a head. None means `dim` / `heads`.
-        mlp_ratio: hidden width of the MLP divided by `dim`.
+        mlp: MLP of a block, two layers with a GELU ("gelu") or a gated MLP ("swiglu").
+        mlp_ratio: hidden width of the MLP divided by `dim`. A SwiGLU has two thirds of this width (`swiglu_width`).
         patch_size: side of a patch in pixels.
         image_size: image size in pixels for which the position table is made, one side or (height, width).
         patch_norm: normalise patches before and after their projection, as in vit-pytorch.
@@ -191,8 +99,9 @@ class ViT(Encoder):
         layer_scale: initial value of the layer scale. None means no layer scale.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         positions: learned position table ("learned"), or the fixed sine-cosine table of MAE ("sincos").
-        interpolation: rule that resizes the position table to another grid, DINO's ("dino") or MAE's ("mae").
+        interpolation: resizing of the position table, DINO's ("dino"), MAE's ("mae") or antialiased ("antialias").
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
+        token_init: initial values of tokens, truncated normal ("normal"), or mask token 0 and others near 0 ("dinov2").
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
@@ -200,6 +109,7 @@ class ViT(Encoder):
     """
 
     can_drop = True
+    takes_packed = True
 
     def __init__(
         self,
@@ -208,6 +118,7 @@ class ViT(Encoder):
         depth: int = 12,
         heads: int = 6,
         head_dim: int | None = None,
+        mlp: MLPKind = "gelu",
         mlp_ratio: float = 4.0,
         patch_size: int = 16,
         image_size: int | tuple[int, int] = 224,
@@ -227,6 +138,7 @@ class ViT(Encoder):
         positions: Positions = "learned",
         interpolation: Interpolation = "dino",
         init: Init = "trunc_normal",
+        token_init: TokenInit = "normal",
         position_init: PositionInit = "normal",
         representation_size: int | None = None,
         classes: int = 0,
@@ -235,6 +147,7 @@ class ViT(Encoder):
         super().__init__()
         check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
+        check_choices(token_init=(token_init, TokenInit), mlp=(mlp, MLPKind))
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
@@ -245,21 +158,29 @@ class ViT(Encoder):
 
         embed = partial(NormedPatchEmbed, norm_eps=norm_eps) if patch_norm else partial(PatchEmbed, init=init)
         self.patch_embed = embed(channels, dim, patch_size)
-        self.cls_token = learned(1, 1, dim) if class_token else None
-        self.dist_token = learned(1, 1, dim) if distillation_token else None
-        self.reg_token = learned(1, registers, dim) if registers else None
-        self.mask_token = learned(1, dim) if mask_token else None
-        self.num_positioned = class_token + distillation_token
-        self.num_prefix_tokens = self.num_positioned + registers
+        self._add_tokens(token_init, class_token, distillation_token, registers, mask_token)
         self.table_grid = table_grid(image_size, patch_size)
         self.pos_embed = _position_table(self.num_positioned, self.table_grid, dim, positions, position_init)
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
-        block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale, head_dim=head_dim)
+        block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale, head_dim=head_dim, mlp=mlp)
         self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
         self.norm = nn.Identity() if pool == "mean" else nn.LayerNorm(dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
         self._add_heads(representation_size, classes)
         self.apply(lambda layer: init_linear(layer, init))
+
+    def _add_tokens(self, init: TokenInit, class_token: bool, distillation_token: bool, registers: int, mask: bool):
+        self.cls_token = learned(1, 1, self.dim) if class_token else None
+        self.dist_token = learned(1, 1, self.dim) if distillation_token else None
+        self.reg_token = learned(1, registers, self.dim) if registers else None
+        self.mask_token = learned(1, self.dim) if mask else None
+        self.num_positioned = class_token + distillation_token
+        self.num_prefix_tokens = self.num_positioned + registers
+        for token in (self.cls_token, self.dist_token, self.reg_token):
+            if init == "dinov2" and token is not None:
+                nn.init.normal_(token, std=1e-6)
+        if init == "dinov2" and self.mask_token is not None:
+            nn.init.zeros_(self.mask_token)
 
     def _add_heads(self, representation_size: int | None, classes: int):
         if representation_size is not None and (not classes or self.dist_token is not None):
@@ -272,27 +193,28 @@ class ViT(Encoder):
         self.head_dist = nn.Linear(width, classes) if classes and self.dist_token is not None else None
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images (B, C, H, W).
+        """Encode normalised images: (B, C, H, W), or packed images.
 
         If `mask` is given, the mask token replaces each hidden token before positions are added. With `drop=True`, the
-        encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`, and all
-        images must have the same number of visible tokens.
+        encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`. Images
+        of one size must then have the same number of visible tokens, and each packed image must have a visible token.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder.
         """
-        x = self._embed(images, mask, drop)
-        return self._features(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)), images)
+        x, segments = self._embed(images, mask, drop)
+        x = self._run(self.blocks, x, segments, self.draw_drop_path(len(images), x.device))
+        return self._features(x, segments, self.grids(images))
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         check_block_count(blocks, len(self.blocks))
-        x = self._embed(images)
-        scales = self.draw_drop_path(len(x), x.device)
-        x = self._run(self.blocks[:-blocks], x, scales)
+        x, segments = self._embed(images)
+        scales = self.draw_drop_path(len(images), x.device)
+        x = self._run(self.blocks[:-blocks], x, segments, scales)
         features = []
         for block in self.blocks[-blocks:]:
-            x = self._run([block], x, scales)
-            features.append(self._features(x, images))
+            x = self._run([block], x, segments, scales)
+            features.append(self._features(x, segments, self.grids(images)))
         return features
 
     def last_attention(self, images: Tensor) -> Tensor:
@@ -301,8 +223,8 @@ class ViT(Encoder):
         Each row sums to 1.
         """
         last = modules_of(self.blocks, Block)[-1]
-        x = self._embed(images)
-        x = self._run(self.blocks[:-1], x, self.draw_drop_path(len(x), x.device))
+        x, _ = self._embed(self.checked(images))
+        x = self._run(self.blocks[:-1], x, None, self.draw_drop_path(len(x), x.device))
         return last.attn.weights(last.norm1(x))
 
     def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -316,60 +238,86 @@ class ViT(Encoder):
         """
         if self.head is None:
             raise EncoderError("The encoder has no class head. Build it with classes=N.")
-        x = self._embed(images)
-        x = self._run(self.blocks, x, self.draw_drop_path(len(x), x.device))
-        scores = self.head(self.pre_logits(self._features(x, images).pooled))
+        x, _ = self._embed(self.checked(images))
+        x = self._run(self.blocks, x, None, self.draw_drop_path(len(x), x.device))
+        scores = self.head(self.pre_logits(self._features(x, None, self.grids(images)).pooled))
         if self.head_dist is None:
             return scores
         distilled = self.head_dist(self.fc_norm(self.norm(x[:, 1])))
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
-    def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
-        """Return the input of the first block: (B, C, H, W) -> (B, S + N, D)."""
-        images = self.checked(images, mask, drop=drop)
-        positions = self._positions(images.shape[-2], images.shape[-1])  # (1, K + N, D)
-        prefix_positions, patch_positions = positions.tensor_split([self.num_positioned], dim=1)
-        x = self.patch_embed(images)  # (B, N, D)
+    def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments | None]:
+        """Return the input of the first block, and the boundaries of packed images in this input.
+
+        For images (B, C, H, W), the input is (B, S + N, D). For packed images, it is (T + B * S, D).
+        """
+        self.check(images, mask, drop=drop)
+        x = self.patch_embed(images)  # (B, N, D) or (T, D)
         if mask is not None and not drop:
-            x = self.replace_hidden(x, mask.hidden.view(len(x), -1, 1))
-        x = x + patch_positions
+            x = self.replace_hidden(x, mask.hidden.view(*x.shape[:-1], 1))
+        if isinstance(images, PackedImages):
+            return self._embed_packed(x + self._packed_positions(images.grids), images, mask if drop else None)
+        x = x + self._positions(self.grid(*images.shape[-2:]), square=images.shape[-2] == images.shape[-1])
         if mask is not None and drop:
             x = _visible(x, mask)  # (B, V / B, D)
+        prefix = self._prefix()
+        return (x if prefix is None else torch.cat([prefix.expand(len(x), -1, -1), x], 1)), None
+
+    def _embed_packed(self, x: Tensor, images: PackedImages, mask: Mask | None) -> tuple[Tensor, Segments]:
+        """Drop the hidden tokens of patch tokens (T, D), and insert the prefix tokens of each image."""
+        lengths, prefix = images.lengths, self._prefix()
+        if mask is not None:
+            x, lengths = x.index_select(0, mask.visible), mask.lengths
+        if prefix is not None:
+            x = insert_prefix(x, prefix, lengths)
+        return x, Segments(lengths + self.num_prefix_tokens, x.device, sequences=images.sequences)
+
+    def _prefix(self) -> Tensor | None:
+        """Return the prefix tokens, with positions: (1, S, D). Return None if the encoder has no prefix tokens."""
         tokens: list[Tensor] = [
             token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None
         ]
         if not tokens:
-            return x
+            return None
         positioned, registers = torch.cat(tokens, 1).tensor_split([self.num_positioned], dim=1)
-        prefix = torch.cat([positioned + prefix_positions, registers], 1)  # (1, S, D)
-        return torch.cat([prefix.expand(len(x), -1, -1), x], 1)  # (B, S + N, D)
+        return torch.cat([positioned + self.pos_embed[:, : self.num_positioned], registers], 1)
 
-    def _positions(self, height: int, width: int) -> Tensor:
-        """Return the position embeddings of class token, distillation token and patches: (1, K + N, D)."""
-        grid = self.grid(height, width)
+    def _positions(self, grid: tuple[int, int], *, square: bool) -> Tensor:
+        """Return the position embeddings of the patches of an image: (1, N, D). `square` is True for square images."""
+        patches = self.pos_embed[:, self.num_positioned :]
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
-            fits = fits and height == width  # the published code resizes the table for every image that is not square
-        if fits:
-            return self.pos_embed
-        prefix, patches = self.pos_embed.tensor_split([self.num_positioned], dim=1)
-        return torch.cat([prefix, resize_table(patches, self.table_grid, grid, self.interpolation)], 1)
+            fits = fits and square  # the published code resizes the table for every image that is not square
+        return patches if fits else resize_table(patches, self.table_grid, grid, self.interpolation)
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
-        """Apply blocks: (B, S + N, D) -> (B, S + N, D)."""
+    def _packed_positions(self, grids: Tensor) -> Tensor:
+        """Return the position embeddings of the patches of packed images with these `grids` (B, 2): (T, D)."""
+        shapes, images = grids.unique_consecutive(dim=0, return_counts=True)
+        keys = [(h, w) for h, w in shapes.tolist()]
+        tables = {grid: self._positions(grid, square=grid[0] == grid[1])[0] for grid in set(keys)}
+        return torch.cat([tables[key].repeat(count, 1) for key, count in zip(keys, images.tolist(), strict=True)])
+
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments | None, scales: Scales) -> Tensor:
+        """Apply blocks. The shape of `x` does not change."""
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
-            arguments = (x, None, next(scales))
+            arguments = (x, segments, next(scales))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x
 
-    def _features(self, x: Tensor, images: Images) -> Features:
-        """Return the `Features` computed from the output (B, S + N, D) of a block."""
+    def _features(self, x: Tensor, segments: Segments | None, grids: Tensor) -> Features:
+        """Return the `Features` computed from the output (B, S + N, D) or (T + B * S, D) of a block."""
         x = self.norm(x)
-        patches = x[:, self.num_prefix_tokens :]
-        pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)
-        tokens = patches.flatten(0, 1)  # (B * N, D)
-        return Features(self.fc_norm(pooled), self.fc_norm(tokens), self.grids(images))
+        if segments is None:
+            patches = x[:, self.num_prefix_tokens :]
+            pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)
+            tokens = patches.flatten(0, 1)  # (B * N, D)
+        else:
+            lengths = segments.lengths - self.num_prefix_tokens
+            prefix, tokens = split_prefix(x, self.num_prefix_tokens, lengths)  # (B, S, D), (T, D)
+            means = (tokens, lengths) if self.pool == "mean" else (x, segments.lengths)
+            pooled = prefix[:, 0] if self.pool == "class" else image_means(*means)
+        return Features(self.fc_norm(pooled), self.fc_norm(tokens), grids)
 
 
 def _visible(x: Tensor, mask: Mask) -> Tensor:

@@ -1,12 +1,14 @@
-"""Convert a published checkpoint, or an encoder of this project, to an encoder of this project or of timm.
+"""Convert a published checkpoint, or an encoder of this project, to an encoder of this project, timm or transformers.
 
-    python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm] [--set image_size=96]
+    python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm|transformers] [--set image_size=96]
 
 The checkpoint determines the settings of the encoder. `--encoder` and `--set` override these settings, or add settings
 that the checkpoint does not determine. Position tables and bias tables are resized to the new settings.
 """
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 import encoders
 from encoders.base import IMAGENET, Encoder
 from encoders.errors import EncoderError, WeightsError
+from encoders.formats import transformers_export
 from encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
 from encoders.formats.report import Report
 from encoders.summary import setting
@@ -25,11 +28,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m encoders.weights",
         description="Convert a published checkpoint, or an encoder of this project, to an encoder of this project or "
-        "of timm.",
+        "of timm or transformers.",
     )
     parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="weight file, or folder of a run")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors file to write")
-    parser.add_argument("--to", choices=("ours", "timm"), default="ours", help="format of OUTPUT (default: ours)")
+    parser.add_argument("--to", choices=tuple(WRITERS), default="ours", help="format of OUTPUT (default: ours)")
     parser.add_argument("--encoder", metavar="VARIANT", help="variant to build (default: that of the checkpoint)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")
     options = parser.parse_args(argv)
@@ -38,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
             raise WeightsError(f"{options.output} must end in .safetensors.")
         encoder, report = fitting(options.source, options.encoder, dict(setting(text) for text in options.set))
         print(report)
-        (to_timm if options.to == "timm" else to_ours)(encoder, options.output)
+        WRITERS[options.to](encoder, options.output)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
@@ -90,6 +93,32 @@ def to_timm(encoder: Encoder, output: Path) -> None:
         save_file({key: tensor.detach().contiguous() for key, tensor in state.items()}, file)
     arguments = "".join(f", {key}={value!r}" for key, value in options.items())
     print(f'wrote {output}: timm.create_model("{name}", checkpoint_path="{output}"{arguments})')
+
+
+def to_transformers(encoder: Encoder, output: Path) -> None:
+    """Write the weights to `output`, model.safetensors, and the configuration to config.json in the same folder.
+
+    Raises:
+        WeightsError: transformers has no equivalent model, or `output` has another name.
+    """
+    if output.name != "model.safetensors":
+        raise WeightsError(
+            f"transformers loads a folder with model.safetensors. Write {output.parent}/model.safetensors."
+        )
+    config, state = transformers_export.to_transformers(encoder)
+    with atomic_write(output) as file:
+        save_file({key: tensor.detach().contiguous() for key, tensor in state.items()}, file, metadata={"format": "pt"})
+    with atomic_write(output.with_name("config.json")) as file:
+        file.write_text(json.dumps(config, indent=2) + "\n")
+    print(f'wrote {output} and config.json: transformers.AutoModel.from_pretrained("{output.parent}")')
+
+
+WRITERS: dict[str, Callable[[Encoder, Path], None]] = {
+    "ours": to_ours,
+    "timm": to_timm,
+    "transformers": to_transformers,
+}
+"""Map from each value of `--to` to the function that writes it."""
 
 
 def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from encoders.base import Encoder
 from encoders.errors import WeightsError
-from encoders.formats import navit, sam_vit, swin, twins, vit
+from encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
 from encoders.formats.report import Report, Source, State, check_names, check_shapes, check_values, listed
 from encoders.navit import NaViT
+from encoders.rope_vit import RoPEViT
 from encoders.sam_vit import SAMViT
 from encoders.swin import Swin
 from encoders.twins import Twins
@@ -61,7 +62,14 @@ class Format(Protocol):
         ...
 
 
-FORMATS: dict[type[Encoder], Format] = {ViT: vit, Swin: swin, Twins: twins, NaViT: navit, SAMViT: sam_vit}
+FORMATS: dict[type[Encoder], Format] = {
+    ViT: vit,
+    RoPEViT: rope_vit,
+    Swin: swin,
+    Twins: twins,
+    NaViT: navit,
+    SAMViT: sam_vit,
+}
 """Weight format of each encoder class. The order of the entries does not matter."""
 
 PLACES = {
@@ -69,19 +77,22 @@ PLACES = {
     "ours": (),
     "dino": ("teacher", "student"),
     "mae": ("model",),
+    "dinov2": ("teacher", "student", "model"),
+    "dinov3": ("teacher", "student", "model"),
     "deit": ("model",),
     "swin": ("model",),
     "twins": ("model",),
     "sam": (),
     "vit_pytorch": (),
     "timm": ("state_dict", "model"),
+    "transformers": (),
 }
 """Map from each source to the checkpoint keys that may hold the state dict, in order of preference. A checkpoint that
 has none of these keys is itself the state dict."""
 
 WRAPPERS = {"backbone.": ("head.", "head_dense.", "dino_head.", "ibot_head."), "encoder.": ("decoder.",)}
 """Map from the name prefix of the encoder's tensors to the name prefixes of tensors outside of the encoder. The first
-entry is for checkpoints of DINO, EsViT and DINOv2. The second entry is for checkpoints of SimMIM."""
+entry is for checkpoints of DINO, EsViT, DINOv2 and DINOv3. The second entry is for checkpoints of SimMIM."""
 
 
 def load_weights(
@@ -196,7 +207,13 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
             f"The checkpoint has no state dict where source {source!r} stores it. The checkpoint holds "
             f"{listed(checkpoint)}. Pass the state dict itself, or another source."
         )
-    state = {name.removeprefix("module.").replace("_orig_mod.", ""): tensor for name, tensor in checkpoint.items()}
+    state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
+    for inserted in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        state = {name.replace(inserted, ""): tensor for name, tensor in state.items()}
+    for network in ("teacher.", "student."):  # training checkpoints of DINOv2 and DINOv3 hold both, as one state dict
+        if any(name.startswith(f"{network}backbone.") for name in state):
+            report.left_out += [name for name in state if not name.startswith(network)]
+            state = {name.removeprefix(network): t for name, t in state.items() if name.startswith(network)}
     for wrapper, others in WRAPPERS.items():
         if any(name.startswith(wrapper) for name in state):
             report.left_out += [name for name in state if name.startswith(others)]

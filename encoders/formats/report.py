@@ -8,7 +8,21 @@ from torch import Tensor
 
 from encoders.errors import WeightsError
 
-Source = Literal["auto", "ours", "dino", "mae", "deit", "swin", "twins", "sam", "vit_pytorch", "timm"]
+Source = Literal[
+    "auto",
+    "ours",
+    "dino",
+    "dinov2",
+    "dinov3",
+    "mae",
+    "deit",
+    "swin",
+    "twins",
+    "sam",
+    "vit_pytorch",
+    "timm",
+    "transformers",
+]
 State = dict[str, Tensor]
 
 

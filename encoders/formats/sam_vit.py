@@ -100,10 +100,12 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
     """Return the ViT weights that a SAM-ViT can use, with a position table of shape (1, rows, columns, D).
 
     Raises:
-        WeightsError: the ViT has layer scale, norms of queries or norms of patches, which a SAM-ViT does not have.
+        WeightsError: the ViT has layer scale, gated MLPs, norms of queries or norms of patches, which a SAM-ViT does
+            not have.
     """
     state = vit.named(state, report)
     lacking = {".gamma": "layer scale", ".q_norm": "norms of queries", "patch_embed.norm": "norms of patches"}
+    lacking |= {".mlp.w12": "gated MLPs"}
     for part, what in lacking.items():
         strange = [name for name in state if part in name]
         if strange:

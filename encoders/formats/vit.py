@@ -13,7 +13,16 @@ from torch import Tensor
 
 from encoders import vit
 from encoders.base import Encoder
+from encoders.blocks import Block, NormedPatchEmbed
 from encoders.errors import WeightsError
+from encoders.formats.names import (
+    from_dinov2,
+    from_transformers,
+    from_vit_pytorch,
+    of_eva,
+    of_transformers,
+    of_vit_pytorch,
+)
 from encoders.formats.report import (
     Report,
     Source,
@@ -25,7 +34,7 @@ from encoders.formats.report import (
     split_off,
 )
 from encoders.layers import modules_of, resize_table, sincos_table
-from encoders.vit import Block, NormedPatchEmbed, ViT
+from encoders.vit import ViT
 
 NAME: str = "a ViT"
 ACCEPTS: tuple[str, ...] = (NAME,)
@@ -44,26 +53,10 @@ DECIDES = {
     "qkv.bias": "qkv_bias",
     "qkv.weight": "head_dim",
     "mlp.fc": "mlp_ratio",
+    "mlp.w": "mlp",
     "head": "classes",
     "pre_logits": "representation_size",
 }
-CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
-"""Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the number of the block in the
-whole model."""
-VIT_PYTORCH = {
-    r"to_patch_embedding\.1\.": "patch_embed.norm1.",
-    r"to_patch_embedding\.2\.": "patch_embed.proj.",
-    r"to_patch_embedding\.3\.": "patch_embed.norm2.",
-    r"pos_embedding$": "pos_embed",
-    r"transformer\.norm\.": "norm.",
-    r"transformer\.layers\.(\d+)\.0\.norm\.": r"blocks.\1.norm1.",
-    r"transformer\.layers\.(\d+)\.0\.to_qkv\.": r"blocks.\1.attn.qkv.",
-    r"transformer\.layers\.(\d+)\.0\.to_out\.0\.": r"blocks.\1.attn.proj.",
-    r"transformer\.layers\.(\d+)\.1\.net\.0\.": r"blocks.\1.norm2.",
-    r"transformer\.layers\.(\d+)\.1\.net\.1\.": r"blocks.\1.mlp.fc1.",
-    r"transformer\.layers\.(\d+)\.1\.net\.4\.": r"blocks.\1.mlp.fc2.",
-}
-"""Map from regular expressions for name prefixes in vit-pytorch to the corresponding name prefixes in this project."""
 TIMM = {
     (192, 12, 3): ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"),
     (384, 12, 6): ("vit_small_patch16_224", "deit_small_distilled_patch16_224"),
@@ -73,14 +66,19 @@ TIMM = {
 }
 """Map from (width, depth, heads) to the names of two timm models. The second model has a distillation token. An empty
 name stands for a model that timm does not have."""
+SWIGLU = "vit_giant_patch14_dinov2"
+"""Name of the timm model whose MLPs are gated (SwiGLU)."""
 
 
 def recognises(state: State) -> bool:
-    """Return True if `state` holds weights of a ViT, and False for weights of a SAM-ViT or a NaViT."""
-    if _of_vit_pytorch(state):
+    """Return True if `state` holds weights of a ViT, and False for weights of a RoPE-ViT, a SAM-ViT or a NaViT."""
+    if of_vit_pytorch(state):
         return True
+    if of_transformers(state):
+        return "embeddings.position_embeddings" in state
     first = state.get(FIRST)
-    if first is None or any(name.startswith("neck.") or ".rel_pos_" in name for name in state):
+    others = ("neck.", "rope_embed.", "storage_tokens")
+    if first is None or of_eva(state) or any(name.startswith(others) or ".rel_pos_" in name for name in state):
         return False
     flat = (
         first.ndim == 2 and "pos_embed" in state
@@ -113,45 +111,11 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     return _fit_positions(encoder, state, source, report)
 
 
-def _of_vit_pytorch(state: State) -> bool:
-    return {"pos_embedding", "to_patch_embedding.3.weight", "transformer.layers.0.0.to_qkv.weight"} <= set(state)
-
-
 def named(state: State, report: Report) -> State:
-    """Return the weights with the tensor names of this project, and without the class head of vit-pytorch.
-
-    vit-pytorch omits the projection after attention if a block has a single head of the token's width. In this case,
-    the returned weights contain the identity as projection.
-
-    Raises:
-        WeightsError: the MLPs are gated (SwiGLU).
-    """
-    if not _of_vit_pytorch(state):
-        gated = next((name for name in state if ".mlp.w12." in name), None)
-        if gated is not None:
-            raise WeightsError(f"The weights have SwiGLU MLPs ({gated}), which no encoder of this project has.")
-        state = {name.replace("register_tokens", "reg_token"): tensor for name, tensor in state.items()}
-        return {CHUNKED.sub(r"blocks.\1.", name): tensor for name, tensor in state.items()}
-    report.left_out += [name for name in state if name.startswith("mlp_head.")]
-    theirs, state = {name: tensor for name, tensor in state.items() if not name.startswith("mlp_head.")}, {}
-    for name, tensor in theirs.items():
-        for pattern, ours in VIT_PYTORCH.items():
-            name = re.sub(f"^{pattern}", ours, name)
-        state[name] = tensor
-    # The shape of these tensors is (rows, D) since vit-pytorch 1.16.1, and (1, rows, D) in earlier versions.
-    for name in ("cls_token", "pos_embed"):
-        if name in state:
-            state[name] = state[name].reshape(1, -1, state[name].shape[-1])
-    # Since version 1.16.0, vit-pytorch saves an empty class token for models with pool="mean".
-    if not state.get("cls_token", torch.empty(1)).numel():
-        del state["cls_token"]
-    for name in [name for name in state if name.endswith("attn.qkv.weight")]:
-        proj, dim = name.replace("qkv", "proj"), state[name].shape[1]
-        if proj not in state and state[name].shape[0] == 3 * dim:
-            identity = torch.eye(dim).to(state[name])
-            state |= {proj: identity, proj.replace("weight", "bias"): torch.zeros_like(identity[0])}
-            report.resized.append(f"{proj} is the identity, because vit-pytorch has no projection there")
-    return state
+    """Return the weights with the tensor names of this project, and without the class head of vit-pytorch."""
+    if of_vit_pytorch(state):
+        return from_vit_pytorch(state, report)
+    return from_transformers(state) if of_transformers(state) else from_dinov2(state)
 
 
 def _first_shape(state: State, channels: int) -> tuple[int, int]:
@@ -266,52 +230,81 @@ def describe(state: State) -> dict[str, Any]:
     variant with the same width and depth. Without such a variant, each head is assumed to be 64 wide. The pooled
     feature is the class token if the weights have a class token and no `fc_norm`. The epsilon of the norms is 1e-5 for
     weights of vit-pytorch, and 1e-6 for other weights. A patch embedding with norms is assumed to have three image
-    channels. For weights of MAE, `interpolation` is "mae".
+    channels. `interpolation` is "mae" for weights of MAE, and "antialias" for weights of DINOv2 with registers.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads or the grid of the position table is unknown.
     """
-    eps = 1e-5 if _of_vit_pytorch(state) else 1e-6
+    eps = 1e-5 if of_vit_pytorch(state) else 1e-6
+    antialias = any(name.endswith("register_tokens") for name in state)
     state = named(state, Report())
-    check_present(state, ("pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight"))
-    weight, fc1 = state[FIRST], state["blocks.0.mlp.fc1.weight"]
+    gated = "blocks.0.mlp.w12.weight" in state
+    second = f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight"
+    check_present(state, ("pos_embed", "blocks.0.attn.qkv.weight", second))
+    weight, hidden = state[FIRST], state[second].shape[1]
     channels = weight.shape[1] if weight.ndim == 4 else 3
     dim, patch_size = _first_shape(state, channels)
     depth = depth_of(state)
     inner = len(state["blocks.0.attn.qkv.weight"]) // 3
-    variants = [n for n, s in vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth) and inner == dim]
-    head_dim = dim // vit.VARIANTS[variants[0]]["heads"] if variants else 64
-    if "blocks.0.attn.q_norm.weight" in state:
-        head_dim = len(state["blocks.0.attn.q_norm.weight"])
-    if inner % head_dim:
-        raise WeightsError(
-            f"The number of heads is unknown for attention with {inner} channels. Build the encoder with heads=N."
-        )
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    scaled = "blocks.0.ls1.gamma" in state
+    variants = _variants(dim, depth, registers if scaled and patch_size == 14 else None) if inner == dim else []
+    head_dim = _head_dim(state, inner, dim // vit.VARIANTS[variants[0]]["heads"] if variants else 64)
     prefix = sum(name in state for name in ("cls_token", "dist_token"))
     _, patches, grid = split_positions(state, prefix, (0, 0), "auto")
     decoder = any(name.startswith("decoder_") for name in state)
+    fixed = decoder or _has_fixed_positions(patches, grid)
+    variant = variants[0] if variants else "vit_small"
+    published = vit.VARIANTS[variant]
     return {
-        "variant": variants[0] if variants else "vit_small",
+        "variant": variant,
         "dim": dim,
         "depth": depth,
         "heads": inner // head_dim,
         "head_dim": None if inner == dim else head_dim,
-        "mlp_ratio": len(fc1) / dim,
+        "mlp": "swiglu" if gated else "gelu",
+        "mlp_ratio": (1.5 if gated else 1) * hidden / dim,
         "patch_size": patch_size,
         "image_size": grid[0] * patch_size,
         "patch_norm": weight.ndim == 2,
         "channels": channels,
         "class_token": "cls_token" in state,
-        "registers": state["reg_token"].shape[1] if "reg_token" in state else 0,
+        "registers": registers,
         "distillation_token": "dist_token" in state,
         "mask_token": "mask_token" in state and not decoder,
         "pool": "mean" if "fc_norm.weight" in state else "class" if "cls_token" in state else "all",
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "norm_eps": eps,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
-        "layer_scale": 1.0 if "blocks.0.ls1.gamma" in state else None,
-        "interpolation": "mae" if decoder or _has_fixed_positions(patches, grid) else "dino",
+        "layer_scale": published.get("layer_scale", 1.0) if scaled else None,
+        "interpolation": "mae" if fixed else "antialias" if antialias else published.get("interpolation", "dino"),
     }
+
+
+def _head_dim(state: State, inner: int, usual: int) -> int:
+    """Return the width of a head: that of the norms of queries, or `usual`. All heads have `inner` channels together.
+
+    Raises:
+        WeightsError: the width of a head does not divide `inner`.
+    """
+    norm = state.get("blocks.0.attn.q_norm.weight")
+    width = usual if norm is None else len(norm)
+    if inner % width:
+        raise WeightsError(
+            f"The number of heads is unknown for attention with {inner} channels. Build the encoder with heads=N."
+        )
+    return width
+
+
+def _variants(dim: int, depth: int, dinov2: int | None) -> list[str]:
+    """Return the variants with this width and depth.
+
+    `dinov2` is the number of registers if the weights are those of DINOv2, with layer scale and patches of 14 pixels.
+    Otherwise it is None, and the variants of DINOv2 are left out.
+    """
+    same = {name: s for name, s in vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)}
+    kinds = {name: s.get("registers", 0) if "dinov2" in name else None for name, s in same.items()}
+    return [name for name, kind in kinds.items() if kind == dinov2]
 
 
 def _has_fixed_positions(patches: Tensor, grid: tuple[int, int]) -> bool:
@@ -347,7 +340,16 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     options: dict[str, Any] = {} if names[distilled] else size
     options |= {"img_size": height if height == width else (height, width), "patch_size": encoder.stride}
     options |= {"num_classes": 0 if encoder.head is None else encoder.head.out_features}
-    options |= {"in_chans": encoder.channels, "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim}
+    options |= {"in_chans": encoder.channels}
+    if "blocks.0.mlp.w3.weight" in state:  # timm's hidden width counts the gate and the value
+        name, options = (
+            SWIGLU,
+            options | size | {"mlp_ratio": (2 * state["blocks.0.mlp.w3.weight"].shape[1] + 0.5) / dim},
+        )
+        options["init_values"] = None
+        state = {n.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2."): t for n, t in state.items()}
+    else:
+        options["mlp_ratio"] = len(state["blocks.0.mlp.fc1.weight"]) / dim
     options |= {"qkv_bias": "blocks.0.attn.qkv.bias" in state, "qk_norm": "blocks.0.attn.q_norm.weight" in state}
     if "blocks.0.ls1.gamma" in state:
         options["init_values"] = 1.0  # any value makes timm add layer scale, whose weights are loaded later

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
-from encoders.images import Images, pack
+from encoders.images import Images, can_pack, pack
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
@@ -251,7 +251,8 @@ class DINO(Method):
         self.config = config
         self.steps = steps
         self.image_size = config.global_size
-        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
+        patch_norm = ("norm",) if getattr(encoder, "cls_norm", None) is not None else ()  # only `pooled` is used
+        freeze(encoder, (*patch_norm, "mask_token", "pre_logits", "head", "head_dist"))
         self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, config)})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
@@ -293,9 +294,9 @@ class DINO(Method):
     def _pooled(encoder: nn.Module, views: list[Images]) -> Tensor:
         """Return the pooled features of all views, (S * B, D).
 
-        An encoder that takes packed images gets all views in one call.
+        An encoder that takes packed images gets all views in one call, if its patches divide their sides.
         """
-        if isinstance(encoder, Encoder) and encoder.takes_packed:
+        if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
             return encoder(pack(views, encoder.stride)).pooled
         return torch.cat([encoder(view).pooled for view in views])
 

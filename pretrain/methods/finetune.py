@@ -121,7 +121,8 @@ class Finetune(Method):
         if not isinstance(side, int):
             raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one side.")
         self.config, self.image_size, self.classes = config, side, config.classes
-        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
+        patch_norm = ("norm",) if getattr(encoder, "cls_norm", None) is not None else ()  # only `pooled` is used
+        freeze(encoder, (*patch_norm, "local_cls_norm", "mask_token", "pre_logits", "head", "head_dist"))
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
         self.encoder = encoder
         self.head = nn.Linear(encoder.dim, config.classes)

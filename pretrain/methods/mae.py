@@ -18,11 +18,13 @@ from data.batch import Batch
 from data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from data.masking import MaskedCrop, MaskKind
 from encoders.base import Encoder, Features
+from encoders.blocks import Block
 from encoders.images import Images, Mask, PackedImages, patchify
 from encoders.layers import init_linear, sincos_table
 from encoders.navit import NaViT
+from encoders.rope_vit import RoPEViT
 from encoders.segments import Segments, copy_to_device, token_positions
-from encoders.vit import Block, ViT
+from encoders.vit import ViT
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
@@ -32,10 +34,11 @@ LONGEST_SIDE = 512
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
+    RoPEViT: {"init": "xavier"},
     NaViT: {"pool": "mean"},  # mean pooling, because MAE's loss does not train attention pooling
 }
 """the paper's encoder settings, for encoders that have them"""
-SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}}
+SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}, RoPEViT: {"pool": "mean"}}
 """encoder settings for small data sets: the mean of the patch tokens says more about an image than the class token"""
 
 
@@ -59,7 +62,7 @@ class MAEConfig(RandomCropConfig):
     decoder_heads: int | None = Field(default=None, ge=1)
     """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
     native: bool = False
-    """keep the aspect ratio of each image; needs an encoder that takes packed images (NaViT); the setting
+    """keep the aspect ratio of each image; needs an encoder that takes packed images (ViT, RoPE-ViT, NaViT);
     `ratio` is then ignored"""
     smallest_size: int | None = Field(default=None, ge=1)
     """size of the smallest native image, given as the side in pixels of a square with the same area; default: `size`"""
@@ -129,8 +132,6 @@ class Decoder(nn.Module):
                 mlp_ratio=4.0,
                 qkv_bias=True,
                 norm_eps=1e-6,
-                qk_norm=False,
-                qk_scale=None,
                 layer_scale=None,
                 drop_path=0.0,
             )
@@ -225,7 +226,7 @@ class MAE(Method):
         self.drop = encoder.can_drop if config.drop is None else config.drop
         _check(encoder, config, self.drop)
         unused = ("mask_token",) if self.drop else ()
-        freeze(encoder, (*unused, "attn_pool", "pre_logits", "head", "head_dist"))
+        freeze(encoder, (*unused, "attn_pool", "cls_norm", "local_cls_norm", "pre_logits", "head", "head_dist"))
         usual = (8 if len(encoder.blocks) >= 12 else 2) if self.drop else 0
         depth = usual if config.decoder_depth is None else config.decoder_depth
         class_token = getattr(encoder, "pool", None) == "class"
@@ -326,7 +327,9 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
     if drop and not encoder.can_drop:
         raise ValueError(f"{name} cannot drop hidden tokens. Remove mae.drop, or set it to false.")
     if config.native and not encoder.takes_packed:
-        raise ValueError(f"{name} takes only images of one size. Set mae.native to false, or choose a navit encoder.")
+        raise ValueError(
+            f"{name} takes only images of one size. Set mae.native to false, or choose a vit, rope_vit or navit."
+        )
     if not config.native and (config.smallest_size or config.token_budget):
         raise ValueError("mae.smallest_size and mae.token_budget need images of many sizes. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:

@@ -17,6 +17,7 @@ MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 DROPPING = [name for name in MICRO if encoders.family(name).can_drop]
 WHOLE = [name for name in MICRO if not encoders.family(name).can_drop]
 PACKING = [name for name in MICRO if encoders.family(name).takes_packed]
+WHOLE_PATCHES = ["navit_micro"]  # sides must be multiples of the patch
 ONE_SIZE = [name for name in MICRO if not encoders.family(name).takes_packed]
 SIZES = [(16, 16), (24, 16), (225, 225), (96, 160), (33, 33), (4, 64)]
 
@@ -140,10 +141,10 @@ def test_importing_encoders_imports_no_compiler():
 @torch.no_grad()
 def test_odd_sizes_work_or_are_refused_with_the_reason(variant, size):
     encoder, images = make(variant), images_of(2, *size)
-    if variant in PACKING and (size[0] % encoder.stride or size[1] % encoder.stride):
+    if variant in WHOLE_PATCHES and (size[0] % encoder.stride or size[1] % encoder.stride):
         with pytest.raises(ValueError, match=r"multiple|divide"):
             encoder(images)
-    elif variant in PACKING and max(size) > 16:
+    elif variant in WHOLE_PATCHES and max(size) > 16:
         with pytest.raises(ValueError, match=r"image_size.*positions"):
             encoder(images)
         check_shapes(make(variant, positions="fractional")(images), encoder, images)
@@ -156,7 +157,7 @@ def test_odd_sizes_work_or_are_refused_with_the_reason(variant, size):
 @torch.no_grad()
 def test_hidden_pixels_do_not_leak(variant, size):
     """New pixels under the mask, bit-equal output; and new pixels elsewhere, another one."""
-    if variant in PACKING:
+    if variant in WHOLE_PATCHES:
         size = tuple(side // 4 * 4 for side in size)
     encoder = make(variant, mask_token=True, image_size=32)
     images = images_of(2, *size)
@@ -349,12 +350,55 @@ def test_weights_of_another_family_are_refused(variant, other):
         encoders.load_weights(encoders.build(variant), encoders.build(other).state_dict())
 
 
+def packing(variant: str, **settings) -> encoders.Encoder:
+    """An encoder for packed images of any size."""
+    return make(variant, **({"positions": "fractional"} if variant in WHOLE_PATCHES else {}), **settings)
+
+
+VIEWS = [images_of(2, 8, 20), images_of(3, 12, 12, seed=1), images_of(1, 4, 28, seed=2)]
+
+
 @pytest.mark.parametrize("variant", PACKING)
 @torch.no_grad()
 def test_packed_equals_single(variant):
-    encoder = make(variant, positions="fractional")
-    views = [images_of(2, 8, 20), images_of(3, 12, 12, seed=1), images_of(1, 4, 28, seed=2)]
-    packed = encoder(pack(views, encoder.stride))
-    singles = [encoder(image[None]) for view in views for image in view]
+    encoder = packing(variant)
+    packed = encoder(pack(VIEWS, encoder.stride))
+    singles = [encoder(image[None]) for view in VIEWS for image in view]
     torch.testing.assert_close(packed.pooled, torch.cat([f.pooled for f in singles]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed.tokens, torch.cat([f.tokens for f in singles]), rtol=1e-5, atol=1e-5)
+    for found, *separate in zip(
+        encoder.intermediate(pack(VIEWS, encoder.stride), 2),
+        *(encoder.intermediate(view, 2) for view in VIEWS),
+        strict=True,
+    ):
+        torch.testing.assert_close(found.tokens, torch.cat([f.tokens for f in separate]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("variant", PACKING)
+@torch.no_grad()
+def test_masks_of_packed_images_are_those_of_single_images(variant, drop):
+    """The masks hide another number of tokens in each image."""
+    encoder = packing(variant, mask_token=True)
+    packed = pack(VIEWS, encoder.stride)
+    hidden = torch.rand(int(packed.lengths.sum()), generator=torch.Generator().manual_seed(3)) < 0.4
+    found = encoder(packed, Mask.from_hidden(hidden, packed.grids), drop=drop)
+    singles, parts = [image[None] for view in VIEWS for image in view], hidden.split(packed.lengths.tolist())
+    masks = [Mask.from_hidden(part, encoder.grids(image)) for image, part in zip(singles, parts, strict=True)]
+    expected = [encoder(image, mask, drop=drop) for image, mask in zip(singles, masks, strict=True)]
+    torch.testing.assert_close(found.pooled, torch.cat([f.pooled for f in expected]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.tokens, torch.cat([f.tokens for f in expected]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", PACKING)
+def test_gradients_of_packed_images_are_those_of_single_views(variant):
+    packed, separate = (packing(variant, drop_path=0.0).train() for _ in range(2))
+    features = packed(pack(VIEWS, packed.stride))
+    (features.pooled.square().sum() + features.tokens.square().sum()).backward()
+    for view in VIEWS:
+        features = separate(view)
+        (features.pooled.square().sum() + features.tokens.square().sum()).backward()
+    for (name, one), (_, other) in zip(packed.named_parameters(), separate.named_parameters(), strict=True):
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        assert (one.grad - other.grad).norm() <= 1e-5 * other.grad.norm() + 1e-6, name

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from encoders import packed_attention, vit
+from encoders import packed_attention
+from encoders.blocks import Block
 from encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
 from encoders.segments import Segments
 
@@ -137,7 +138,7 @@ def test_packed_attention_is_the_formula_by_every_way(queries):
         expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, segments)
         ways = {
             "chosen": attention(q, k, v, scale=scale, segments=segments),
-            "by image": packed_attention.attention_by_image(q, k, v, scale, segments),
+            "by run": packed_attention.attention_by_run(q, k, v, scale, segments),
             "in sequences": packed_attention.attention_in_sequences(q, k, v, scale, segments),
         }
         for way, out in ways.items():
@@ -167,7 +168,7 @@ def test_no_way_of_packed_attention_reads_from_the_device():
     """Tensors on the meta device have no values, so what waits for a device fails there."""
     segments = Segments(LENGTHS, torch.device("meta"), queries=QUERIES, sequences=SEQUENCES)
     inputs = [x.to("meta") for x in packed_inputs(segments)]
-    for way in (packed_attention.attention_in_sequences, packed_attention.attention_by_image):
+    for way in (packed_attention.attention_in_sequences, packed_attention.attention_by_run):
         assert way(*inputs, 0.3, segments).shape == (2, 11, 8)
     assert all(n.is_meta for n in (*segments.cumulative_lengths, segments.image_ids, segments.attention_mask))
 
@@ -196,9 +197,7 @@ def test_the_varlen_kernel_is_given_what_it_takes(takes_scale, monkeypatch):
 
 def test_packed_blocks_compile_and_those_of_one_size_whole():
     torch.compiler.reset()
-    block = vit.Block(
-        16, 2, mlp_ratio=2, qkv_bias=True, norm_eps=1e-6, qk_norm=False, qk_scale=None, layer_scale=None, drop_path=0.0
-    )
+    block = Block(16, 2, mlp_ratio=2, qkv_bias=True, norm_eps=1e-6, layer_scale=None, drop_path=0.0)
     counter, graphs = CompileCounter(), []
     compiled = torch.compile(block, backend=counter)
     for lengths in ([3, 7, 1, 4], [2, 9, 4], [5, 4, 3, 2, 1], [14, 1]):
@@ -227,7 +226,7 @@ def test_packed_attention_by_the_varlen_kernel(scale):
     segments = Segments(lengths, torch.device("cuda"), queries=queries)
     q, k, v = (x.to("cuda", torch.bfloat16) for x in packed_inputs(segments, width=32))
     out = packed_attention.attention_varlen(q, k, v, scale, segments)
-    expected = packed_attention.attention_by_image(*(x.float() for x in (q, k, v)), scale, segments)
+    expected = packed_attention.attention_by_run(*(x.float() for x in (q, k, v)), scale, segments)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 

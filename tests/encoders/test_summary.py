@@ -114,3 +114,26 @@ def test_the_command(capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             summary.main(argv)
         assert message in capsys.readouterr().err
+
+
+# parameters of the official implementations, without heads
+DINO = {
+    "vit_small_14_dinov2": 22_056_576,
+    "vit_base_14_dinov2": 86_580_480,
+    "vit_large_14_dinov2": 304_368_640,
+    "vit_giant_14_dinov2": 1_136_480_768,
+    "vit_small_14_dinov2_registers": 22_058_112,
+    "vit_giant_14_dinov2_registers": 1_136_486_912,
+    "rope_vit_small": 21_601_152,
+    "rope_vit_small_plus": 28_697_472,
+    "rope_vit_base": 85_669_632,
+    "rope_vit_large": 303_154_176,
+    "rope_vit_large_plus": 403_915_776,
+    "rope_vit_huge_plus": 840_633_600,
+    "rope_vit_7b": 6_716_043_264,
+}
+
+
+@pytest.mark.parametrize(("variant", "parameters"), DINO.items())
+def test_parameters_of_dinov2_and_dinov3(variant, parameters):
+    assert sum(p.numel() for p in on_meta(variant).parameters()) == parameters

@@ -21,6 +21,13 @@ RUNS: dict[str, dict[str, str]] = {
     f"{method} of {variant}": {"--method": method, "--encoder": variant} for method, variant in PAIRS
 }
 RUNS["mae of navit_micro, native sizes in blocks"] = {"--method": "mae", "--encoder": "navit_micro"} | NATIVE
+RUNS["mae of rope_vit_micro, native sizes in blocks"] = {"--method": "mae", "--encoder": "rope_vit_micro"} | NATIVE
+RUNS["dino of rope_vit_micro, random coordinates"] = {
+    "--method": "dino",
+    "--encoder": "rope_vit_micro",
+    "--encoder.rope_shift": "0.1",
+    "--encoder.rope_rescale": "2",
+}
 RUNS["mae of vit_micro in place"] = {"--method": "mae", "--encoder": "vit_micro"} | IN_PLACE
 
 

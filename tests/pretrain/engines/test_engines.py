@@ -33,7 +33,7 @@ SMALL = {
     "finetune": "--finetune.size 16",
 }
 NARROW = "--encoder.depth 2 --encoder.dim 24 --encoder.heads 2"
-OTHERS = ("swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro")
+OTHERS = ("rope_vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro")
 
 
 def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | None = None, steps: int = 10) -> Run:

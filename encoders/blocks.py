@@ -1,0 +1,205 @@
+"""Parts of ViT and RoPE-ViT: patch embedding, self-attention, SwiGLU and the transformer block.
+
+Letters in shapes: B images; C channels, H x W pixels of an image; N tokens of an image; T tokens of all packed images;
+P values of a patch; D width of a token; d width of one head.
+"""
+
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from encoders.images import Images, PackedImages, patchify
+from encoders.layers import MLP, DropPath, Init, LayerScale, attention, branch_scales
+from encoders.segments import Segments
+
+MLPKind = Literal["gelu", "swiglu"]
+
+
+class PatchProjection(nn.Conv2d):
+    """Convolution whose stride is the side of its filter, so that it is a linear map of patches.
+
+    (B, C, H, W) -> (B, D, h, w), or flat patches in (row, column, channel) order (T, P) -> (T, D).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.ndim == 2:
+            return F.linear(input, self.weight.permute(0, 2, 3, 1).flatten(1), self.bias)
+        return super().forward(input)
+
+
+class PatchEmbed(nn.Module):
+    """Cropping of images to whole patches, then linear projection of each patch.
+
+    (B, C, H, W) -> (B, N, D), or packed images -> (T, D).
+    """
+
+    def __init__(self, channels: int, dim: int, patch_size: int, init: Init):
+        super().__init__()
+        self.proj = PatchProjection(channels, dim, kernel_size=patch_size, stride=patch_size)
+        if init == "xavier":  # otherwise the layer keeps torch's default initialisation, as in DINO
+            nn.init.xavier_uniform_(self.proj.weight.detach().flatten(1))
+
+    def forward(self, images: Images) -> Tensor:
+        if isinstance(images, PackedImages):
+            return self.proj(images.patches)
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class NormedPatchEmbed(nn.Module):
+    """`PatchEmbed` with a norm before and after the projection, as in vit-pytorch.
+
+    (B, C, H, W) -> (B, N, D), or packed images -> (T, D).
+    """
+
+    def __init__(self, channels: int, dim: int, patch_size: int, norm_eps: float):
+        super().__init__()
+        self.patch_size = patch_size
+        self.norm1 = nn.LayerNorm(channels * patch_size**2, eps=norm_eps)
+        self.proj = nn.Linear(channels * patch_size**2, dim)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+
+    def forward(self, images: Images) -> Tensor:
+        if isinstance(images, PackedImages):
+            return self._project(images.patches)
+        height, width = (side - side % self.patch_size for side in images.shape[-2:])
+        patches = patchify(images[..., :height, :width], self.patch_size)  # (B * N, P)
+        return self._project(patches).unflatten(0, (len(images), -1))
+
+    def _project(self, patches: Tensor) -> Tensor:
+        return self.norm2(self.proj(self.norm1(patches)))
+
+
+class MaskedKeyBiasLinear(nn.Linear):
+    """Linear layer for queries, keys and values in which the bias of the keys counts as 0 (DINOv3, 2508.10104).
+
+    The bias has entries for the keys, as in the published weights, but their values have no effect.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        queries, _, values = self.bias.chunk(3)
+        return F.linear(input, self.weight, torch.cat([queries, torch.zeros_like(queries), values]))
+
+
+class SwiGLU(nn.Module):
+    """MLP with a gate, w3(silu(gate) * value), as in DINOv2 and DINOv3 (2002.05202): (..., D) -> (..., D).
+
+    The first half of the outputs of `w12` is the gate, and the second half is the value.
+    """
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.w12 = nn.Linear(dim, 2 * hidden)
+        self.w3 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)
+
+
+def swiglu_width(dim: int, mlp_ratio: float, multiple: int = 8) -> int:
+    """Return the hidden width of a SwiGLU: two thirds of `dim` * `mlp_ratio`, rounded up to a multiple of `multiple`.
+
+    A SwiGLU of this width has about as many parameters as an MLP with the hidden width `dim` * `mlp_ratio`.
+    """
+    return -(-int(int(dim * mlp_ratio) * 2 / 3) // multiple) * multiple
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate queries or keys by the angles of their positions (RoFormer, 2104.09864): (..., N, d) -> (..., N, d).
+
+    Channel k and channel k + d / 2 form a pair. The product is computed in at least the precision of `rope`.
+
+    Args:
+        rope: sines and cosines of the angles of all pairs: (2, N, d / 2).
+    """
+    sin, cos = rope
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`.
+
+    With `rope` (2, N, d / 2), or (2, T, d / 2) for packed images, queries and keys are rotated by their positions.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        qk_scale: float | None,
+        norm_eps: float,
+        head_dim: int | None = None,
+        mask_key_bias: bool = False,
+    ):
+        super().__init__()
+        head_dim = dim // heads if head_dim is None else head_dim
+        self.heads = heads
+        self.scale = head_dim**-0.5 if qk_scale is None else qk_scale
+        linear = MaskedKeyBiasLinear if mask_key_bias and qkv_bias else nn.Linear
+        self.qkv = linear(dim, 3 * heads * head_dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(heads * head_dim, dim)
+
+    def _split(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values: (..., N, D) -> three tensors (..., heads, N, d)."""
+        q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
+
+    def forward(self, x: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
+        q, k, v = self._split(x, rope)
+        out = attention(q, k, v, scale=self.scale, segments=segments)
+        return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
+
+    def weights(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """Return the attention weight of each query for each key: (B, N, D) -> (B, heads, N, N). Rows sum to 1."""
+        q, k, _ = self._split(x, rope)
+        return (self.scale * q @ k.mT).softmax(-1)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        mlp_ratio: float,
+        qkv_bias: bool,
+        norm_eps: float,
+        layer_scale: float | None,
+        drop_path: float,
+        qk_norm: bool = False,
+        qk_scale: float | None = None,
+        head_dim: int | None = None,
+        mask_key_bias: bool = False,
+        mlp: MLPKind = "gelu",
+        swiglu_multiple: int = 8,
+    ):
+        super().__init__()
+        attn = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
+        hidden = swiglu_width(dim, mlp_ratio, swiglu_multiple) if mlp == "swiglu" else int(dim * mlp_ratio)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = attn(norm_eps=norm_eps, head_dim=head_dim, mask_key_bias=mask_key_bias)
+        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = SwiGLU(dim, hidden) if mlp == "swiglu" else MLP(dim, hidden)
+        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self, x: Tensor, segments: Segments | None = None, scales: Tensor | None = None, rope: Tensor | None = None
+    ) -> Tensor:
+        first, second = branch_scales(scales)
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), segments, rope)), segments, first)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), segments, second)

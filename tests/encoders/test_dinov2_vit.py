@@ -1,0 +1,149 @@
+"""DINOv2's ViT (2304.07193) against timm, transformers and the published code written out."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from encoders import build, load_weights
+from encoders.images import Mask
+from encoders.vit import ViT
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SMALL = {"dim": 48, "depth": 3, "heads": 3, "image_size": 56, "layer_scale": 0.5, "mask_token": False}
+TIMM = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights far from any initial value, so that every part of the model shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) else 0.3, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                weight += 1
+    return model.eval()
+
+
+def images_of(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small(registers: bool, **settings) -> ViT:
+    encoder = build(f"vit_small_14_dinov2{'_registers' if registers else ''}", **SMALL | settings)
+    assert isinstance(scramble(encoder), ViT)
+    return encoder  # pyright: ignore[reportReturnType]
+
+
+def published_positions(table: Tensor, grid: tuple[int, int], registers: bool) -> Tensor:
+    """Resize a square table (1, N, D) as the published models do, with their arguments of `interpolate`."""
+    side = math.isqrt(table.shape[1])
+    maps = table.transpose(1, 2).unflatten(2, (side, side))
+    if registers:
+        maps = F.interpolate(maps, size=grid, mode="bicubic", antialias=True)
+    else:
+        maps = F.interpolate(maps, scale_factor=tuple((n + 0.1) / side for n in grid), mode="bicubic")
+    return maps.flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [(56, 56), (28, 28), (70, 42), (14, 224)])
+@pytest.mark.parametrize("registers", [False, True])
+@torch.no_grad()
+def test_it_equals_timm_with_published_positions(registers, size):
+    model = "vit_small_patch14_reg4_dinov2" if registers else "vit_small_patch14_dinov2"
+    oracle = scramble(timm.create_model(model, **TIMM))
+    encoder, images = small(registers), images_of(2, 3, *size)
+    load_weights(encoder, oracle.state_dict())
+    prefix, table = oracle.pos_embed.tensor_split([0 if registers else 1], dim=1)
+    grid = (size[0] // 14, size[1] // 14)
+    if size != (56, 56):
+        table = published_positions(table, grid, registers)
+        resized = timm.create_model(model, **TIMM | {"img_size": size}).eval()
+        resized.load_state_dict(oracle.state_dict() | {"pos_embed": torch.cat([prefix, table], 1)})
+        oracle = resized
+    tokens, features = oracle.forward_features(images), encoder(images)
+    torch.testing.assert_close(features.pooled, tokens[:, 0], **CLOSE)
+    torch.testing.assert_close(features.tokens, tokens[:, oracle.num_prefix_tokens :].flatten(0, 1), **CLOSE)
+
+
+@pytest.mark.parametrize("size", [(28, 28), (70, 42)])
+@torch.no_grad()
+def test_with_registers_it_resizes_positions_as_timm(size):
+    oracle = scramble(timm.create_model("vit_small_patch14_reg4_dinov2", dynamic_img_size=True, **TIMM))
+    encoder, images = small(registers=True), images_of(2, 3, *size)
+    load_weights(encoder, oracle.state_dict())
+    tokens = oracle.forward_features(images)
+    torch.testing.assert_close(encoder(images).tokens, tokens[:, 5:].flatten(0, 1), **CLOSE)
+
+
+@pytest.mark.parametrize("registers", [False, True])
+@torch.no_grad()
+def test_giant_has_the_gated_mlps_of_timm(registers):
+    model = f"vit_giant_patch14{'_reg4' if registers else ''}_dinov2"
+    oracle = scramble(timm.create_model(model, **TIMM | {"mlp_ratio": 256.5 / 48}))
+    encoder, images = small(registers, mlp="swiglu"), images_of(2, 3, 56, 56)
+    load_weights(encoder, oracle.state_dict())
+    tokens = oracle.forward_features(images)
+    torch.testing.assert_close(encoder(images).pooled, tokens[:, 0], **CLOSE)
+
+
+def of_transformers(registers: bool, **options) -> torch.nn.Module:
+    name, kind = ("dinov2_with_registers", "WithRegisters") if registers else ("dinov2", "")
+    models = pytest.importorskip(f"transformers.models.{name}", reason="transformers is not installed")
+    size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 56, "patch_size": 14}
+    size |= {} if registers else {"use_mask_token": True}
+    config = getattr(models, f"Dinov2{kind}Config")(**size | options)
+    return scramble(getattr(models, f"Dinov2{kind}Model")(config))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("registers", [False, True])
+@torch.no_grad()
+def test_it_equals_transformers_with_and_without_masks(registers, gated):
+    oracle = of_transformers(registers, use_swiglu_ffn=gated)
+    # transformers resizes positions without the published offset, as MAE does
+    rule = {} if registers else {"interpolation": "mae"}
+    encoder = small(registers, mask_token=True, mlp="swiglu" if gated else "gelu", **rule)
+    report = load_weights(encoder, oracle.state_dict())
+    assert (report.fresh, report.left_out, report.resized) == ([], [], [])
+    for size in ((56, 56), (42, 28)):
+        images = images_of(2, 3, *size)
+        hidden = torch.rand(2 * size[0] * size[1] // 196, generator=torch.Generator().manual_seed(0)) < 0.3
+        for mask in (None, Mask.from_hidden(hidden, encoder.grids(images))):
+            masked = None if mask is None else hidden.view(2, -1)
+            expected, features = oracle(images, bool_masked_pos=masked), encoder(images, mask)
+            prefix = 5 if registers else 1
+            torch.testing.assert_close(features.pooled, expected.pooler_output, **CLOSE)
+            torch.testing.assert_close(features.tokens, expected.last_hidden_state[:, prefix:].flatten(0, 1), **CLOSE)
+
+
+@torch.no_grad()
+def test_registers_have_no_position_and_stand_after_the_class_token():
+    encoder, images, seen = small(registers=True), images_of(2, 3, 56, 56), []
+    encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    encoder(images)
+    (x,) = seen
+    assert encoder.cls_token is not None
+    assert encoder.reg_token is not None
+    assert torch.equal(x[:, 0], (encoder.cls_token + encoder.pos_embed[:, :1]).expand(2, 1, 48)[:, 0])
+    assert torch.equal(x[:, 1:5], encoder.reg_token.expand(2, 4, 48))
+    torch.testing.assert_close(x[:, 5:], encoder.patch_embed(images) + encoder.pos_embed[:, 1:])
+
+
+def test_initial_values_are_those_of_the_published_code():
+    torch.manual_seed(0)
+    encoder = build("vit_small_14_dinov2_registers", depth=1)
+    assert isinstance(encoder, ViT)
+    assert encoder.cls_token is not None
+    assert encoder.reg_token is not None
+    assert encoder.mask_token is not None
+    assert encoder.cls_token.std().item() == pytest.approx(1e-6, rel=0.2)
+    assert encoder.reg_token.std().item() == pytest.approx(1e-6, rel=0.1)
+    assert not encoder.mask_token.any()
+    assert encoder.pos_embed.std().item() == pytest.approx(0.02, rel=0.01)
+    assert encoder.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert encoder.blocks[0].ls2.gamma.unique().tolist() == pytest.approx([1e-5])
+    assert encoder.patch_embed.proj.weight.abs().max().item() == pytest.approx(1 / math.sqrt(3 * 196), rel=0.01)

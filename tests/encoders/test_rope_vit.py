@@ -1,0 +1,346 @@
+"""RoPE-ViT against timm, transformers and formulas written out in float64."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+import encoders
+from encoders import build, load_weights
+from encoders.blocks import MaskedKeyBiasLinear, SwiGLU, rotate, swiglu_width
+from encoders.images import Mask, pack
+from encoders.randomness import random_keys
+from encoders.rope_vit import RoPEViT, RotaryPositions
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
+
+
+def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights far from any initial value, so that every part of the model shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) else 0.3, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                weight += 1
+    return model.eval()
+
+
+def images_of(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def small(**settings) -> RoPEViT:
+    encoder = build("rope_vit_small", **SMALL | {"layer_scale": 0.5, "mask_token": False} | settings)
+    assert isinstance(scramble(encoder), RoPEViT)
+    return encoder  # pyright: ignore[reportReturnType]
+
+
+def naive_angles(grid: tuple[int, int], periods: Tensor, coordinates: str = "separate") -> Tensor:
+    """The angles of each patch, (N, d / 2) float64, patch by patch."""
+    h, w = grid
+    sides = {"separate": (h, w), "max": (max(h, w),) * 2, "min": (min(h, w),) * 2}[coordinates]
+    rows = []
+    for i in range(h):
+        for j in range(w):
+            places = [2 * (i + 0.5) / sides[0] - 1, 2 * (j + 0.5) / sides[1] - 1]
+            rows.append([2 * math.pi * place / float(period) for place in places for period in periods])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def naive_rotation(x: Tensor, angles: Tensor) -> Tensor:
+    """Multiply each pair of channels (k, k + d / 2) by a rotation matrix: (..., N, d)."""
+    x, half = x.double(), x.shape[-1] // 2
+    out = torch.empty_like(x)
+    for n in range(len(angles)):
+        for k in range(half):
+            c, s = math.cos(angles[n, k]), math.sin(angles[n, k])
+            matrix = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
+            out[..., n, [k, k + half]] = x[..., n, [k, k + half]] @ matrix.T
+    return out
+
+
+@pytest.mark.parametrize("coordinates", ["separate", "max", "min"])
+@pytest.mark.parametrize("grid", [(3, 5), (4, 4), (6, 2)])
+def test_rotations_are_the_formula(grid, coordinates):
+    rope = RotaryPositions(16, 100.0, coordinates)
+    torch.testing.assert_close(rope.periods.double(), 100.0 ** (torch.arange(4).double() * 2 / 8), rtol=1e-6, atol=0)
+    (table,) = rope(grid, torch.ones(1, 2), torch.zeros(1, 2))
+    angles = naive_angles(grid, rope.periods, coordinates)
+    torch.testing.assert_close(table.double(), torch.stack([angles.sin(), angles.cos()]), rtol=0, atol=2e-6)
+    x = images_of(2, 3, grid[0] * grid[1], 16)
+    torch.testing.assert_close(rotate(x, table).double(), naive_rotation(x, angles), rtol=0, atol=1e-5)
+
+
+def test_random_coordinates_are_shifted_then_scaled():
+    rope = RotaryPositions(16, 100.0, "separate")
+    factors, shifts = torch.tensor([[0.5, 2.0], [1.5, 0.7]]), torch.tensor([[0.1, -0.2], [0.0, 0.3]])
+    tables = rope((3, 4), factors, shifts)
+    for table, factor, shift in zip(tables, factors.double(), shifts.double(), strict=True):
+        angles = []
+        for i in range(3):
+            for j in range(4):
+                places = [
+                    (2 * (i + 0.5) / 3 - 1 + shift[0]) * factor[0],
+                    (2 * (j + 0.5) / 4 - 1 + shift[1]) * factor[1],
+                ]
+                angles.append([2 * math.pi * float(place) / float(p) for place in places for p in rope.periods])
+        expected = torch.tensor(angles, dtype=torch.float64)
+        torch.testing.assert_close(table.double(), torch.stack([expected.sin(), expected.cos()]), rtol=0, atol=4e-6)
+
+
+def test_swiglu_and_masked_key_bias_are_the_formulas():
+    torch.manual_seed(0)
+    layer, x = scramble(SwiGLU(12, 16)), images_of(5, 12)
+    gate, value = (layer.w12.weight.double() @ x.double().T + layer.w12.bias.double()[:, None]).chunk(2)
+    hidden = gate / (1 + torch.exp(-gate)) * value
+    expected = layer.w3.weight.double() @ hidden + layer.w3.bias.double()[:, None]
+    torch.testing.assert_close(layer(x).double(), expected.T, **CLOSE)
+    assert [swiglu_width(*a) for a in [(384, 4), (1536, 4), (384, 6), (1280, 6), (4096, 3, 64)]] == [
+        1024,
+        4096,
+        1536,
+        5120,
+        8192,
+    ]
+    linear = scramble(MaskedKeyBiasLinear(12, 18))
+    bias = linear.bias.double() * torch.tensor([1.0] * 6 + [0.0] * 6 + [1.0] * 6)
+    torch.testing.assert_close(linear(x).double(), x.double() @ linear.weight.double().T + bias, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_block_is_the_formula():
+    """Attention with rotations, layer scale and SwiGLU, in float64, head by head."""
+    encoder, images = small(mlp="swiglu", registers=2), images_of(1, 3, 16, 24)
+    block, seen = encoder.blocks[1], []
+    handle = block.register_forward_hook(lambda layer, args, out: seen.append((args[0], out)))
+    encoder(images)
+    handle.remove()
+    x, out = seen[0][0][0].double(), seen[0][1][0].double()  # (S + N, D)
+
+    def norm(layer, x):
+        centred = x - x.mean(1, keepdim=True)
+        return centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
+
+    bias = block.attn.qkv.bias.double()
+    bias[48:96] = 0
+    qkv = norm(block.norm1, x) @ block.attn.qkv.weight.double().T + bias
+    angles = torch.cat([torch.zeros(3, 8), naive_angles((2, 3), encoder.rope_embed.periods)])
+    heads = []
+    for head in range(3):
+        q, k, v = (qkv[:, start + 16 * head : start + 16 * head + 16] for start in (0, 48, 96))
+        logits = naive_rotation(q, angles) @ naive_rotation(k, angles).T / 4
+        heads.append(logits.exp() / logits.exp().sum(1, keepdim=True) @ v)
+    attended = torch.cat(heads, 1) @ block.attn.proj.weight.double().T + block.attn.proj.bias
+    x = x + attended * block.ls1.gamma
+    gate, value = (norm(block.norm2, x) @ block.mlp.w12.weight.double().T + block.mlp.w12.bias).chunk(2, 1)
+    mlp = (gate * torch.sigmoid(gate) * value) @ block.mlp.w3.weight.double().T + block.mlp.w3.bias
+    torch.testing.assert_close(x + mlp * block.ls2.gamma, out, **CLOSE)
+
+
+TIMM = {"embed_dim": 48, "depth": 3, "num_heads": 3, "patch_size": 8, "img_size": 32, "global_pool": "token"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "settings"),
+    [
+        ("vit_small_patch16_dinov3_qkvb", {}, {}),
+        ("vit_small_patch16_dinov3", {}, {"qkv_bias": False}),
+        ("vit_small_plus_patch16_dinov3_qkvb", {}, {"mlp": "swiglu"}),
+        ("vit_small_plus_patch16_dinov3", {"swiglu_align_to": 64}, {"swiglu_multiple": 64, "qkv_bias": False}),
+        (
+            "vit_small_patch16_dinov3_qkvb",
+            {"global_pool": "avg", "num_reg_tokens": 0},
+            {"pool": "mean", "registers": 0},
+        ),
+    ],
+)
+@torch.no_grad()
+def test_it_equals_timm_at_three_sizes(model, options, settings):
+    if "plus" in model:
+        options, settings = options | {"mlp_ratio": 8 / 3}, settings | {"mlp": "swiglu"}
+    oracle = scramble(timm.create_model(model, num_classes=0, **TIMM | options))
+    encoder = small(**settings)
+    report = load_weights(encoder, oracle.state_dict())
+    assert report.fresh == ["rope_embed.periods"]
+    for size in ((32, 32), (24, 40), (64, 48)):
+        images = images_of(2, 3, *size)
+        tokens, features = oracle.forward_features(images), encoder(images)
+        torch.testing.assert_close(features.tokens, tokens[:, oracle.num_prefix_tokens :].flatten(0, 1), **CLOSE)
+        torch.testing.assert_close(features.pooled, oracle.forward_head(tokens, pre_logits=True), **CLOSE)
+
+
+def of_transformers(**options) -> torch.nn.Module:
+    models = pytest.importorskip("transformers.models.dinov3_vit", reason="transformers is not installed")
+    size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 192}
+    size |= {"patch_size": 8, "image_size": 32, "num_register_tokens": 4}
+    return scramble(models.DINOv3ViTModel(models.DINOv3ViTConfig(**size | options)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_it_equals_transformers_with_and_without_masks(gated):
+    width = {"use_gated_mlp": True, "intermediate_size": 128, "hidden_act": "silu"} if gated else {}
+    oracle, encoder = of_transformers(**width), small(mlp="swiglu" if gated else "gelu", mask_token=True)
+    assert load_weights(encoder, oracle.state_dict()).fresh == ["rope_embed.periods"]
+    for size in ((32, 32), (40, 24)):
+        images = images_of(2, 3, *size)
+        hidden = torch.rand(2 * size[0] * size[1] // 64, generator=torch.Generator().manual_seed(0)) < 0.3
+        for mask in (None, Mask.from_hidden(hidden, encoder.grids(images))):
+            masked = None if mask is None else hidden.view(2, -1)
+            expected, features = oracle(images, bool_masked_pos=masked), encoder(images, mask)
+            torch.testing.assert_close(features.pooled, expected.pooler_output, **CLOSE)
+            torch.testing.assert_close(features.tokens, expected.last_hidden_state[:, 5:].flatten(0, 1), **CLOSE)
+
+
+@torch.no_grad()
+def test_the_bias_of_keys_has_an_effect_only_if_it_is_not_masked():
+    images = images_of(2, 3, 32, 32)
+    for masked in (True, False):
+        encoder = small(mask_key_bias=masked)
+        before = encoder(images).pooled
+        for block in encoder.blocks:
+            block.attn.qkv.bias[48:96] += 1
+        assert torch.equal(encoder(images).pooled, before) == masked
+
+
+@torch.no_grad()
+def test_norms_by_role():
+    encoder, views = small(cls_norm=True, local_cls_norm=True, rope_rescale=None), [images_of(2, 3, 32, 32)]
+    views.append(images_of(3, 3, 16, 16))
+    packed, seen = pack(views, 8), []
+    handle = encoder.blocks[-1].register_forward_hook(lambda layer, args, out: seen.append(out))
+    pooled = encoder(packed).pooled
+    encoder.train()
+    trained, plain = encoder(packed).pooled, encoder(views[1]).pooled
+    handle.remove()
+    tokens = [part[0] for part in seen[0].split([16 + 5] * 2 + [4 + 5] * 3)]  # class tokens before the norms
+    expected = encoder.cls_norm(torch.stack(tokens))
+    torch.testing.assert_close(pooled, expected, **CLOSE)
+    expected[2:] = encoder.local_cls_norm(torch.stack(tokens[2:]))
+    torch.testing.assert_close(trained, expected, **CLOSE)
+    torch.testing.assert_close(plain, encoder.cls_norm(torch.stack(tokens[2:])), **CLOSE)
+
+
+AUGMENTED = {"rope_shift": 0.5, "rope_jitter": 1.5, "rope_rescale": 2.0}
+
+
+def tables_of(encoder: RoPEViT, images) -> list[Tensor]:
+    """The rotations that each block gets."""
+    seen = []
+    handles = [b.register_forward_pre_hook(lambda block, args: seen.append(args[3])) for b in encoder.blocks]
+    encoder(images)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@torch.no_grad()
+def test_coordinates_change_for_each_block_and_size_anew_in_training_only():
+    encoder, views = small(**AUGMENTED, registers=0), [images_of(2, 3, 32, 32), images_of(2, 3, 24, 24)]
+    still = tables_of(encoder, views[0])
+    assert all(torch.equal(table, still[0]) for table in still)
+    encoder.train()
+    packed, draws = pack(views, 8), []
+    with random_keys(0, 5, torch.arange(2)):
+        for table in tables_of(encoder, packed):
+            globals_, locals_ = table[:, :34], table[:, 34:]  # two images of 1 + 16 tokens, two of 1 + 9
+            assert torch.equal(globals_[:, :17], globals_[:, 17:])  # images of one size share the draw
+            assert torch.equal(locals_[:, :10], locals_[:, 10:])
+            angles = torch.atan2(table[0], table[1])[:, 6]  # angles of the longest period of the row stay below pi
+            draws += [angles[1].item(), angles[35].item()]
+    assert len(set(draws)) == 6
+    for seed, step, samples, equal in ((0, 5, torch.tensor([7, 9]), True), (0, 6, torch.arange(2), False)):
+        with random_keys(seed, step, samples):
+            other = torch.cat(tables_of(encoder, packed))
+        with random_keys(0, 5, torch.arange(2)):
+            assert torch.equal(other, torch.cat(tables_of(encoder, packed))) == equal
+
+
+@torch.no_grad()
+def test_random_coordinates_are_uniform_and_log_uniform():
+    encoder = build("rope_vit_micro", depth=1, rope_shift=0.25, rope_jitter=1.5, rope_rescale=2.0).train()
+    assert isinstance(encoder, RoPEViT)
+    shifts, factors = [], []
+    for step in range(4000):
+        with random_keys(0, step, torch.arange(1)):
+            drawn = encoder._draw([(4, 4)])
+        assert drawn is not None
+        factors.append(drawn[0][0, 0].log())
+        shifts.append(drawn[1][0, 0])
+    shift, factor = torch.stack(shifts), torch.stack(factors)  # (4000, 2)
+    assert shift.abs().max() <= 0.25
+    assert shift.std(0).tolist() == pytest.approx([0.5 / math.sqrt(12)] * 2, rel=0.03)
+    each, common = factor[:, 0] - factor[:, 1], factor.mean(1)
+    assert each.std().item() == pytest.approx(math.log(1.5) * 2 / math.sqrt(12) * math.sqrt(2), rel=0.03)
+    variance = math.log(2) ** 2 / 3 + math.log(1.5) ** 2 / 6
+    assert common.std().item() == pytest.approx(math.sqrt(variance), rel=0.03)
+    assert abs(common.mean().item()) < 0.03
+
+
+@torch.no_grad()
+def test_dropping_keeps_the_positions_of_visible_patches():
+    encoder, images = small(), images_of(2, 3, 24, 40)
+    hidden = torch.rand(30, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask = Mask.from_hidden(hidden, encoder.grids(images))
+    assert len(set(mask.lengths.tolist())) == 2  # the images keep different numbers of tokens
+    features = encoder(images, mask, drop=True)
+    seen = []
+    handle = encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append((args[0], args[3])))
+    encoder(images)
+    handle.remove()
+    x, rope = seen[0]
+    start = 0
+    for image in range(2):
+        kept = [0, 1, 2, 3, 4] + [5 + i for i in range(15) if not hidden[15 * image + i]]
+        y = x[image : image + 1, kept]
+        for block in encoder.blocks:
+            y = block(y, None, None, rope[:, kept])
+        end = start + len(kept) - 5
+        torch.testing.assert_close(features.tokens[start:end], encoder.norm(y[0, 5:]), **CLOSE)
+        torch.testing.assert_close(features.pooled[image], encoder.norm(y[0, 0]), **CLOSE)
+        start = end
+
+
+@torch.no_grad()
+def test_last_attention_and_initial_values():
+    encoder, images = small(), images_of(2, 3, 24, 40)
+    weights = encoder.last_attention(images)
+    assert weights.shape == (2, 3, 20, 20)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 20))
+    torch.manual_seed(0)
+    fresh = build("rope_vit_small", depth=1)
+    assert isinstance(fresh, RoPEViT)
+    assert fresh.cls_token.std().item() == pytest.approx(0.02, rel=0.2)
+    assert fresh.reg_token is not None
+    assert fresh.reg_token.std().item() == pytest.approx(0.02, rel=0.1)
+    assert fresh.mask_token is not None
+    assert not fresh.mask_token.any()
+    assert fresh.patch_embed.proj.weight.abs().max().item() == pytest.approx(1 / math.sqrt(3 * 256), rel=0.01)
+    assert fresh.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert fresh.blocks[0].ls1.gamma.unique().tolist() == pytest.approx([1e-5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 8}, "multiple of 4, not 6"),
+        ({"rope_shift": -1.0}, "rope_shift must be at least 0"),
+        ({"rope_rescale": 0.5}, "rope_rescale is the largest factor"),
+        ({"rope_coordinates": "both"}, "rope_coordinates must be one of separate, max, min"),
+        ({"mlp": "relu"}, "mlp must be one of gelu, swiglu"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(encoders.EncoderError, match=message):
+        build("rope_vit_small", **SMALL | settings)
+
+
+def test_dropping_all_tokens_of_an_image_is_refused():
+    encoder, images = small(), images_of(2, 3, 16, 16)
+    mask = Mask.from_hidden(torch.tensor([False] * 4 + [True] * 4), encoder.grids(images))
+    with pytest.raises(encoders.EncoderError, match="hides all tokens of image 1"):
+        encoder(images, mask, drop=True)
