@@ -7,3 +7,13 @@ class UserError(Exception):
     Commands print the message without a traceback and exit with code 2. A subclass that is raised for bad values also
     derives from `ValueError`, so that Python callers can catch it as a `ValueError`.
     """
+
+
+def printable(name: str) -> str:
+    """Return a name from outside for a message: control characters and other unprintable characters are escaped.
+
+    A name with a newline or a terminal sequence could otherwise forge lines of the log.
+    """
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)

@@ -145,7 +145,7 @@ def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks:
     facts.images, facts.labelled = int(table.summary[0]), int(table.summary[1])
     facts.mapped = int((table.maps[:, 0] >= 0).sum())
     facts.size = shard.size
-    facts.keys = [b"".join(_digest(table.key(sample)) for sample in range(facts.images))]
+    facts.keys = [b"".join(_digest(table.raw_key(sample)) for sample in range(facts.images))]
     _check_samples(facts, shard.name, table, tar.fileno(), checks, advance)
     if os.path.exists(facts.path):
         if checks.checksum:
@@ -177,8 +177,8 @@ class _Warnings(logging.Handler):
         self.log.propagate = True
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=KEY_BYTES).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=KEY_BYTES).digest()
 
 
 def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
