@@ -1,5 +1,10 @@
 """The base class of all errors that are meant for the user."""
 
+import re
+
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Pattern of control characters, line separators, and characters that change the direction of text."""
+
 
 class UserError(Exception):
     """An error whose message tells the user what is wrong, where, and what to do.

@@ -20,7 +20,7 @@ from data.shards.classes import CLASSES
 from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
 from data.shards.folder import read_image
 from data.shards.shard import ShardList
-from data.shards.tar import MAP, Index, is_described, is_member
+from data.shards.tar import LARGEST_LABEL, MAP, Index, is_described, is_member
 
 KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each.
 KEPT_FILES = 128
@@ -124,6 +124,11 @@ class Reader:
             ) from None
         numbers = self._shards.numbers
         if numbers is None:
+            if label > LARGEST_LABEL:
+                raise ShardError(
+                    f"the label of {self.name(shard, sample)} is {label}, but labels may be {LARGEST_LABEL} at most. "
+                    "Number the classes from 0, without gaps."
+                )
             return label
         if not 0 <= label < len(numbers):
             raise ShardError(

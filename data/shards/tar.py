@@ -34,6 +34,8 @@ LABEL = "cls"
 MAP = "seg.png"
 """File name extension of segmentation maps in a shard: the map of KEY.jpg is KEY.seg.png."""
 LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
+LARGEST_LABEL = 2**22 - 1
+"""Largest class number. Evaluations need memory for every class up to the largest one."""
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
 LONGEST_PLAIN = 92  # keys from this length on may be stored in an additional header, because names have 100 bytes
 
@@ -108,6 +110,8 @@ def scan_tar(path: str | int, shard: str) -> Index:
     except TarError as error:
         raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
     place, rest = headers.place, headers.rest
+    if place > size:
+        raise ShardError(f"{shard}: not a complete tar (it ends inside of a block). {MAKE_SHARD_AGAIN}")
     if any(rest) and place == 0:
         raise ShardError(f"{shard}: not a complete tar (the first header is damaged). {MAKE_SHARD_AGAIN}")
     if any(rest):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
+from data.shards.tar import LARGEST_LABEL
 from data.tools.command import MakeError
 
 Row = tuple[str, str | None]
@@ -93,6 +94,10 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
         return
     if min(known) < 0:
         raise MakeError(f"{path}: a label is below 0. If an image has no label, leave the field empty.")
+    if max(known) > LARGEST_LABEL:
+        raise MakeError(
+            f"{path}: the label {max(known)} is more than {LARGEST_LABEL}. Number the classes from 0, without gaps."
+        )
     listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
     listing.note = f"numbers in {path.name}"
 
