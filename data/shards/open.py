@@ -115,8 +115,9 @@ def _open_all(
     """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
+    verifies = indices.source.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each node
     for place, path in enumerate(paths):
-        if path in indices.entries and remote.is_remote(path):
+        if path in indices.entries and remote.is_remote(path) and not verifies:
             opened[place] = _from_index(path, indices.entries[path], indices.source)
     # Begin at a random shard. Processes that start at the same time then begin at different shards, so that each
     # process finds most shard indices in the cache, where another process has stored them.
@@ -124,7 +125,7 @@ def _open_all(
     unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
     bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
     with ThreadPoolExecutor(THREADS) as pool, bar as show:
-        futures = {pool.submit(_open, paths[place], indices): place for place in unknown}
+        futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 try:
@@ -164,9 +165,15 @@ def _from_index(path: str, listed: Listed, source: SourceConfig) -> _Opened:
     return _Opened(shard, listed.samples, listed.labelled, listed.size, listed.moments)
 
 
-def _open(path: str, indices: FolderIndices) -> _Opened:
-    shard = Shard.at(path, indices.source)
+def _open(path: str, indices: FolderIndices, verifies: bool) -> _Opened:
     listed = indices.entries.get(path)
+    if verifies and listed is not None and remote.is_remote(path):
+        opened = _from_index(path, listed, indices.source)
+        opened.shard.verify()
+        return opened
+    shard = Shard.at(path, indices.source)
+    if verifies:
+        dataclasses.replace(shard, sha256=listed and listed.sha256).verify()
     if listed is not None and listed.size == shard.size and listed.written >= shard.modified:
         shard = dataclasses.replace(shard, sha256=listed.sha256)
         return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)

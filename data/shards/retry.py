@@ -11,10 +11,12 @@ from typing import Literal, TypeVar
 from pydantic import Field
 
 from data.shards.errors import RESTORE_SHARD, ShardError
+from runtime.preemption import WaitInterruptedError, check_wait
 from runtime.settings import Section
 
 BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
 LONGEST_PAUSE = 30.0  # Limit of a pause in seconds, before the pause is multiplied by a random factor of 0.5 to 1.5.
+POLL = 1.0  # seconds between two checks whether the process was asked to stop
 TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated. All other statuses 4xx are permanent.
 PERMANENT = (
     FileNotFoundError,
@@ -40,6 +42,8 @@ class SourceConfig(Section):
     """maximum number of repetitions of a failed request; each pause is about twice as long as the previous pause"""
     timeout: float = Field(default=60, gt=0)
     """time in seconds after which a request without an answer fails"""
+    verify: bool = False
+    """compare the SHA-256 of every shard with index.json at the start; remote shards are downloaded completely"""
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
 
@@ -71,12 +75,23 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(seconds)
+    start = time.monotonic()
+    while thread.is_alive() and (left := start + seconds - time.monotonic()) > 0:
+        thread.join(min(left, POLL))
+        check_wait(start)
     if errors:
         raise errors[0]
     if not results:
         raise TimeoutError(f"no answer for {seconds:g} s")
     return results[0]
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, but raise `WaitInterruptedError` if this process was asked to stop."""
+    start = time.monotonic()
+    while (left := start + seconds - time.monotonic()) > 0:
+        time.sleep(min(left, POLL))
+        check_wait(start)
 
 
 def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
@@ -89,7 +104,7 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
     for attempt in itertools.count(1):
         try:
             return do()
-        except (ShardError, NoRangesError):
+        except (ShardError, NoRangesError, WaitInterruptedError):
             raise
         except Exception as error:  # each fsspec file system raises its own kinds of errors
             message = f"{url}: {_describe(error)}"
@@ -99,7 +114,7 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
                 raise ShardError(f"{message}. Number of failed attempts: {attempt}. {RESTORE_SHARD}") from error
         pause = min(BACKOFF * 2 ** (attempt - 1), LONGEST_PAUSE) * random.SystemRandom().uniform(0.5, 1.5)
         log.warning("%s; trying again in %.1f s (retry %d of %d)", message, pause, attempt, source.retries)
-        time.sleep(pause)
+        sleep(pause)
     raise AssertionError("unreachable: the loop is endless")
 
 

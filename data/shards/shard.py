@@ -21,12 +21,17 @@ from data.shards.folder import list_images
 from data.shards.index import LARGEST_TABLE, TABLE, parse_table
 from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
 from data.shards.tar import Index, scan_tar
+from runtime.errors import printable
 from runtime.files import atomic_write
 
 ENDINGS = (".tar", ".tar.gz")
 """Ends of the file names of shards."""
 
 log = logging.getLogger(__name__)
+
+
+_held: dict[str, str] = {}
+"""Maps the name of the cache entry of a version to the version that this process has seen."""
 
 
 class _NoTableError(Exception):
@@ -150,7 +155,8 @@ class Shard:
         def fill(sink: Sink) -> None:
             if self.size and not self._is_gzip:
                 sink.reserve(self.size)
-            remote.fetch(self.path, sink, self.source, size=self.size, sha256=self.sha256)
+            check = None if self.sha256 else self._check_version  # a checksum says more than a version
+            remote.fetch(self.path, sink, self.source, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill)
 
@@ -164,7 +170,7 @@ class Shard:
         """
 
         def fill(sink: Sink) -> None:
-            sink.write(remote.read_range(self.path, start, end, self.size, self.source))
+            sink.write(remote.read_range(self.path, start, end, self.size, self.source, self._check_version))
 
         try:
             return self.cache.open(self.cache_name(f"{start}-{end}"), fill, end - start)
@@ -172,6 +178,55 @@ class Shard:
             raise ShardError(
                 f"{self.path}: the server stopped supporting byte ranges during the run. Restart the run."
             ) from None
+
+    def _check_version(self, stated: list[str]) -> None:
+        """Compare the versions that a server states for this shard with the version of its first answer.
+
+        The version of the first answer is the version at the time of opening. If the shard was opened from
+        `index.json`, without a request, the version is kept in the cache with the data that it describes.
+
+        Raises:
+            ShardError: the shard has changed on the server.
+        """
+        if not stated or self.version.removeprefix("W/") in stated:
+            return
+        held = self.version
+        if not held or held == self.sha256:
+            name = self.cache_name("version")
+            held = _held.get(name)
+            if held is None:
+                with os.fdopen(self.cache.open(name, lambda sink: sink.write(stated[0].encode())), "rb") as file:
+                    held = _held.setdefault(name, file.read().decode(errors="replace"))
+        if held not in stated:
+            raise ShardError(
+                f"{self.path}: has changed on the server (version {printable(stated[0])[:100]}, before "
+                f"{printable(held)[:100]}). Restore the shard. If the change is intended, make its index.json again or "
+                f"remove the folder {self.cache.folder}, and restart the run."
+            )
+
+    def verify(self) -> None:
+        """Compare the SHA-256 of the stored file with `index.json`. A remote shard is downloaded completely.
+
+        Raises:
+            ShardError: the checksums differ, `index.json` has no checksum, or the shard cannot be read.
+        """
+        if self.is_folder or self.path.startswith(remote.PIPE):
+            return
+        if self.sha256 is None:
+            raise ShardError(f"{self.path}: source.verify needs the SHA-256 in index.json. {MAKE_INDEX_AGAIN}")
+        if remote.is_remote(self.path):
+            os.close(self.open())
+            return
+        try:
+            with open(self.path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ShardError(f"{self.path}: {error.strerror}. {RESTORE_SHARD}") from error
+        if found != self.sha256.lower():
+            raise ShardError(
+                f"{self.path}: its SHA-256 differs from index.json, so the shard or the index has changed. "
+                f"{MAKE_SHARD_AGAIN} If the index is wrong: {MAKE_INDEX_AGAIN}"
+            )
 
     def index(self) -> Index:
         """Return the index of the shard: from the cache, from the table beside the shard, or from the tar headers.
