@@ -44,6 +44,8 @@ class SourceConfig(Section):
     """time in seconds after which a request without an answer fails"""
     verify: bool = False
     """compare the SHA-256 of every shard with index.json at the start; remote shards are downloaded completely"""
+    allow_overlap: bool = False
+    """accept validation images that are also training images; their scores say nothing about new images"""
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
 
