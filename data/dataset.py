@@ -20,6 +20,7 @@ from data.decode import MAX_PIXELS, ImageError, Picture
 from data.maps import checked_map, cut_map
 from data.sampler import MixtureSampler, sample_rng
 from data.shards import ShardError, ShardList
+from data.shards.errors import ResourceError
 from data.shards.reader import Reader, UnreadableError
 from data.shards.tar import MAP
 
@@ -173,6 +174,8 @@ class TrainDataset(Dataset[Sample]):
             return _Drawn(key, picture, views, self._label(reader, address), encoded_map)
         except ImageError as error:
             return _Failed(f"{key}: {error}", corrupt=True)
+        except MemoryError as error:
+            raise _out_of_memory(key) from error
         except UnreadableError as error:
             return _Failed(f"sample {address.number} of {error}", corrupt=False)
 
@@ -204,6 +207,8 @@ class TrainDataset(Dataset[Sample]):
                 try:
                     sample = decode_sample(drawn.key, drawn.picture, drawn.views)
                     break
+                except MemoryError as error:
+                    raise _out_of_memory(drawn.key) from error
                 except ImageError as error:
                     drawn = _Failed(f"{drawn.key}: {error}", corrupt=True)
             failed.append(drawn)
@@ -273,8 +278,17 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
             return found._replace(label=label, map=cropped)
         except ImageError as error:
             return Skipped(f"{key}: {error}")
+        except MemoryError as error:
+            raise _out_of_memory(key) from error
         except UnreadableError as error:
             return Skipped(f"sample {sample} of {error}")
+
+
+def _out_of_memory(key: str) -> ResourceError:
+    return ResourceError(
+        f"{key}: the memory of this process does not suffice to decode the image. Use fewer loader workers, or lower "
+        "loader.max_pixels, so that large images count as corrupt."
+    )
 
 
 def decode_sample(key: str, picture: Picture, views: SampleParameters) -> Sample:

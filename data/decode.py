@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
 from data.tiff import TiffError, is_tiff, read_tiff
+from runtime.errors import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Names of the image formats that Pillow is allowed to decode."""
@@ -57,6 +58,9 @@ def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
 
 class ImageError(ValueError):
     """Raised if an image cannot be decoded or is not accepted. The message states the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))  # libraries may quote the file
 
 
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:

@@ -28,7 +28,7 @@ from data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, Shuffled
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from data.shards.reader import Reader, warn_of_small_cache
 from data.shared_memory import BufferRing, SharedBatch
-from data.workers import POLL, WorkerStates, receive, start_worker
+from data.workers import POLL, WorkerStates, check_semaphores, receive, start_worker
 from encoders.base import IMAGENET, Preprocessing
 from runtime.settings import Section
 
@@ -303,6 +303,8 @@ class Batches:
 
     def _loader(self) -> DataLoader:
         workers = self._workers
+        if workers:
+            check_semaphores()
         self._states = WorkerStates(workers)
         of_main_thread = threading.current_thread() is threading.main_thread()
         start = functools.partial(start_worker, states=self._states, parent=os.getpid(), of_main_thread=of_main_thread)

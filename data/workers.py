@@ -4,6 +4,7 @@ import ctypes
 import gc
 import logging
 import mmap
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import preemption
+from runtime.errors import UserError
 
 PR_SET_PDEATHSIG = 1
 """Number of the operation of Linux's `prctl` that sets the signal at the end of the parent."""
@@ -36,6 +38,20 @@ def free_cores(processes: int) -> int:
     cores = len(os.sched_getaffinity(0))
     allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # a SLURM job can see more cores than it is given
     return max(1, min(8, min(cores, allocated) // local - 1))
+
+
+class WorkersError(UserError, RuntimeError):
+    """Raised if the system cannot run loader workers."""
+
+
+def check_semaphores() -> None:
+    """Raise `WorkersError` if the system has no semaphores, which loader workers need, for example without /dev/shm."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except (OSError, ImportError) as error:
+        raise WorkersError(
+            f"Loader workers need semaphores, which this system refuses ({error}). Mount /dev/shm, or use --workers 0."
+        ) from error
 
 
 class WorkerStates:

@@ -144,7 +144,9 @@ def parse_table(content: bytes, path: str) -> Index:
             table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name != "maps"})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
-        raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
+        raise ShardError(
+            f"{path}: not a table of samples ({printable(str(error))[:LONGEST_REASON]}). {REPLACE_INDEX}"
+        ) from None
     return table
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from data.shards import remote
-from data.shards.cache import CacheError
-from data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ShardError
+from data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ResourceError, ShardError
 from data.shards.index import FOLDER_INDEX
 from data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
 from data.shards.progress import show_progress
@@ -145,7 +144,11 @@ def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> 
     listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
     more = f"\n  and {len(errors) - MOST_LISTED} more" if len(errors) > MOST_LISTED else ""
     message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
-    if source.unreadable == "stop" or len(errors) == total or any(isinstance(e, CacheError) for e in errors.values()):
+    if (
+        source.unreadable == "stop"
+        or len(errors) == total
+        or any(isinstance(e, ResourceError) for e in errors.values())
+    ):
         raise ShardError(message)
     log.warning("unusable shards are left out: %s", message)
 

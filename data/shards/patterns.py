@@ -13,7 +13,7 @@ from braceexpand import braceexpand
 from webdataset.shardlists import envsubst
 
 from data.shards import index, remote
-from data.shards.errors import MOST_LISTED, ShardError
+from data.shards.errors import MOST_LISTED, ShardError, is_exhausted, unreadable
 from data.shards.folder import holds_images
 from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
 from data.shards.retry import DEFAULT, SourceConfig
@@ -77,6 +77,11 @@ def expand_with(indices: "FolderIndices", shards: Shards) -> list[str]:
         return [shard.path for shard in shards.shards]
     patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     paths = [path for pattern in patterns for path in _matches(os.path.expanduser(os.fspath(pattern)), indices)]
+    if hostile := [path for path in paths if CONTROL.search(path)]:
+        raise ShardError(
+            f"{printable(hostile[0])}: the name of a shard holds control characters. Rename the file or correct the "
+            "name."
+        )
     if not paths:
         raise ShardError("no shards were named. Give a path, a glob, a brace range or a URL.")
     if repeated := [path for path, count in Counter(paths).items() if count > 1]:
@@ -159,7 +164,7 @@ def _shards_in(folder: str) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
     except OSError as error:
-        raise ShardError(f"{folder}: {error.strerror}. Correct the path or its permissions.") from error
+        raise unreadable(folder, error, "Correct the path or its permissions.") from error
     patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
@@ -212,7 +217,9 @@ def _read_index_file(path: str, source: SourceConfig) -> tuple[bytes, int] | Non
     try:
         with open(path, "rb") as file:
             return file.read(index.LARGEST_FOLDER_INDEX + 1), os.fstat(file.fileno()).st_mtime_ns
-    except OSError:
+    except OSError as error:
+        if is_exhausted(error):
+            raise unreadable(path, error) from error
         return None
 
 

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from data.shards.cache import CacheError
 from data.shards.classes import CLASSES
-from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ResourceError, ShardError, unreadable
 from data.shards.folder import read_image
 from data.shards.shard import ShardList
 from data.shards.tar import LARGEST_LABEL, MAP, Index, is_described, is_member
@@ -195,7 +194,7 @@ class Reader:
             result = do()
             self._lost_in_a_row = 0
             return result
-        except CacheError:
+        except ResourceError:
             raise
         except ShardError as error:
             self._lost_in_a_row += shard not in self._lost
@@ -259,7 +258,7 @@ class Reader:
                 raise ShardError(f"{path}: has changed since it was opened. Restart the run.")
             header, data = _read_member(file.descriptor, offset, wanted)
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
+            raise unreadable(path, error) from error
         if len(data) != wanted:
             size = os.fstat(file.descriptor).st_size
             raise ShardError(

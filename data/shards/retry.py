@@ -5,12 +5,13 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from data.shards.errors import RESTORE_SHARD, ShardError
+from data.shards.errors import RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
+from runtime.errors import printable
 from runtime.preemption import WaitInterruptedError, check_wait
 from runtime.settings import Section
 
@@ -110,6 +111,8 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
             raise
         except Exception as error:  # each fsspec file system raises its own kinds of errors
             message = f"{url}: {_describe(error)}"
+            if is_exhausted(error) and attempt > source.retries:
+                raise unreadable(url, error) from error
             if _is_permanent(error):
                 raise ShardError(f"{message}. {RESTORE_SHARD}") from error
             if attempt > source.retries:
@@ -120,17 +123,9 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
     raise AssertionError("unreachable: the loop is endless")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that cause, and so on."""
-    following: BaseException | None = error
-    while following is not None:
-        yield following
-        following = following.__cause__
-
-
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error that aiohttp, botocore or gcsfs raised; None if the error has no status."""
-    for one in _causes(error):
+    for one in causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
         # Read `code` only for gcsfs, because aiohttp sets `code` to 400 if the body of a response is too short.
@@ -151,7 +146,9 @@ def is_missing(error: BaseException) -> bool:
 def _is_permanent(error: BaseException) -> bool:
     if status := _status(error):
         return status < 500 and status not in TRANSIENT
-    if any("Credentials" in type(one).__name__ for one in _causes(error)):
+    if is_exhausted(error):
+        return False
+    if any("Credentials" in type(one).__name__ for one in causes(error)):
         return True
     # fsspec raises FileNotFoundError for every connection problem, so judge the cause of the error.
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
@@ -162,8 +159,8 @@ def _is_permanent(error: BaseException) -> bool:
 def _describe(error: BaseException) -> str:
     """Return a one-line description of an error."""
     status = _status(error)
-    root = list(_causes(error))[-1]
-    text = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
+    root = list(causes(error))[-1]
+    text = printable(next((line.strip() for line in str(root).splitlines() if line.strip()), ""))
     if isinstance(root, FileNotFoundError) or status == 404:
         return "not found"
     kind = type(root).__name__

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.errors import MAKE_SHARD_AGAIN, ShardError, unreadable
 from data.shards.members import (
     LARGEST_HEADER,
     REGULAR,
@@ -106,7 +106,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
                 if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *TIFFS, *OTHER_IMAGES):
                     unread, first_unread = unread + 1, first_unread or member.name
     except OSError as error:
-        raise ShardError(f"{shard}: {error.strerror}. {RESTORE_SHARD}") from error
+        raise unreadable(shard, error) from error
     except TarError as error:
         raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
     place, rest = headers.place, headers.rest

@@ -12,6 +12,7 @@ import numpy as np
 from data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
 from data.shards.tar import LARGEST_LABEL
 from data.tools.command import MakeError
+from runtime.errors import printable
 
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
@@ -107,7 +108,7 @@ def _refuse_repeated(listing: Listing, path: Path) -> None:
     keys = np.frombuffer(b"".join(digests), dtype=np.uint64)
     order = np.argsort(keys, kind="stable")
     if len(repeated := np.flatnonzero(keys[order][1:] == keys[order][:-1])):
-        name = os.fsdecode(listing.path(int(order[repeated[0]])))
+        name = printable(os.fsdecode(listing.path(int(order[repeated[0]]))))
         raise MakeError(f"{path}: {len(repeated):,} paths are repeated, the first is {name}. Name each image once.")
 
 

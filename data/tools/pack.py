@@ -19,6 +19,7 @@ from PIL import Image
 from data.decode import FORMATS, ImageError, check_header, decode
 from data.headers import HeaderError, check_sides
 from data.maps import checked_map
+from data.shards.errors import is_exhausted
 from data.shards.index import write_table
 from data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
 from data.shards.tar import LABEL, MAP, scan_tar
@@ -115,6 +116,10 @@ def _read(root: bytes, name: bytes, size: int, modified: int, links: Links) -> b
                 raise LeftOut(REASONS[IRREGULAR])
             content = file.read(size + 1)
     except OSError as error:
+        if is_exhausted(error):  # the file may be good
+            raise MakeError(
+                f"{os.fsdecode(path)}: {error.strerror}. Use fewer --workers, or raise the limit."
+            ) from error
         raise LeftOut(f"the file cannot be read: {error.strerror}") from error
     if len(content) != size or status.st_mtime_ns != modified:
         raise LeftOut("the file has changed since it was listed")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import Reader, ShardError, open_shards, reader, remote, retry, shard
+from data.shards import Reader, ShardError, open_shards, pieces, reader, remote, retry
 from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
 from data.shards.retry import SourceConfig
 from data.shards.tar import scan_tar
@@ -22,7 +22,7 @@ QUICK = SourceConfig(retries=0, timeout=1)
 def quick(monkeypatch):
     monkeypatch.setattr(retry, "BACKOFF", 0.01)
     monkeypatch.setattr(remote, "_servers_with_ranges", {})
-    monkeypatch.setattr(shard, "_held", {})
+    monkeypatch.setattr(pieces, "_versions", {})
     monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
 
 
@@ -64,7 +64,7 @@ def test_a_shard_that_changes_on_its_server_is_named(write_shards, server, index
     assert first.image(0, 0) == before  # from the cache
     with pytest.raises(ShardError, match=r"data-000000.tar: has changed on the server \(version .*, before"):
         first.image(0, 3)
-    shard._held.clear()  # another process of the node
+    pieces._versions.clear()  # another process of the node
     with pytest.raises(ShardError, match="has changed on the server"):
         Reader(opened).image(0, 4)
 
