@@ -56,7 +56,7 @@ def check_contents(train: ShardList, val: ShardList) -> None:
         if shard.sha256 and (same := sums.get(shard.sha256.lower())):
             raise EvaluationError(f"{shard.path} of --val is a copy of {same} of --train. {_REMEDY}")
     codes = [_codes(opened) for opened in (train, val)]
-    common = np.intersect1d(*codes)
+    common = np.intersect1d(codes[0], codes[1])
     if not len(common):
         return
     chosen = common[np.unique(np.linspace(0, len(common) - 1, MOST_COMPARED).astype(np.int64))]

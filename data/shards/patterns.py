@@ -20,7 +20,7 @@ from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.shard import ENDINGS, ShardList
 from runtime.errors import CONTROL, printable
 
-MOST_SHARDS = 10**6
+MOST_SHARDS = 200_000
 """Maximum number of shards that one pattern may name."""
 MOST_BRACES = 16  # maximum number of opening braces of a pattern; the time of the expansion grows with their number
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")

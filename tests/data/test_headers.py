@@ -59,13 +59,13 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("channels", [3, 4])
 def test_hostile_headers_are_corrupt_at_once(name, channels):
-    start = time.monotonic()
+    start = time.process_time()
     tracemalloc.start()
     with pytest.raises(ImageError):
         decode(HOSTILE[name], channels=channels)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     assert peak < 2**26
     with pytest.raises(LeftOut):  # also if images are not decoded when shards are made
         prepare(HOSTILE[name], Recipe(verify=False))

@@ -37,14 +37,14 @@ def index(entry=(), **extra):
     ],
 )
 def test_large_brace_ranges_are_refused_at_once(pattern):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ShardError, match=r"more than|not valid|no file matches|must end"):
         open_shards(pattern)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_usual_brace_ranges_are_expanded():
-    assert MOST_SHARDS == 10**6
+    assert MOST_SHARDS == 200_000
     assert len(expand("s3://b/a-{000000..099999}.tar")) == 100_000
     assert expand("pipe:cat a\\ {0..1}.tar") == ["pipe:cat a\\ 0.tar", "pipe:cat a\\ 1.tar"]
 
@@ -95,18 +95,18 @@ def test_hostile_statistics_are_named_and_other_facts_are_not_read():
 
 def test_an_index_of_many_wrong_entries_takes_little_memory(monkeypatch):
     content = index().replace(b"}]", b"}" + b",{}" * 3_000_000 + b"]")
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ShardError, match="not an index of shards"):
         parse_folder(content, "index.json")
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_repeated_class_names_are_found_in_linear_time():
     names = [str(number) for number in range(300_000)]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ShardError, match="names the class '299999' more than once"):
         parse_classes(json.dumps([*names, "299999"]).encode(), "classes.json")
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_a_table_of_huge_numbers_is_refused():

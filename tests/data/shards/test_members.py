@@ -153,9 +153,9 @@ def test_long_names_take_linear_time(tmp_path, png, name):
     raw = header(b"././@LongLink", len(name), b"L") + padded(name) + header(name[:100], 5) + padded(b"12345")
     path = tmp_path / "t.tar"
     path.write_bytes(raw * 20 + header(b"good.png", len(png(0))) + padded(png(0)))
-    start = time.monotonic()
+    start = time.process_time()
     assert Shard.at(str(path)).index().key(0).endswith("good")
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_many_headers_take_linear_time(tmp_path, png):
@@ -168,9 +168,9 @@ def test_many_headers_take_linear_time(tmp_path, png):
         header(b"x", len(many), b"x") + padded(many),
     ):
         path.write_bytes(raw + end)
-        start = time.monotonic()
+        start = time.process_time()
         assert len(Shard.at(str(path)).index().images) == 1
-        assert time.monotonic() - start < 4
+        assert time.process_time() - start < 4
 
 
 def test_a_member_is_known_by_its_header():
