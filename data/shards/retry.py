@@ -92,8 +92,9 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
 def sleep(seconds: float) -> None:
     """Sleep, but raise `WaitInterruptedError` if this process was asked to stop."""
     start = time.monotonic()
-    while (left := start + seconds - time.monotonic()) > 0:
-        time.sleep(min(left, POLL))
+    while seconds > 0:
+        time.sleep(min(seconds, POLL))
+        seconds -= POLL
         check_wait(start)
 
 
