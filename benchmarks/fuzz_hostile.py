@@ -182,10 +182,21 @@ class _Answer(NamedTuple):
     """Byte of the file that is changed; -1 for none."""
 
 
+class _Server(ThreadingHTTPServer):
+    """Web server of a few files, with wrong answers for some of them."""
+
+    daemon_threads = True
+    files: dict[str, bytes]
+    answers: dict[str, _Answer]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client may close the connection."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *_: object) -> None:
         pass
 
     def do_HEAD(self) -> None:
@@ -193,7 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        content, answer = self.server.files.get(name), self.server.answers.get(name, _Answer())  # pyright: ignore
+        assert isinstance(self.server, _Server)
+        content, answer = self.server.files.get(name), self.server.answers.get(name, _Answer())
         if content is None:
             self.send_error(404)
             return
@@ -234,10 +246,8 @@ def answers(files: dict[str, bytes], samples: list[bytes]) -> Callable[[Path], C
         files: good files of the server: `a.tar`, `a.tar.index` and `index.json`.
         samples: images of `a.tar`.
     """
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    server.files = files  # pyright: ignore[reportAttributeAccessIssue]
-    server.handle_error = lambda *_: None
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.files = files
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     source, number = SourceConfig(retries=0, timeout=0.5), iter(range(10**9))
 
@@ -245,7 +255,7 @@ def answers(files: dict[str, bytes], samples: list[bytes]) -> Callable[[Path], C
         @given(st.dictionaries(st.sampled_from(sorted(files)), _answers, max_size=2), st.booleans())
         @bounded
         def case(wrong: dict[str, _Answer], by_index: bool) -> None:
-            server.answers = wrong  # pyright: ignore[reportAttributeAccessIssue]
+            server.answers = wrong
             remote._servers_with_ranges.clear()
             pieces._versions.clear()
             url = f"http://127.0.0.1:{server.server_port}/{next(number)}/{'index.json' if by_index else 'a.tar'}"
