@@ -1,10 +1,11 @@
-"""Fuzz test of the shard reader with a hundred thousand damaged and hostile shards, images and indices.
+"""Fuzz test of the shard reader with a hundred thousand damaged and hostile shards, images, indices and web servers.
 
     pip install -e ".[test]" && python benchmarks/fuzz.py
 
 The library Hypothesis generates the test cases. In each case, the reader must return samples, or raise a ShardError or
 an ImageError that names the file. If some images of a tar are damaged, the reader must return the other images
-unchanged, and the counts must be correct. Any other result of a case stops the run. Hypothesis then prints the smallest
+unchanged, and the counts must be correct. A case may take 5 s, and 256 MiB of memory in addition to the memory before
+the case. Any other result of a case stops the run. Hypothesis then prints the smallest
 case that it finds for this failure.
 """
 
@@ -12,6 +13,7 @@ import io
 import logging
 import os
 import resource
+import sys
 import tarfile
 import tempfile
 import time
@@ -36,6 +38,10 @@ from data.shards import Reader, ShardError, open_shards
 from data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
 from data.shards.tar import scan_tar
 from runtime.settings import Settings, parse
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmarks/fuzz.py` finds only modules of its own folder
+
+from benchmarks.fuzz_hostile import answers, bounded, hostile_images, hostile_names
 
 MOST_PIXELS = 2**20
 CASES_PER_CHUNK = 1000  # number of cases between two updates of the progress bar
@@ -159,6 +165,7 @@ def images(folder: Path) -> Callable[..., None]:
         st.lists(st.tuples(st.integers(0, len(CORPUS) - 1), st.none() | st.lists(damage, min_size=1, max_size=3)),
                  min_size=1, max_size=6),
     )  # fmt: skip
+    @bounded
     def case(samples: list[tuple[int, list | None]]) -> None:
         files = members([kind for kind, _ in samples])
         files = [
@@ -200,6 +207,7 @@ def tars(folder: Path) -> Callable[..., None]:
         st.lists(damage, max_size=2),
         st.booleans(),
     )
+    @bounded
     def case(kinds: list[int], format: int, lies: list, changes: list, long: bool) -> None:
         files = [(("l" * 120 if long else "") + name, content) for name, content in members(kinds)]
         raw = damaged(with_false_headers(tar(files, format), lies), changes)
@@ -240,6 +248,7 @@ def indices(folder: Path) -> Callable[..., None]:
     listing = FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True).encode()
 
     @given(st.booleans(), st.lists(damage, max_size=3))
+    @bounded
     def case(folder_index: bool, changes: list) -> None:
         try:
             if folder_index:
@@ -255,12 +264,29 @@ def indices(folder: Path) -> Callable[..., None]:
     return case
 
 
+def answers_of_servers(folder: Path) -> Callable[..., None]:
+    """Return a test case for wrong answers of a web server that holds a good shard with its index files."""
+    path = folder / "a.tar"
+    path.write_bytes(tar(members([0, 5, 8])))
+    buffer = io.BytesIO()
+    np.savez(buffer, **scan_tar(str(path), "a.tar")._asdict())
+    entry = ShardEntry(url="a.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
+    files = {
+        "a.tar": path.read_bytes(),
+        "a.tar.index": buffer.getvalue(),
+        "index.json": FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True, exclude_none=True).encode(),
+    }
+    return answers(files, [content for _, content in members([0, 5, 8])])(folder)
+
+
 def fuzz(cases: int, first_seed: int, *, progress: bool = False) -> int:
     """Run about `cases` cases and return the exact number of cases.
 
-    Half of the cases have damaged images, 40 % have damaged tars and 10 % have damaged indices.
+    40 % of the cases have damaged images, 30 % damaged tars, 10 % damaged indices, 8 % hostile images, 8 % hostile
+    names and numbers, and 4 % a web server with wrong answers.
     """
-    kinds = {images: 5, tars: 4, indices: 1}
+    hostile = {hostile_images(CORPUS[0][1]): 4, hostile_names: 4, answers_of_servers: 2}
+    kinds = {images: 20, tars: 15, indices: 5} | hostile
     chunks = range(first_seed, first_seed + max(1, cases // CASES_PER_CHUNK))
     size = min(cases, CASES_PER_CHUNK)
     done = 0

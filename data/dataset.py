@@ -5,6 +5,7 @@ the samples of a batch in advance. A sample is decoded only when the collator re
 """
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from data.decode import MAX_PIXELS, ImageError, Picture
 from data.maps import checked_map, cut_map
 from data.sampler import MixtureSampler, sample_rng
 from data.shards import ShardError, ShardList
+from data.shards.errors import ResourceError
 from data.shards.reader import Reader, UnreadableError
 from data.shards.tar import MAP
 
@@ -32,6 +34,9 @@ DRAWN = 8
 To draw and decode one sample after another would be slower, because decoding evicts other data from the processor
 caches.
 """
+MOST_HELD = 2**26
+"""Size in bytes of encoded and decoded images from which no further samples are drawn before these are decoded. Images
+of most formats are decoded when they are drawn, so that several large images would be in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +152,15 @@ class TrainDataset(Dataset[Sample]):
         for source, reader in enumerate(self._readers):
             reader.prepare(shards[sources == source], numbers[sources == source])
         addresses = [_Address(*map(int, one)) for one in zip(positions, sources, shards, numbers, strict=True)]
-        for start in range(0, len(addresses), DRAWN):
-            some = addresses[start : start + DRAWN]
-            for address, drawn in zip(some, [self._draw(address) for address in some], strict=True):
-                yield from self._decode(address, drawn)
+        start = 0
+        while start < len(addresses):
+            drawn, held = deque[_Drawn | _Failed](), 0
+            while start + len(drawn) < len(addresses) and len(drawn) < DRAWN and held < MOST_HELD:
+                drawn.append(self._draw(addresses[start + len(drawn)]))
+                held += drawn[-1].picture.held_bytes if isinstance(drawn[-1], _Drawn) else 0
+            while drawn:
+                yield from self._decode(addresses[start], drawn.popleft())
+                start += 1
 
     def _draw(self, address: _Address) -> _Drawn | _Failed:
         """Read the encoded sample at an address, and draw its random parameters."""
@@ -164,6 +174,8 @@ class TrainDataset(Dataset[Sample]):
             return _Drawn(key, picture, views, self._label(reader, address), encoded_map)
         except ImageError as error:
             return _Failed(f"{key}: {error}", corrupt=True)
+        except MemoryError as error:
+            raise _out_of_memory(key) from error
         except UnreadableError as error:
             return _Failed(f"sample {address.number} of {error}", corrupt=False)
 
@@ -195,6 +207,8 @@ class TrainDataset(Dataset[Sample]):
                 try:
                     sample = decode_sample(drawn.key, drawn.picture, drawn.views)
                     break
+                except MemoryError as error:
+                    raise _out_of_memory(drawn.key) from error
                 except ImageError as error:
                     drawn = _Failed(f"{drawn.key}: {error}", corrupt=True)
             failed.append(drawn)
@@ -264,8 +278,17 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
             return found._replace(label=label, map=cropped)
         except ImageError as error:
             return Skipped(f"{key}: {error}")
+        except MemoryError as error:
+            raise _out_of_memory(key) from error
         except UnreadableError as error:
             return Skipped(f"sample {sample} of {error}")
+
+
+def _out_of_memory(key: str) -> ResourceError:
+    return ResourceError(
+        f"{key}: the memory of this process does not suffice to decode the image. Use fewer loader workers, or lower "
+        "loader.max_pixels, so that large images count as corrupt."
+    )
 
 
 def decode_sample(key: str, picture: Picture, views: SampleParameters) -> Sample:

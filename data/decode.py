@@ -14,7 +14,9 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
 from data.tiff import TiffError, is_tiff, read_tiff
+from runtime.errors import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Names of the image formats that Pillow is allowed to decode."""
@@ -26,6 +28,14 @@ mirroring left to right, one of `FLIPPED_ROWS` needs mirroring top to bottom, an
 transposition. The transposition is done before the mirroring."""
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels of an image, for all formats. Pillow has the same default."""
+ROWS_AT_ONCE = (
+    2**21
+)  # Number of pixels that are converted at once. Copies of all pixels would need several times the memory.
+LARGEST_EXIF = (
+    2**18
+)  # maximum size in bytes of EXIF data; larger data is ignored, because Pillow copies it for each tag
+_NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory")
+"""Parts of the messages of torch and libjpeg about a lack of memory."""
 
 _CHANNELS = (1, 3, 4)
 """Numbers of channels to which every JPEG, PNG and WebP image can be converted: 1 (gray), 3 (RGB) and 4 (RGBA)."""
@@ -49,6 +59,9 @@ def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
 class ImageError(ValueError):
     """Raised if an image cannot be decoded or is not accepted. The message states the reason."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))  # libraries may quote the file
+
 
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
     """Decode a JPEG, PNG, WebP or TIFF file to an upright image (C, H, W) uint8.
@@ -60,11 +73,13 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
 
     Values of 16-bit gray images and 16-bit TIFFs are divided by 257. For other 16-bit images, the upper byte of each
     value is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is
-    decoded. The size in the header is compared with `max_pixels` and Pillow's own limit before any pixel is decoded.
+    decoded. The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before
+    any pixel is decoded.
 
     Raises:
-        ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels, or cannot be
-            converted to `channels` channels.
+        ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels or a side
+            above the limit, or cannot be converted to `channels` channels.
+        MemoryError: the memory of this process does not suffice. This error says nothing about the file.
     """
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
 
@@ -110,8 +125,13 @@ class Picture:
             width, height = opened.size
             self.size = (width, height) if _orientation(opened) in TRANSPOSED else (height, width)
         else:  # decode the pixels now, because the EXIF data with the orientation may follow the pixels
-            self._pixels = _loaded(opened, channels)
+            self._pixels = _loaded(opened, channels, encoded=encoded)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
+
+    @property
+    def held_bytes(self) -> int:
+        """Size in bytes of the encoded image and of its pixels, if they are decoded already."""
+        return len(self.encoded) + (0 if self._pixels is None else self._pixels.numel())
 
     def fraction(self, shrink: int) -> int:
         """Return the largest factor, at most `shrink`, by which the decoder can shrink the image.
@@ -143,6 +163,8 @@ class Picture:
                 # Copy the bytes to a bytearray, because `torch.frombuffer` needs a writable buffer.
                 pixels = decode_jpeg(torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8), self._channels)
             except RuntimeError as error:
+                if any(part in str(error) for part in _NO_MEMORY):
+                    raise MemoryError(str(error)) from error
                 raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
         else:
             pixels = _loaded(_open(self.encoded, self._channels, self._max_pixels), self._channels, shrink)
@@ -155,38 +177,48 @@ def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:
     """Check the header of an image.
 
     Raises:
-        ImageError: the `size` (width, height) is not positive or exceeds `max_pixels`, or the image cannot be converted
-            to `channels` channels.
+        ImageError: the `size` (width, height) is not positive or exceeds a limit, or the image cannot be converted to
+            `channels` channels.
     """
-    if min(size) < 1:
-        raise ImageError(f"a damaged image: the size in the header is {size[0]} x {size[1]} pixels")
-    if size[0] * size[1] > max_pixels:
-        raise ImageError(f"{size[0]} x {size[1]} pixels are more than the limit of {max_pixels}")
+    try:
+        check_sides(*size, max_pixels)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
     if channels not in _CHANNELS:
         raise ImageError(f"a JPEG, PNG or WebP image cannot be converted to {channels} channels")
 
 
+def check_header(encoded: bytes, max_pixels: int) -> None:
+    """Check the header of an image file in time linear in its size, without Pillow.
+
+    Raises:
+        ImageError: the header is damaged or exceeds a limit, or the file is too short for its pixels. Headers of WebPs
+            and of other formats are not checked.
+    """
+    try:
+        if is_png(encoded):
+            check_png(encoded, max_pixels)
+        elif is_jpeg(encoded):
+            header = read_jpeg(encoded)
+            check_sides(header.width, header.height, max_pixels)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
+
+
 def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG of one or three components that is stored upright; None for other files."""
-    if encoded[:3] != b"\xff\xd8\xff":
+    """Return (width, height) of a JPEG of one or three components that is stored upright; None for other files.
+
+    Raises:
+        ImageError: the file is a JPEG with a damaged header.
+    """
+    if not is_jpeg(encoded):
         return None
-    place = 2
-    while 0 <= (place := encoded.find(b"\xff", place)) < len(encoded) - 9:
-        marker = encoded[place + 1]
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:  # no marker, or a marker without a segment
-            place += 1 if marker == 0xFF else 2
-            continue
-        length = int.from_bytes(encoded[place + 2 : place + 4], "big")
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # frame header
-            height = int.from_bytes(encoded[place + 5 : place + 7], "big")
-            width = int.from_bytes(encoded[place + 7 : place + 9], "big")
-            return (width, height) if encoded[place + 9] in (1, 3) else None
-        if marker in (0xD9, 0xDA):  # scan data or the end of the image comes before any frame header
-            return None
-        if marker == 0xE1 and not _stands_upright(encoded[place + 4 : place + 2 + length]):
-            return None
-        place += 2 + length
-    return None
+    try:
+        header = read_jpeg(encoded)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
+    plain = header.components in (1, 3) and all(map(_stands_upright, header.applications))
+    return (header.width, header.height) if plain else None
 
 
 def _stands_upright(segment: bytes) -> bool:
@@ -204,6 +236,7 @@ def _stands_upright(segment: bytes) -> bool:
 
 def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
     """Open an image with Pillow. Pillow reads only the header."""
+    check_header(encoded, max_pixels)
     try:
         image = Image.open(BytesIO(encoded), formats=FORMATS)
         _check(image.size, channels, max_pixels)
@@ -218,18 +251,30 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
         raise ImageError(f"a damaged image: {error}") from error
 
 
-def _loaded(image: Image.Image, channels: int, shrink: int = 1) -> Tensor:
-    """Decode an image that Pillow has opened. Return upright pixels (C, H, W) uint8."""
+def _loaded(image: Image.Image, channels: int, shrink: int = 1, encoded: bytes = b"") -> Tensor:
+    """Decode an image that Pillow has opened from the file `encoded`. Return upright pixels (C, H, W) uint8."""
     try:
         if shrink > 1 or channels == 1:  # let the JPEG decoder shrink the image or decode only its luminance
             size = (image.width // shrink, image.height // shrink) if shrink > 1 else None
             image.draft("L" if channels == 1 else None, size)
         image.load()
+        short = image.format == "PNG" and _ends_black(image, encoded) and not holds_all_pixels(encoded)
     except MemoryError:
         raise
     except Exception as error:
         raise ImageError(f"a damaged image: {error}") from error
-    return _upright(_converted(image, channels), _orientation(image))
+    if short:
+        raise ImageError("a damaged PNG: the pixel data is truncated")
+    orientation, pixels = _orientation(image), _converted(image, channels)
+    image.close()  # frees the pixels before they are copied to turn the image upright
+    return _upright(pixels, orientation)
+
+
+def _ends_black(image: Image.Image, encoded: bytes) -> bool:
+    """Return True if the last rows of a decoded PNG may be missing, because they hold only zeros."""
+    interlaced = encoded[28] != 0
+    last = image.crop((0, image.height - 1, image.width, image.height))
+    return interlaced or last.getbbox(alpha_only=False) is None
 
 
 def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
@@ -249,7 +294,8 @@ def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of an image; 1 (upright) if the image has no orientation."""
     try:
-        return image.getexif().get(ORIENTATION, 1)
+        exif = image.info.get("exif", b"")
+        return image.getexif().get(ORIENTATION, 1) if len(exif) <= LARGEST_EXIF else 1
     except Exception:  # an image with damaged EXIF data may still have good pixels
         return 1
 
@@ -267,6 +313,18 @@ def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
 
 def _converted(image: Image.Image, channels: int) -> np.ndarray:
     """Convert an image of any Pillow mode to gray, RGB or RGBA. Return pixels (H, W, C)."""
+    rows = max(ROWS_AT_ONCE // image.width, 1)
+    if image.height <= rows:
+        return _converted_rows(image, channels)
+    pixels = np.empty((image.height, image.width, channels), dtype=np.uint8)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
+        pixels[top:bottom] = _converted_rows(image.crop((0, top, image.width, bottom)), channels)
+    return pixels
+
+
+def _converted_rows(image: Image.Image, channels: int) -> np.ndarray:
+    """Convert some rows of an image of any Pillow mode. Return pixels (H, W, C)."""
     image = _eight_bits(image)
     if channels == 4:
         return np.array(image.convert("RGBA"))

@@ -6,8 +6,11 @@ webdataset. The pipeline of webdataset is not used, because its shuffle buffer f
 an exact sample.
 """
 
+import functools
 import logging
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +28,7 @@ from data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, Shuffled
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from data.shards.reader import Reader, warn_of_small_cache
 from data.shared_memory import BufferRing, SharedBatch
-from data.workers import start_worker
+from data.workers import POLL, WorkerStates, check_semaphores, receive, start_worker
 from encoders.base import IMAGENET, Preprocessing
 from runtime.settings import Section
 
@@ -268,7 +271,7 @@ class Batches:
             batches = iter(self._loader())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for batch in batches:
+        for batch in receive(batches, self._states):
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
             if isinstance(batch, SharedBatch):
@@ -300,17 +303,23 @@ class Batches:
 
     def _loader(self) -> DataLoader:
         workers = self._workers
+        if workers:
+            check_semaphores()
+        self._states = WorkerStates(workers)
+        of_main_thread = threading.current_thread() is threading.main_thread()
+        start = functools.partial(start_worker, states=self._states, parent=os.getpid(), of_main_thread=of_main_thread)
         return DataLoader(
             self.dataset,
             batch_sampler=self.batches,  # pyright: ignore[reportArgumentType] - torch expects lists
-            collate_fn=_SharedCollator(self.collator, self._ring()),
+            collate_fn=_SharedCollator(self.collator, self._ring(), self._states),
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
             # Workers must be children of this process, and must set signal handlers before they start threads. Only the
             # start method `fork` guarantees both.
             multiprocessing_context="fork" if workers else None,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=start_worker,
+            worker_init_fn=start,
+            timeout=POLL if workers else 0,
             # Without this generator, DataLoader would draw a seed from torch's global generator at each start or resume
             # of a run, and so change the random numbers that follow.
             generator=torch.Generator(),
@@ -336,6 +345,7 @@ class _SharedCollator:
 
     collator: Collator
     ring: BufferRing | None
+    states: WorkerStates
     failure: _Failure | None = None
     """First failure of this worker. After a failure the worker reads no more samples."""
 
@@ -344,11 +354,16 @@ class _SharedCollator:
             return self.failure
         info = get_worker_info()
         buffer = self.ring.take(info.id) if self.ring and info else None
+        if info:
+            self.states.working(info.id, True)
         try:
             batch = self.collator(samples, buffer.memory if buffer else None)
         except ShardError as error:
             self.failure = _Failure(str(error))
             return self.failure
+        finally:
+            if info:
+                self.states.working(info.id, False)
         return SharedBatch.from_batch(batch, buffer) if buffer else batch
 
 

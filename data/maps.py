@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from data.batch import CropParameters
-from data.decode import MAX_PIXELS, ImageError
+from data.decode import MAX_PIXELS, ImageError, check_header
+from data.headers import holds_all_pixels
 
 IGNORED = 255
 """Value of pixels that are neither trained on nor scored."""
@@ -28,19 +29,20 @@ def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
         ImageError: the file is damaged, is not a gray or palette PNG of at most 8 bits, has more than `MAX_PIXELS`
             pixels, or does not have the `size` (H, W) of its image.
     """
+    check_header(encoded, MAX_PIXELS)
     try:
         image = Image.open(BytesIO(encoded), formats=("PNG",))
         if size is not None and image.size != size[::-1]:
             raise ImageError(
                 f"the map has {image.width} x {image.height} pixels, but the upright image has {size[1]} x {size[0]}"
             )
-        if image.width * image.height > MAX_PIXELS:
-            raise ImageError(f"{image.width} x {image.height} pixels are more than the limit of {MAX_PIXELS}")
         if image.mode not in ("1", "L", "P"):
             raise ImageError(
                 f"the PNG has the mode {image.mode}, but a map has one channel of class numbers, of at most 8 bits"
             )
         values = np.array(image).astype(np.uint8)
+        if not values[-1].any() and not holds_all_pixels(encoded):
+            raise ImageError("a damaged PNG: the pixel data is truncated")
     except (ImageError, MemoryError):
         raise
     except Exception as error:  # Pillow raises many kinds of errors for damaged files

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from data.headers import MAX_SIDE
+
 if TYPE_CHECKING:
     from tifffile import TiffPage
 
@@ -24,6 +26,8 @@ ORIENTATION = 274
 """Number of the TIFF tag that holds the orientation."""
 ALPHA = 2
 """Value of the TIFF tag ExtraSamples for an alpha band that is not premultiplied into the colours."""
+MOST_PARTS = 2**16  # maximum number of strips or tiles of an image; tifffile decodes them one by one in Python
+ROWS_AT_ONCE = 2**21  # number of values that are converted from 16 to 8 bits at once
 
 
 class TiffError(ValueError):
@@ -63,6 +67,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
         with TiffFile(BytesIO(encoded)) as file:
             page = file.pages.first
             _check(page, most_bands, max_pixels)
+            _check_parts(page, len(encoded))
             values = page.asarray(squeeze=False, maxworkers=1)  # (bands, 1, H, W, 1) or (1, 1, H, W, bands)
             orientation = int(page.tags.valueof(ORIENTATION, 1))
             mode = _mode(page)
@@ -72,7 +77,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
         raise TiffError(f"a damaged TIFF image: {error}") from error
     pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
     if pixels.dtype == np.uint16:
-        pixels = ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+        pixels = _eight_bits(pixels)
     return Tiff(pixels, orientation, mode)
 
 
@@ -84,6 +89,8 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     # The limit also applies to the size of a tile, because a tile may be larger than its image.
     if max(height * width, prod(page.tile or ())) > max_pixels:
         raise TiffError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
+    if max(height, width) > MAX_SIDE:
+        raise TiffError(f"an image of {width} x {height} pixels has a side above the limit of {MAX_SIDE} pixels")
     if bands > most_bands:
         raise TiffError(f"a TIFF image of {bands} bands, more than the limit of {most_bands}")
     if prod(page.shaped) != height * width * bands:
@@ -94,6 +101,30 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
         raise TiffError(f"a TIFF image with the colour type {page.photometric!r}, which is not supported")
     if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
         raise TiffError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype}), which is not supported")
+
+
+def _check_parts(page: "TiffPage", size: int) -> None:
+    """Raise `TiffError` if strips or tiles of a page are missing or lie outside the file, which has `size` bytes.
+
+    tifffile fills missing strips and tiles with zeros.
+    """
+    if len(page.dataoffsets) > MOST_PARTS:
+        raise TiffError(f"a TIFF image of {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}")
+    offsets, counts = np.array(page.dataoffsets, dtype=object), np.array(page.databytecounts, dtype=object)
+    wanted = prod(page.chunked)
+    if len(offsets) < wanted or len(counts) < wanted or not (offsets[:wanted] > 0).all():
+        raise TiffError("a damaged TIFF image: strips or tiles are missing")
+    if not (counts[:wanted] > 0).all() or (offsets[:wanted] + counts[:wanted] > size).any():
+        raise TiffError("a damaged TIFF image: the file is truncated")
+
+
+def _eight_bits(values: np.ndarray) -> np.ndarray:
+    """Divide 16-bit values (H, W, bands) by 257."""
+    pixels = np.empty(values.shape, dtype=np.uint8)
+    rows = max(ROWS_AT_ONCE // prod(values.shape[1:]), 1)
+    for top in range(0, len(values), rows):
+        pixels[top : top + rows] = (values[top : top + rows].astype(np.uint32) + 128) // 257
+    return pixels
 
 
 def _mode(page: "TiffPage") -> str | None:

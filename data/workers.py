@@ -1,9 +1,32 @@
 """Worker processes of the loader: their number, and their handling of signals sent to all processes of a job."""
 
+import ctypes
 import gc
+import logging
+import mmap
+import multiprocessing
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runtime import preemption
+from runtime.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+"""Number of the operation of Linux's `prctl` that sets the signal at the end of the parent."""
+POLL = 1.0  # seconds between two checks whether the parent has ended
+STALLED = 30
+"""Seconds of waiting for a batch after which the log names the workers, and between two such lines."""
+BUSY = 20  # seconds after which a message names a worker that is at work on a batch
+STATES = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk", "Z": "has ended"}
+"""Maps a state of a process in /proc to its description. Other states are normal."""
+
+log = logging.getLogger(__name__)
 
 
 def free_cores(processes: int) -> int:
@@ -17,20 +40,126 @@ def free_cores(processes: int) -> int:
     return max(1, min(16, min(cores, allocated) // local - 1))
 
 
-def start_worker(_number: int) -> None:
+class WorkersError(UserError, RuntimeError):
+    """Raised if the system cannot run loader workers."""
+
+
+def check_semaphores() -> None:
+    """Raise `WorkersError` if the system has no semaphores, which loader workers need, for example without /dev/shm."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except (OSError, ImportError) as error:
+        raise WorkersError(
+            f"Loader workers need semaphores, which this system refuses ({error}). Mount /dev/shm, or use --workers 0."
+        ) from error
+
+
+class WorkerStates:
+    """State of each loader worker, in memory that the workers share with their parent.
+
+    A worker writes its process id when it starts, and the time at which it began its current batch.
+    """
+
+    def __init__(self, workers: int) -> None:
+        # anonymous memory, which needs no /dev/shm; two numbers for each worker: process id, and time in nanoseconds
+        self._numbers = memoryview(mmap.mmap(-1, max(16 * workers, 1))).cast("q") if workers else None
+        self._workers = workers
+
+    def start(self, worker: int) -> None:
+        """Record that a worker process has started. Only this worker may call the method."""
+        if self._numbers is not None:
+            self._numbers[2 * worker] = os.getpid()
+
+    def working(self, worker: int, is_working: bool) -> None:
+        """Record that a worker begins or has finished a batch. Only this worker may call the method."""
+        if self._numbers is not None:
+            self._numbers[2 * worker + 1] = time.monotonic_ns() if is_working else 0
+
+    def describe(self) -> str:
+        """Return a text about the workers that are stopped, waiting for a disk, or long at work on a batch."""
+        found = []
+        for worker in range(self._workers):
+            process, began = self._numbers[2 * worker : 2 * worker + 2] if self._numbers is not None else (0, 0)
+            state = STATES.get(_state(process))
+            if state is None and began and (spent := (time.monotonic_ns() - began) // 10**9) >= BUSY:
+                state = f"has worked on a batch for {spent} s"
+            if state is not None:
+                found.append(f"worker {worker} (process {process}) {state}")
+        return ", ".join(found) or "all workers are waiting"
+
+
+def receive(batches: Iterator[Any], states: WorkerStates) -> Iterator[Any]:
+    """Yield the batches of a `DataLoader` whose `timeout` is `POLL`. Name workers that let this process wait.
+
+    Raises:
+        WaitInterruptedError: this process was asked to stop while it waited.
+    """
+    while True:
+        since = named = time.monotonic()
+        while True:
+            try:
+                batch = next(batches)
+                break
+            except StopIteration:
+                return
+            except RuntimeError as error:  # DataLoader raises this error after each `POLL`, and can be asked again
+                if "timed out" not in str(error):
+                    raise
+            preemption.check_wait(since)
+            if time.monotonic() - named >= STALLED:
+                named = time.monotonic()
+                message = (
+                    "Process %d has waited %.0f s for its loader, and waits on: %s. SIGTERM saves and ends the run."
+                )
+                log.warning(message, os.getpid(), named - since, states.describe())
+        yield batch
+
+
+def _state(process: int) -> str:
+    """Return the letter of the state of a process in /proc: T is stopped, D waits for a disk. Empty if unknown."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def start_worker(number: int, states: WorkerStates, parent: int, of_main_thread: bool) -> None:
     """Prepare a worker process.
 
-    A worker ignores signals that the scheduler sends to the job, because the training process handles these signals.
+    A worker ignores signals that the scheduler sends to the job, because the training process handles these signals. A
+    worker ends with its parent, also if the parent is killed.
+
+    Args:
+        number: number of the worker.
+        states: states of the workers of this loader.
+        parent: process id of the parent.
+        of_main_thread: True if the main thread of the parent forks the worker. Only then the kernel can kill the worker
+            with its parent, because the kernel looks at the thread.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for one in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    preemption.forget()
+    states.start(number)
+    if of_main_thread:
+        _die_with_parent()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process
 
 
-def _end_with_parent() -> None:
-    """Exit on the SIGTERM that the training process sends when it ends. Ignore a SIGTERM from other processes."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends. This also ends a process that is stopped."""
+    with suppress(OSError, AttributeError):  # systems other than Linux have no `prctl`
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Exit on the SIGTERM that the training process sends when it ends, or when it has ended without one.
+
+    A SIGTERM from other processes is ignored.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, POLL)
+        if received is not None and received.si_pid == parent:
+            break
     os._exit(0)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from accelerate import Accelerator
 
 from data.shards import ShardList, Shards, SourceConfig, class_names
-from evaluation.features import EvaluationError, check_disjoint, open_labelled
+from evaluation.features import EvaluationError, open_labelled
+from evaluation.overlap import check_contents, check_disjoint
 from runtime.collectives import gather_objects, run_on_all_ranks
 
 
@@ -20,12 +21,13 @@ def open_labelled_pair(
 
     Raises:
         ShardError: a shard cannot be used, or a sample has no label.
-        EvaluationError: a shard is in both sets, a class of the validation set is not in the training set, only one of
-            the two sets has class names, or the processes see different class names.
+        EvaluationError: a shard or an image is in both sets, a class of the validation set is not in the training set,
+            only one of the two sets has class names, or the processes see different class names.
         RankError: a classes.json cannot be used, or the folders of one set have different class names.
     """
-    check_disjoint(train, val)
+    check_disjoint(train, val, source)
     opened = [open_labelled(shards, source, accelerator) for shards in (train, val)]
+    check_contents(*opened)
     names = run_on_all_ranks(lambda: [class_names(one) for one in opened])
     if any(other != names for other in gather_objects(names)):
         raise EvaluationError(

@@ -3,7 +3,6 @@
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from data.batch import Batch
 from data.collate import Transform
 from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches, require_labels
-from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, expand, open_shards
+from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
 from data.workers import free_cores
 from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.images import Images
@@ -304,17 +303,6 @@ def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator
     opened = open_shards(shards, source=source, progress=accelerator.is_main_process)
     require_labels(opened)
     return opened
-
-
-def check_disjoint(train: Shards, val: Shards) -> None:
-    """Check that the training set and the validation set have no shard in common.
-
-    Raises:
-        EvaluationError: a shard is in both sets.
-    """
-    seen = {os.path.realpath(path) for path in expand(train)}
-    if both := [path for path in expand(val) if os.path.realpath(path) in seen]:
-        raise EvaluationError(f"{both[0]} is in both --train and --val. Choose other shards for --val.")
 
 
 def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = None) -> None:

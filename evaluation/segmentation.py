@@ -48,7 +48,6 @@ from encoders.base import Encoder
 from evaluation.features import (
     EncoderSettings,
     EvaluationError,
-    check_disjoint,
     check_total,
     encoding,
     input_size,
@@ -56,6 +55,7 @@ from evaluation.features import (
     single_view,
 )
 from evaluation.labelled import full_float32
+from evaluation.overlap import check_contents, check_disjoint
 from evaluation.results import Evaluation, check_output, report
 from evaluation.segmentation_head import Head, backward, resized
 from runtime.collectives import all_reduce_max, all_reduce_sum, rank
@@ -286,11 +286,12 @@ def run(settings: SegmentationSettings) -> None:
     """Train the head, compute the mean IoU, print the result and write it to a file."""
     accelerate = make_accelerator()
     check_output(settings.output)
-    check_disjoint(settings.train, settings.val)
+    check_disjoint(settings.train, settings.val, settings.source)
     train, val = (
         open_shards(shards, source=settings.source, progress=accelerate.is_main_process)
         for shards in (settings.train, settings.val)
     )
+    check_contents(train, val)
     encoder, file = load_encoder(settings)
     encoder.to(accelerate.device).requires_grad_(False)
     size = input_size(encoder, settings.image_size)

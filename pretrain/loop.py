@@ -82,12 +82,17 @@ class Step:
     """True if the step was skipped because a gradient overflowed float16. The loss scale is then lowered."""
     stop: bool
     """True if any process received a stop signal."""
+    discarded: bool
+    """True if a process waited for data in vain. The step was then not counted, and nothing was updated."""
     metrics: dict[str, Tensor]
     """Metrics that the method returned, averaged over this process's forward passes of the step."""
 
 
-def training_step(run: Run, batches: Iterable[Batch]) -> Step:
-    """Run one optimizer step. `batches` yields `config.accumulate` batches of this process, one per forward pass."""
+def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) -> Step:
+    """Run one optimizer step. `batches` yields `config.accumulate` batches of this process, one per forward pass.
+
+    If `discard` is True on any process, the step is neither applied nor counted.
+    """
     config, engine, method, step = run.config, run.engine, run.method, run.state.step
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     losses, metrics = [], []
@@ -100,7 +105,10 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
         metrics.append(numbers)
     gradients = engine.local_gradients(method.trained_parts())
     norm = clip_gradients(gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded)
-    loss, norm, finite, stop = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device))
+    loss, norm, finite, stop, discarded = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device), discard)
+    if discarded:
+        engine.skip()
+        return Step(loss, norm, updated=False, overflow=False, stop=True, discarded=True, metrics={})
     updated, scaler = finite == 1.0, run.accelerator.scaler
     if updated:
         engine.step()
@@ -115,18 +123,19 @@ def training_step(run: Run, batches: Iterable[Batch]) -> Step:
     run.state.step += 1
     run.state.images += config.batch_size
     averages = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
-    return Step(loss, norm, updated, overflow, stop > 0, averages)
+    return Step(loss, norm, updated, overflow, stop > 0, discarded=False, metrics=averages)
 
 
-def _agree(loss: Tensor, norm: Tensor) -> list[float]:
-    """Return four numbers, each averaged over all processes: the loss, the gradient norm, a flag that is 1 if loss and
-    norm are finite, and a flag that is 1 if a stop was requested. A flag that is not set is 0.
+def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
+    """Return five numbers, each averaged over all processes: the loss, the gradient norm, a flag that is 1 if loss and
+    norm are finite, a flag that is 1 if a stop was requested, and the flag `discard`. A flag that is not set is 0.
 
     This function is the only part of a training step that waits for the device.
     """
     finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
     stop = torch.full_like(loss, preemption.stop_requested())
-    return (all_reduce_sum(torch.stack([loss, norm, finite, stop])) / world_size()).tolist()
+    flags = [finite, stop, torch.full_like(loss, discard)]
+    return (all_reduce_sum(torch.stack([loss, norm, *flags])) / world_size()).tolist()
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
@@ -143,7 +152,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     score, metric = ("top-1", "val_top1") if run.method.supervised else ("k-NN", "knn_top1")
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process, score=score)
-    window, save_due = Window(), False
+    window, save_due, micro_batches = Window(), False, list[Batch]()
     if state.step == 0 or state.unscored:
         _record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
@@ -152,11 +161,14 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     with progress:
         while state.step < run.steps:
             started = time.perf_counter()
-            micro_batches = list(itertools.islice(batches, config.accumulate))
+            micro_batches, waits = _next_batches(run, batches, micro_batches)
             window.add(config.batch_size, time.perf_counter() - started, micro_batches)
             if config.evaluation.pictures and state.step == 0:
                 _record_pictures(run, _pictures(run, _on_device(run, micro_batches[0])))
-            result = training_step(run, (_on_device(run, batch) for batch in micro_batches))
+            result = training_step(run, (_on_device(run, batch) for batch in micro_batches), discard=waits)
+            if result.discarded:
+                _save(run, window, exiting=True, keep_old=state.skipped_in_a_row > 0)
+                _exit(run)
             if not result.updated:
                 _report_skipped(run, result, micro_batches)
             stop = result.stop and state.step < run.steps
@@ -182,6 +194,25 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             if stop:
                 _exit(run)
     run.saver.wait()
+
+
+def _next_batches(run: Run, batches: Iterator[Batch], previous: list[Batch]) -> tuple[list[Batch], bool]:
+    """Return the batches of the next step, and False.
+
+    If this process was asked to stop and its data does not come, return the batches of the previous step, and True. The
+    other processes may already be in the next step and wait for this process in a collective. This process therefore
+    takes part in the step, and the flag makes all processes discard it.
+
+    Raises:
+        WaitInterruptedError: this process was asked to stop while it waited for its first batch.
+    """
+    try:
+        return list(itertools.islice(batches, run.config.accumulate)), False
+    except preemption.WaitInterruptedError as error:
+        if not previous:
+            raise
+        log.warning("%s. Step %d is left out, and the run saves and ends.", error, run.state.step + 1)
+        return previous, True
 
 
 def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:

@@ -4,17 +4,41 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from runtime.errors import UserError
 
 EXIT_CODE = 75
 """Exit code of a run that was preempted and has saved a checkpoint: EX_TEMPFAIL of sysexits.h (try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LONGEST_WAIT = 10.0
+"""Seconds that a process that was asked to stop waits for data before it gives up the wait."""
 _received: list[signal.Signals] = []
 
 
 class Preempted(Exception):  # noqa: N818, because a requested stop is not an error
     """The run was asked to stop and has saved a checkpoint. The message is meant for the user."""
+
+
+class WaitInterruptedError(UserError, RuntimeError):
+    """Raised while a process waits for data, if the process was asked to stop and the data does not come."""
+
+
+def check_wait(since: float) -> None:
+    """Raise `WaitInterruptedError` if this process was asked to stop and has waited for `LONGEST_WAIT` seconds.
+
+    Args:
+        since: value of `time.monotonic` at the beginning of the wait.
+    """
+    if _received and time.monotonic() - since > LONGEST_WAIT:
+        raise WaitInterruptedError(f"stopped by {_received[0].name} while waiting for data")
+
+
+def forget() -> None:
+    """Forget all recorded signals, as in a forked process that has signals of its own."""
+    _received.clear()
 
 
 def listen() -> None:
@@ -46,7 +70,7 @@ def listening() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _received.clear()
+        forget()
 
 
 @contextmanager

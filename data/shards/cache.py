@@ -14,29 +14,46 @@ open can still read the entry. A process that needs the entry later downloads or
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.shards.errors import ShardError
+from data.shards.errors import EXHAUSTED, ResourceError
+from runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
 """Disk space in bytes that the cache leaves free."""
 AHEAD = 2**26  # maximum number of bytes that are reserved in advance for an entry of unknown size
 KEPT = 0.9  # eviction shrinks the cache to this fraction of its size limit
 PART = ".part"
+FROZEN = 20.0  # seconds without progress after which the holder of a lock is looked at
+POLL = 0.05  # maximum number of seconds between two attempts to get a lock
+
+log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder."""
+    """Return $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder.
+
+    Raises:
+        CacheError: the variable is not set, and the user has no home folder.
+    """
     if folder := os.environ.get("TESSERA_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "tessera"
+    try:
+        return Path.home() / ".cache" / "tessera"
+    except RuntimeError as error:  # HOME is not set, and the user id has no entry
+        raise CacheError("there is no home folder for the cache. Set TESSERA_CACHE to a local folder.") from error
 
 
-class CacheError(ShardError):
+class CacheError(ResourceError):
     """Raised if an entry cannot be written to the cache."""
 
 
@@ -91,7 +108,11 @@ class Cache:
                 descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 made = False
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                    if not _lock(descriptor, part):
+                        os.close(descriptor)
+                        part = path.with_name(f"{name}.{os.getpid()}-{threading.get_ident()}{PART}")
+                        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                        fcntl.flock(descriptor, fcntl.LOCK_EX)
                     if _names(part, descriptor):  # another process may have renamed or removed the part file
                         made = self._make(descriptor, part, path, fill, size)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -169,7 +190,12 @@ class Cache:
         """Lock the file `bytes`, which holds the total size of the cache, and yield its descriptor."""
         descriptor = os.open(self.folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _lock(descriptor, self.folder / "bytes"):
+                os.close(descriptor)
+                with suppress(FileNotFoundError):  # a new file makes the next writer count all entries
+                    os.unlink(self.folder / "bytes")
+                descriptor = os.open(self.folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -251,6 +277,46 @@ class Sink:
         self._reserved = size
 
 
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock a file. Return False if another process holds the lock and is stopped, or makes no progress.
+
+    A process that writes an entry makes the file grow, or reports that it waits for a server.
+    """
+    start = changed = time.monotonic()
+    seen, pause = None, 0.001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            pass
+        check_wait(start)
+        status = os.fstat(descriptor)
+        now = (status.st_size, status.st_mtime_ns)
+        if now != seen:
+            seen, changed = now, time.monotonic()
+        if time.monotonic() - changed > FROZEN and (holder := _stopped_holder(status.st_ino)):
+            log.warning(
+                "%s: process %d holds the lock and is stopped. This process continues without it.", path, holder
+            )
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, POLL)
+
+
+def _stopped_holder(number: int) -> int | None:
+    """Return the process that holds a lock on the file with this inode number, if the process is stopped."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+        for fields in (line.split() for line in lines):
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(number):
+                state = Path(f"/proc/{fields[4]}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                return int(fields[4]) if state in "Tt" else None
+    except (OSError, IndexError, ValueError):
+        return None
+    return None
+
+
 def _names(path: Path, descriptor: int) -> bool:
     """Return True if `path` still refers to the open file `descriptor`."""
     try:
@@ -292,6 +358,11 @@ def _allocate(descriptor: int, old: int, new: int) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> CacheError:
+    if error.errno in EXHAUSTED and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return CacheError(
+            f"cannot use the cache {folder}: {error.strerror}. Raise the limit (`ulimit -n` for open files), or use "
+            "fewer loader workers."
+        )
     return CacheError(
         f"cannot write to the cache {folder}: {error.strerror}. Set TESSERA_CACHE to a local folder with more free "
         "space, or set source.cache_gb to less than the free space of the disk."

@@ -1,6 +1,7 @@
 """Class names of shards: `classes.json` beside the shards lists the names in the order of the class numbers."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from data.shards import remote
@@ -29,7 +30,7 @@ def parse_classes(content: bytes, path: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ShardError(f"{path}: not a JSON list of class names. Correct or remove the file.")
     if len({*names}) < len(names):
-        repeated = next(name for name in names if names.count(name) > 1)
+        ((repeated, _),) = Counter(names).most_common(1)
         raise ShardError(f"{path}: names the class {repeated!r} more than once. Correct the file.")
     return tuple(names)
 

@@ -1,5 +1,8 @@
 """Exceptions for unusable shards and images, and sentences of advice at the end of error messages."""
 
+import errno
+from collections.abc import Iterator
+
 from runtime.errors import UserError
 
 MOST_LISTED = 20
@@ -12,6 +15,46 @@ REPLACE_INDEX = "Remove the index, or make it again with `python -m data.check_s
 
 class ShardError(UserError, ValueError):
     """Raised if a shard cannot be used. The message names the shard and says what to do."""
+
+
+class ResourceError(ShardError):
+    """Raised if memory, file descriptors or disk space run out. This error says nothing about a shard or an image.
+
+    A run stops, also if the settings skip unreadable shards.
+    """
+
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a lack of file descriptors, memory or disk space."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that cause, and so on."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return True if an error, or one of its causes, is a lack of memory, file descriptors, threads or disk space."""
+    return any(
+        isinstance(one, MemoryError)
+        or (isinstance(one, OSError) and one.errno in EXHAUSTED)
+        or (isinstance(one, RuntimeError) and "start new thread" in str(one))
+        for one in causes(error)
+    )
+
+
+def unreadable(path: str, error: BaseException, remedy: str = RESTORE_SHARD) -> ShardError:
+    """Return the error for a file that cannot be read: a `ResourceError` if resources have run out."""
+    reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    if not is_exhausted(error):
+        return ShardError(f"{path}: {reason}. {remedy}")
+    return ResourceError(
+        f"{path}: cannot be read, because resources of this machine have run out ({reason}). The file may be good. "
+        "Raise the limit (`ulimit -n` for open files), or use fewer loader workers."
+    )
 
 
 class MakeError(UserError, ValueError):

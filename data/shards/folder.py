@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.shards.errors import MakeError, ShardError
+from data.shards.errors import MakeError, ShardError, unreadable
 from data.shards.listing import list_folder, separate_sets
 from data.shards.tar import IMAGES, Index
+from runtime.errors import printable
 
 
 class Listed(NamedTuple):
@@ -52,7 +53,7 @@ def list_images(folder: str) -> Listed:
     except MakeError as error:
         raise ShardError(str(error)) from error
     except OSError as error:
-        raise ShardError(f"{folder}: {error.strerror}. Correct the path or its permissions.") from error
+        raise unreadable(folder, error, "Correct the path or its permissions.") from error
     usable = listing.usable
     names = [listing.path(int(entry)) for entry in usable]
     labels = listing.labels[usable]
@@ -81,7 +82,8 @@ def read_image(folder: str, index: Index, sample: int) -> bytes:
         with open(path, "rb") as file:
             status, content = os.fstat(file.fileno()), file.read(size + 1)
     except OSError as error:
-        raise ShardError(f"{os.fsdecode(path)}: {error.strerror}. Restore the image, or restart the run.") from error
+        name = printable(os.fsdecode(path))
+        raise unreadable(name, error, "Restore the image, or restart the run.") from error
     if status.st_mtime_ns != modified or len(content) != size:
-        raise ShardError(f"{os.fsdecode(path)}: has changed since the folder was listed. Restart the run.")
+        raise ShardError(f"{printable(os.fsdecode(path))}: has changed since the folder was listed. Restart the run.")
     return content

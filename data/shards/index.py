@@ -8,29 +8,41 @@ is allocated.
 """
 
 import io
+import os
 import zipfile
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from data.shards.errors import REPLACE_INDEX, ShardError
 from data.shards.tar import LARGEST_MEMBER, Index
+from runtime.errors import CONTROL, printable
 from runtime.files import atomic_write
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"
 """File name suffix of tables: the table of `a.tar` is `a.tar.index`."""
 LARGEST_TABLE = 2**30  # Maximum size of a table in bytes. The table of a million samples has about 60 MB.
+LONGEST_NAME = 255  # maximum size in bytes of the name of a file
+MOST_SAMPLES = 2**32  # maximum number of samples of a shard
+LARGEST_SHARD = 2**50  # maximum size of a shard in bytes
+MOST_CHANNELS = 4096
+LONGEST_REASON = 300  # maximum number of characters of a reason in an error message
 LARGEST_FOLDER_INDEX = 2**28  # Maximum size of an index.json in bytes. 100,000 shards take about 20 MB.
 
 
 def _file_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"{name!r} is not a plain file name. A shard must be in the same folder as its index")
+    if len(os.fsencode(name)) > LONGEST_NAME or CONTROL.search(name):
+        raise ValueError("a file name is longer than 255 bytes, or holds control characters")
     return name
+
+
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class ShardEntry(BaseModel):
@@ -40,14 +52,22 @@ class ShardEntry(BaseModel):
 
     url: Annotated[str, AfterValidator(_file_name)]
     """File name of the shard."""
-    nsamples: int = Field(ge=1)
+    nsamples: int = Field(ge=1, le=MOST_SAMPLES)
     """Number of samples."""
-    filesize: int = Field(ge=1)
+    filesize: int = Field(ge=1, le=LARGEST_SHARD)
     """Size of the shard in bytes."""
     labelled: int | None = Field(default=None, ge=0)
     """Number of samples with a label; None if unknown, as in an index that another tool wrote."""
-    sha256: str | None = None
+    sha256: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
     """SHA-256 of the shard in hexadecimal; None if unknown."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> Self:
+        if self.url.endswith(".tar") and self.nsamples > self.filesize // BLOCKSIZE:
+            raise ValueError(f"{self.filesize} bytes cannot hold {self.nsamples} samples")
+        if self.labelled is not None and self.labelled > self.nsamples:
+            raise ValueError(f"{self.labelled} labels are more than {self.nsamples} samples")
+        return self
 
 
 class FolderIndex(BaseModel):
@@ -57,13 +77,14 @@ class FolderIndex(BaseModel):
 
     kind: Literal["wids-shard-index-v1"] = Field(default="wids-shard-index-v1", alias="__kind__")
     wids_version: Literal[1] = 1
-    name: str = ""
-    shardlist: list[ShardEntry] = Field(min_length=1)
-    image_sizes: dict[str, int] = {}
+    name: Any = ""
+    """Name of the data set, which is not read."""
+    shardlist: Annotated[list[ShardEntry], FailFast()] = Field(min_length=1)
+    image_sizes: Any = {}
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
-    mean: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    mean: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
     """Mean of each channel over all pixels, in [0, 1]; None if the mean was not computed."""
-    std: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    std: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
     """Standard deviation of each channel over all pixels, for values in [0, 1]; None if it was not computed."""
 
     @model_validator(mode="after")
@@ -87,8 +108,9 @@ def parse_folder(content: bytes, path: str) -> FolderIndex:
         return FolderIndex.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ShardError(f"{path}: not an index of shards ({where}: {first['msg']}). {REPLACE_INDEX}") from None
+        where = printable(".".join(map(str, first["loc"])))
+        reason = printable(first["msg"])[:LONGEST_REASON]
+        raise ShardError(f"{path}: not an index of shards ({where}: {reason}). {REPLACE_INDEX}") from None
 
 
 def write_folder(folder: str | Path, index: FolderIndex) -> None:
@@ -122,7 +144,9 @@ def parse_table(content: bytes, path: str) -> Index:
             table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name != "maps"})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
-        raise ShardError(f"{path}: not a table of samples ({error}). {REPLACE_INDEX}") from None
+        raise ShardError(
+            f"{path}: not a table of samples ({printable(str(error))[:LONGEST_REASON]}). {REPLACE_INDEX}"
+        ) from None
     return table
 
 

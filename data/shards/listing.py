@@ -15,8 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from data.shards.errors import MakeError
+from data.shards.errors import MakeError, is_exhausted
 from data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
+from runtime.errors import printable
 
 Links = Literal["inside", "all"]
 
@@ -145,11 +146,18 @@ class ListingBuilder:
                 status = os.stat(path)
         except FileNotFoundError:
             return MISSING, 0
-        except OSError:
+        except OSError as error:
+            _refuse_exhausted(error)
             return UNREADABLE, 0
         if not stat.S_ISREG(status.st_mode):
             return IRREGULAR, 0
         return (status.st_size if status.st_size <= LARGEST_MEMBER else LARGE), status.st_mtime_ns
+
+
+def _refuse_exhausted(error: OSError) -> None:
+    """Raise `MakeError` if resources have run out, because good files would be left out."""
+    if is_exhausted(error):
+        raise MakeError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
 
 
 def inside(path: bytes, folder: bytes) -> bool:
@@ -198,7 +206,8 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None
         raise MakeError(describe_empty(f"no images below {folder}", listing))
     if labels == "folders" and loose:
         raise MakeError(
-            f"{folder}/{os.fsdecode(loose)} is not in a class folder. Move it to a class folder, or use --labels none."
+            f"{folder}/{printable(os.fsdecode(loose))} is not in a class folder. Move it to a class folder, or use "
+            "--labels none."
         )
     if labels == "folders" or (labels == "auto" and depths == {1} and len(builder.texts) > 1):
         classes = sorted(builder.texts, key=lambda name: (not name.isdecimal(), _value(name), name))
@@ -249,7 +258,8 @@ def _walk(builder: ListingBuilder, besides: bytes | None) -> Iterator[tuple[byte
                 continue
             with os.scandir(here) as entries:
                 files, subfolders = _classify(builder, entries)
-        except OSError:
+        except OSError as error:
+            _refuse_exhausted(error)
             yield prefix or b".", (UNREADABLE, 0)
             continue
         for name, size, modified in files:
@@ -279,7 +289,9 @@ def _classify(
             builder.other_files["links to folders"] += 1
         else:
             extension = os.path.splitext(name)[1].lower()
-            builder.other_files[os.fsdecode(extension) if 1 < len(extension) < 8 else "without extension"] += 1
+            builder.other_files[
+                printable(os.fsdecode(extension)) if 1 < len(extension) < 8 else "without extension"
+            ] += 1
     return sorted(files), sorted(folders)
 
 
@@ -314,7 +326,7 @@ def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
     if found:
         listing.maps = maps
     elif folder is not None:
-        example = os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0])))))
+        example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
         raise MakeError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
     if folder is None and UNUSED_MAPS in listing.other_files:
         listing.other_files[UNUSED_MAPS] -= found

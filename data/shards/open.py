@@ -12,8 +12,7 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from data.shards import remote
-from data.shards.cache import CacheError
-from data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ShardError
+from data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ResourceError, ShardError
 from data.shards.index import FOLDER_INDEX
 from data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
 from data.shards.progress import show_progress
@@ -115,8 +114,9 @@ def _open_all(
     """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
+    verifies = indices.source.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each node
     for place, path in enumerate(paths):
-        if path in indices.entries and remote.is_remote(path):
+        if path in indices.entries and remote.is_remote(path) and not verifies:
             opened[place] = _from_index(path, indices.entries[path], indices.source)
     # Begin at a random shard. Processes that start at the same time then begin at different shards, so that each
     # process finds most shard indices in the cache, where another process has stored them.
@@ -124,7 +124,7 @@ def _open_all(
     unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
     bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
     with ThreadPoolExecutor(THREADS) as pool, bar as show:
-        futures = {pool.submit(_open, paths[place], indices): place for place in unknown}
+        futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 try:
@@ -144,7 +144,11 @@ def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> 
     listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
     more = f"\n  and {len(errors) - MOST_LISTED} more" if len(errors) > MOST_LISTED else ""
     message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
-    if source.unreadable == "stop" or len(errors) == total or any(isinstance(e, CacheError) for e in errors.values()):
+    if (
+        source.unreadable == "stop"
+        or len(errors) == total
+        or any(isinstance(e, ResourceError) for e in errors.values())
+    ):
         raise ShardError(message)
     log.warning("unusable shards are left out: %s", message)
 
@@ -164,9 +168,15 @@ def _from_index(path: str, listed: Listed, source: SourceConfig) -> _Opened:
     return _Opened(shard, listed.samples, listed.labelled, listed.size, listed.moments)
 
 
-def _open(path: str, indices: FolderIndices) -> _Opened:
-    shard = Shard.at(path, indices.source)
+def _open(path: str, indices: FolderIndices, verifies: bool) -> _Opened:
     listed = indices.entries.get(path)
+    if verifies and listed is not None and remote.is_remote(path):
+        opened = _from_index(path, listed, indices.source)
+        opened.shard.verify()
+        return opened
+    shard = Shard.at(path, indices.source)
+    if verifies:
+        dataclasses.replace(shard, sha256=listed and listed.sha256).verify()
     if listed is not None and listed.size == shard.size and listed.written >= shard.modified:
         shard = dataclasses.replace(shard, sha256=listed.sha256)
         return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)

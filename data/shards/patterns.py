@@ -1,6 +1,7 @@
 """Expansion of shard patterns to paths and URLs."""
 
 import glob
+import itertools
 import logging
 import os
 import re
@@ -9,14 +10,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braceexpand import braceexpand
-from webdataset.shardlists import expand_urls
+from webdataset.shardlists import envsubst
 
 from data.shards import index, remote
-from data.shards.errors import MOST_LISTED, ShardError
+from data.shards.errors import MOST_LISTED, ShardError, is_exhausted, unreadable
 from data.shards.folder import holds_images
 from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
 from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.shard import ENDINGS, ShardList
+from runtime.errors import CONTROL, printable
+
+MOST_SHARDS = 200_000
+"""Maximum number of shards that one pattern may name."""
+MOST_BRACES = 16  # maximum number of opening braces of a pattern; the time of the expansion grows with their number
+_RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +77,11 @@ def expand_with(indices: "FolderIndices", shards: Shards) -> list[str]:
         return [shard.path for shard in shards.shards]
     patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     paths = [path for pattern in patterns for path in _matches(os.path.expanduser(os.fspath(pattern)), indices)]
+    if hostile := [path for path in paths if CONTROL.search(path)]:
+        raise ShardError(
+            f"{printable(hostile[0])}: the name of a shard holds control characters. Rename the file or correct the "
+            "name."
+        )
     if not paths:
         raise ShardError("no shards were named. Give a path, a glob, a brace range or a URL.")
     if repeated := [path for path, count in Counter(paths).items() if count > 1]:
@@ -83,14 +95,15 @@ def expand_with(indices: "FolderIndices", shards: Shards) -> list[str]:
 def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
     pattern = pattern.removeprefix("file://")
+    if CONTROL.search(pattern):
+        raise ShardError(
+            f"{printable(pattern)}: the name of a shard holds control characters. Rename the file or correct the name."
+        )
     if os.path.exists(pattern):
         return _shards_at(pattern, indices)
-    try:
-        if pattern.startswith(remote.PIPE):
-            return list(braceexpand(pattern, escape=False))  # `escape=False` keeps backslashes
-        braced = expand_urls(pattern)
-    except ValueError as error:
-        raise ShardError(f"{pattern}: the brace range is not valid ({error}). Correct the braces.") from error
+    braced = _braces(pattern)
+    if pattern.startswith(remote.PIPE):
+        return braced
     paths = []
     for path in braced:
         if remote.is_remote(path):
@@ -101,6 +114,34 @@ def _matches(pattern: str, indices: "FolderIndices") -> list[str]:
             raise ShardError(f"{pattern}: no file matches. Correct the pattern.")
         for one in found:
             paths += _shards_at(one, indices)
+    return paths
+
+
+def _braces(pattern: str) -> list[str]:
+    """Return the paths, URLs or commands of a pattern with brace ranges.
+
+    Raises:
+        ShardError: the braces are not valid, or name more than `MOST_SHARDS` shards.
+    """
+    if pattern.count("{") > MOST_BRACES:
+        raise ShardError(f"{printable(pattern)}: has more than {MOST_BRACES} braces. Name fewer ranges at once.")
+    escape = not pattern.startswith(remote.PIPE)  # a command keeps its backslashes
+    try:
+        for first, last in _RANGE.findall(pattern):
+            if len(first) > 18 or len(last) > 18 or abs(int(last) - int(first)) >= MOST_SHARDS:
+                raise ShardError(
+                    f"{printable(pattern)}: the range {first}..{last} names more than {MOST_SHARDS:,} shards. "
+                    "Correct the range."
+                )
+        parts = pattern.split("::") if escape else [pattern]
+        expanded = (one for part in parts for one in braceexpand(envsubst(part) if escape else part, escape=escape))
+        paths = list(itertools.islice(expanded, MOST_SHARDS + 1))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ShardError):
+            raise
+        raise ShardError(f"{pattern}: the brace range is not valid ({error}). Correct the braces.") from error
+    if len(paths) > MOST_SHARDS:
+        raise ShardError(f"{pattern}: the braces name more than {MOST_SHARDS:,} shards. Correct the braces.")
     return paths
 
 
@@ -123,7 +164,7 @@ def _shards_in(folder: str) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
     except OSError as error:
-        raise ShardError(f"{folder}: {error.strerror}. Correct the path or its permissions.") from error
+        raise unreadable(folder, error, "Correct the path or its permissions.") from error
     patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
@@ -176,7 +217,9 @@ def _read_index_file(path: str, source: SourceConfig) -> tuple[bytes, int] | Non
     try:
         with open(path, "rb") as file:
             return file.read(index.LARGEST_FOLDER_INDEX + 1), os.fstat(file.fileno()).st_mtime_ns
-    except OSError:
+    except OSError as error:
+        if is_exhausted(error):
+            raise unreadable(path, error) from error
         return None
 
 

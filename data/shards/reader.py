@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from data.shards.cache import CacheError
 from data.shards.classes import CLASSES
-from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ResourceError, ShardError, unreadable
 from data.shards.folder import read_image
 from data.shards.shard import ShardList
-from data.shards.tar import MAP, Index, is_member
+from data.shards.tar import LARGEST_LABEL, MAP, Index, is_described, is_member
 
 KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each.
 KEPT_FILES = 128
@@ -28,6 +27,7 @@ LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several s
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
 FETCHERS = 4  # number of simultaneous requests of one reader
 MOST_LOST = 10  # reading fails after this number of unreadable shards in a row
+MOST_HEADERS = 2**16  # number of bytes before a member of a remote shard that are searched for additional headers
 HEADER = 512  # size in bytes of the tar header before the content of each member
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,11 @@ class Reader:
             ) from None
         numbers = self._shards.numbers
         if numbers is None:
+            if label > LARGEST_LABEL:
+                raise ShardError(
+                    f"the label of {self.name(shard, sample)} is {label}, but labels may be {LARGEST_LABEL} at most. "
+                    "Number the classes from 0, without gaps."
+                )
             return label
         if not 0 <= label < len(numbers):
             raise ShardError(
@@ -189,7 +194,7 @@ class Reader:
             result = do()
             self._lost_in_a_row = 0
             return result
-        except CacheError:
+        except ResourceError:
             raise
         except ShardError as error:
             self._lost_in_a_row += shard not in self._lost
@@ -205,9 +210,10 @@ class Reader:
     def _member(self, shard: int, sample: int, offset: int, size: int, wanted: int) -> bytes:
         """Check the tar header of a member, and return the first `wanted` bytes of its content."""
         index, local = self._index(shard), self._is_local(shard)
+        key = index.raw_key(sample)
         for _ in range(1 if local else 2):
             header, data, name = (self._read_local if local else self._read_cached)(shard, sample, offset, wanted)
-            if len(data) == wanted and is_member(header, index.key(sample), size):
+            if len(data) == wanted and (is_member(header, key, size) or self._is_described(shard, offset, key, size)):
                 return data
             if not local:
                 self._shards.shards[shard].cache.remove(name)  # the cached copy may be damaged, so download again
@@ -215,6 +221,16 @@ class Reader:
             f"{self._shards.shards[shard].path}: {index.key(sample)} is not at byte {offset}, where it should be. "
             f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
         )
+
+    def _is_described(self, shard: int, offset: int, key: bytes, size: int) -> bool:
+        """Return True if additional headers before the header of a member state the key of its sample and its size."""
+        if self._is_local(shard):
+            return is_described(self._file(shard).descriptor, offset, key, size)
+        descriptor, first, _ = self._open(shard, max(offset - MOST_HEADERS, 0), offset)
+        try:
+            return is_described(descriptor, offset - first, key, size)
+        finally:
+            os.close(descriptor)
 
     def _read_cached(self, shard: int, sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
         """Return a member's header, the beginning of its content, and the name of the cache entry that holds them."""
@@ -242,7 +258,7 @@ class Reader:
                 raise ShardError(f"{path}: has changed since it was opened. Restart the run.")
             header, data = _read_member(file.descriptor, offset, wanted)
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
+            raise unreadable(path, error) from error
         if len(data) != wanted:
             size = os.fstat(file.descriptor).st_size
             raise ShardError(

@@ -8,8 +8,9 @@ import os
 import re
 import signal
 import subprocess
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -22,10 +23,14 @@ from data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, wi
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
-SLOWEST = 2**20  # minimum transfer rate in bytes per second, from which the time limit of a byte range follows
+SLOWEST = 2**16  # minimum mean transfer rate in bytes per second, from which the time limit of a request follows
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
 """Keys of fsspec's file information whose values change when the file changes. The most reliable key comes first."""
+
+Check = Callable[[list[str]], None]
+"""Function that takes the versions of a file that a server states, such as its ETag, and raises `ShardError` if the
+file has changed."""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +60,7 @@ def without_query(path: str) -> str:
 
 def host(url: str) -> str:
     """Return the host and port of an HTTP URL. Return an empty string for all other paths."""
-    return urlsplit(url).netloc if url.startswith(("http://", "https://")) else ""
+    return url.split("/", 3)[2] if url.startswith(("http://", "https://")) else ""
 
 
 def read_small(url: str, source: SourceConfig, limit: int) -> bytes | None:
@@ -95,9 +100,17 @@ def describe(url: str, source: SourceConfig) -> tuple[int, str]:
     def once() -> tuple[int, str]:
         system, path = _system(url, source)
         info = with_timeout(source.timeout, lambda: system.info(path))
-        return int(info.get("size") or 0), next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+        return int(info.get("size") or 0), next(iter(_versions(info)), "")
 
     return retry(url, source, once)
+
+
+def _versions(facts: Mapping[str, Any]) -> list[str]:
+    """Return the versions in fsspec's file information or in the headers of an answer. The most reliable one is first.
+
+    A weak ETag counts as the strong ETag of the same value.
+    """
+    return [str(facts[key]).removeprefix("W/") for key in VERSION_KEYS if facts.get(key)]
 
 
 def matches(pattern: str, source: SourceConfig) -> list[str]:
@@ -121,11 +134,14 @@ def matches(pattern: str, source: SourceConfig) -> list[str]:
     return retry(pattern, source, once)
 
 
-def read_range(url: str, start: int, end: int, expected: int, source: SourceConfig) -> bytes:
+def read_range(
+    url: str, start: int, end: int, expected: int, source: SourceConfig, check: Check | None = None
+) -> bytes:
     """Return the bytes of a remote file from `start` up to, but not including, `end`.
 
     Args:
         expected: expected size of the complete file in bytes; 0 if unknown.
+        check: called with the versions of the file that the server states.
 
     Raises:
         NoRangesError: the server does not support byte ranges and sends complete files only.
@@ -134,11 +150,13 @@ def read_range(url: str, start: int, end: int, expected: int, source: SourceConf
 
     def once() -> bytes:
         if url.startswith("http"):
-            data = _http_range(url, start, end, expected, source)
+            data = _http_range(url, start, end, expected, source, check)
         else:
             system, path = _system(url, source)
             limit = source.timeout + (end - start) / SLOWEST
             data = with_timeout(limit, lambda: system.cat_file(path, start=start, end=end))
+            if check:
+                check(_versions(with_timeout(source.timeout, lambda: system.info(path))))
         if len(data) != end - start:
             size = describe(url, source)[0] if len(data) < end - start else 0
             if 0 < size < end:
@@ -170,12 +188,21 @@ def supports_ranges(url: str, source: SourceConfig) -> bool:
     return _servers_with_ranges[server]
 
 
-def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: str | None = None) -> None:
+def fetch(
+    url: str,
+    sink: Sink,
+    source: SourceConfig,
+    *,
+    size: int = 0,
+    sha256: str | None = None,
+    check: Check | None = None,
+) -> None:
     """Write a complete local or remote shard to `sink`. A `.tar.gz` is decompressed.
 
     Args:
         size: size of the stored file in bytes; 0 if unknown.
         sha256: SHA-256 of the stored file in hexadecimal; None if unknown.
+        check: called with the versions of the file that a web server states.
 
     Raises:
         ShardError: the shard cannot be read or decompressed, or does not have the expected size or checksum.
@@ -183,7 +210,7 @@ def fetch(url: str, sink: Sink, source: SourceConfig, *, size: int = 0, sha256: 
 
     def once() -> None:
         sink.restart()
-        with _stream(url, source) as file:
+        with _stream(url, source, check) as file:
             stored = _CountingReader(file, size, url)
             try:
                 body = gzip.GzipFile(fileobj=stored) if without_query(url).endswith(".gz") else stored  # pyright: ignore[reportArgumentType]
@@ -220,13 +247,25 @@ class _CountingReader:
 
 
 class _TimedReader:
-    """File whose `read` raises `TimeoutError` if a time limit is exceeded."""
+    """File whose `read` raises `TimeoutError` if one read or all reads together exceed their time limit.
+
+    The limit of all reads together grows with the number of bytes, so that a server that sends a few bytes at a time
+    cannot occupy a process forever.
+    """
 
     def __init__(self, file: Any, timeout: float):
         self._file, self._timeout = file, timeout
+        self._count, self._spent = 0, 0.0
 
     def read(self, size: int, /) -> bytes:
-        return with_timeout(self._timeout, lambda: self._file.read(size))
+        left = self._timeout + self._count / SLOWEST - self._spent
+        if left <= 0:
+            raise TimeoutError(f"only {self._count} bytes were sent in {self._spent:.0f} s")
+        start = time.monotonic()
+        data = with_timeout(min(self._timeout, left), lambda: self._file.read(size))
+        self._spent += time.monotonic() - start
+        self._count += len(data)
+        return data
 
 
 def _read_up_to(file: Readable, limit: int) -> bytes:
@@ -238,7 +277,7 @@ def _read_up_to(file: Readable, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _http_range(url: str, start: int, end: int, expected: int, source: SourceConfig) -> bytes:
+def _http_range(url: str, start: int, end: int, expected: int, source: SourceConfig, check: Check | None) -> bytes:
     """Read a byte range by HTTP. Check the HTTP status and the file size, which fsspec's `cat_file` does not check."""
     system, path = _system(url, source)
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
@@ -249,11 +288,13 @@ def _http_range(url: str, start: int, end: int, expected: int, source: SourceCon
         total = file.r.headers.get("Content-Range", "").rpartition("/")[2]
         if expected and total.isdigit() and int(total) != expected:
             raise ShardError(f"{url}: has {total} bytes, but {expected} were expected. {MAKE_SHARD_AGAIN}")
+        if check:
+            check(_versions(file.r.headers))
         return _read_up_to(_TimedReader(file, source.timeout), end - start - 1)
 
 
 @contextmanager
-def _stream(url: str, source: SourceConfig) -> Iterator[Readable]:
+def _stream(url: str, source: SourceConfig, check: Check | None = None) -> Iterator[Readable]:
     """Open a file, a URL or the output of a command for reading from beginning to end."""
     if url.startswith(PIPE):
         with _output(url.removeprefix(PIPE), source) as file:
@@ -268,6 +309,8 @@ def _stream(url: str, source: SourceConfig) -> Iterator[Readable]:
     if url.startswith("http"):
         options = {"block_size": 0, "size": 1, "headers": {"Accept-Encoding": "identity"}}
     with with_timeout(source.timeout, lambda: system.open(path, "rb", **options)) as file:
+        if check and url.startswith("http"):
+            check(_versions(file.r.headers))
         yield _TimedReader(file, source.timeout)
 
 
@@ -296,7 +339,10 @@ _servers_with_ranges: dict[str, bool] = {}
 
 def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path of the file in this file system."""
-    scheme, server = urlsplit(url)[:2]
+    try:
+        scheme, server = urlsplit(url)[:2]
+    except ValueError as error:
+        raise ShardError(f"{url}: not a URL ({error}). Correct the URL.") from error
     try:
         system = _open_system(os.getpid(), scheme, server, source.timeout)
     except ImportError as error:

@@ -5,16 +5,19 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from data.shards.errors import RESTORE_SHARD, ShardError
+from data.shards.errors import RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
+from runtime.errors import printable
+from runtime.preemption import WaitInterruptedError, check_wait
 from runtime.settings import Section
 
 BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
 LONGEST_PAUSE = 30.0  # Limit of a pause in seconds, before the pause is multiplied by a random factor of 0.5 to 1.5.
+POLL = 1.0  # seconds between two checks whether the process was asked to stop
 TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated. All other statuses 4xx are permanent.
 PERMANENT = (
     FileNotFoundError,
@@ -40,6 +43,10 @@ class SourceConfig(Section):
     """maximum number of repetitions of a failed request; each pause is about twice as long as the previous pause"""
     timeout: float = Field(default=60, gt=0)
     """time in seconds after which a request without an answer fails"""
+    verify: bool = False
+    """compare the SHA-256 of every shard with index.json at the start; remote shards are downloaded completely"""
+    allow_overlap: bool = False
+    """accept validation images that are also training images; their scores say nothing about new images"""
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
 
@@ -71,12 +78,24 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(seconds)
+    start = time.monotonic()
+    while thread.is_alive() and (left := start + seconds - time.monotonic()) > 0:
+        thread.join(min(left, POLL))
+        check_wait(start)
     if errors:
         raise errors[0]
     if not results:
         raise TimeoutError(f"no answer for {seconds:g} s")
     return results[0]
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, but raise `WaitInterruptedError` if this process was asked to stop."""
+    start = time.monotonic()
+    while seconds > 0:
+        time.sleep(min(seconds, POLL))
+        seconds -= POLL
+        check_wait(start)
 
 
 def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
@@ -89,31 +108,25 @@ def retry(url: str, source: SourceConfig, do: Callable[[], T]) -> T:
     for attempt in itertools.count(1):
         try:
             return do()
-        except (ShardError, NoRangesError):
+        except (ShardError, NoRangesError, WaitInterruptedError):
             raise
         except Exception as error:  # each fsspec file system raises its own kinds of errors
             message = f"{url}: {_describe(error)}"
+            if is_exhausted(error) and attempt > source.retries:
+                raise unreadable(url, error) from error
             if _is_permanent(error):
                 raise ShardError(f"{message}. {RESTORE_SHARD}") from error
             if attempt > source.retries:
                 raise ShardError(f"{message}. Number of failed attempts: {attempt}. {RESTORE_SHARD}") from error
         pause = min(BACKOFF * 2 ** (attempt - 1), LONGEST_PAUSE) * random.SystemRandom().uniform(0.5, 1.5)
         log.warning("%s; trying again in %.1f s (retry %d of %d)", message, pause, attempt, source.retries)
-        time.sleep(pause)
+        sleep(pause)
     raise AssertionError("unreachable: the loop is endless")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that cause, and so on."""
-    following: BaseException | None = error
-    while following is not None:
-        yield following
-        following = following.__cause__
 
 
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error that aiohttp, botocore or gcsfs raised; None if the error has no status."""
-    for one in _causes(error):
+    for one in causes(error):
         response = getattr(one, "response", None)
         answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
         # Read `code` only for gcsfs, because aiohttp sets `code` to 400 if the body of a response is too short.
@@ -134,7 +147,9 @@ def is_missing(error: BaseException) -> bool:
 def _is_permanent(error: BaseException) -> bool:
     if status := _status(error):
         return status < 500 and status not in TRANSIENT
-    if any("Credentials" in type(one).__name__ for one in _causes(error)):
+    if is_exhausted(error):
+        return False
+    if any("Credentials" in type(one).__name__ for one in causes(error)):
         return True
     # fsspec raises FileNotFoundError for every connection problem, so judge the cause of the error.
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
@@ -145,8 +160,8 @@ def _is_permanent(error: BaseException) -> bool:
 def _describe(error: BaseException) -> str:
     """Return a one-line description of an error."""
     status = _status(error)
-    root = list(_causes(error))[-1]
-    text = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
+    root = list(causes(error))[-1]
+    text = printable(next((line.strip() for line in str(root).splitlines() if line.strip()), ""))
     if isinstance(root, FileNotFoundError) or status == 404:
         return "not found"
     kind = type(root).__name__

@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import remote
-from data.shards.cache import Cache, Sink, cache_folder
-from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.cache import Cache, CacheError, Sink, cache_folder
+from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ShardError, unreadable
 from data.shards.folder import list_images
 from data.shards.index import LARGEST_TABLE, TABLE, parse_table
+from data.shards.pieces import CHECKSUM, checksum, first_version, is_intact
 from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
 from data.shards.tar import Index, scan_tar
+from runtime.errors import printable
 from runtime.files import atomic_write
 
 ENDINGS = (".tar", ".tar.gz")
@@ -75,7 +77,7 @@ class Shard:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}. {RESTORE_SHARD}") from error
+            raise unreadable(path, error) from error
         if not status.st_size:
             raise ShardError(f"{path}: has 0 bytes. {MAKE_SHARD_AGAIN}")
         # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so
@@ -90,7 +92,7 @@ class Shard:
             warn_once(f"{path}: files that are left out: {count:,} ({reason})")
         size = int(listed.table.summary[2])
         shard = cls(path, size, listed.version, source=source, classes=listed.classes)
-        if not shard._cached_index.exists():
+        if shard._load_cached(("summary",)) is None:
             shard._store(listed.table)
         return shard
 
@@ -150,28 +152,83 @@ class Shard:
         def fill(sink: Sink) -> None:
             if self.size and not self._is_gzip:
                 sink.reserve(self.size)
-            remote.fetch(self.path, sink, self.source, size=self.size, sha256=self.sha256)
+            check = None if self.sha256 else self._check_version  # a checksum says more than a version
+            remote.fetch(self.path, sink, self.source, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill)
 
     def open_range(self, start: int, end: int) -> int:
-        """Return a descriptor of a cached file that holds the bytes `start` to `end` - 1 of the shard.
+        """Return a descriptor of a cached file that begins with the bytes `start` to `end` - 1 of the shard.
 
-        The caller closes the descriptor.
+        A checksum follows these bytes. A damaged file is downloaded again. The caller closes the descriptor.
 
         Raises:
             ShardError: the shard has changed or cannot be downloaded, or the cache cannot be written.
         """
 
         def fill(sink: Sink) -> None:
-            sink.write(remote.read_range(self.path, start, end, self.size, self.source))
+            data = remote.read_range(self.path, start, end, self.size, self.source, self._check_version)
+            sink.write(data + checksum(data))
 
+        name = self.cache_name(f"{start}-{end}")
         try:
-            return self.cache.open(self.cache_name(f"{start}-{end}"), fill, end - start)
+            descriptor = self.cache.open(name, fill, end - start + CHECKSUM)
+            if is_intact(descriptor, name, end - start):
+                return descriptor
+            os.close(descriptor)
+            log.warning("%s: the copy of bytes %d to %d in the cache is damaged. They are downloaded again",
+                        self.path, start, end)  # fmt: skip
+            self.cache.remove(name)
+            return self.cache.open(name, fill, end - start + CHECKSUM)
         except NoRangesError:
             raise ShardError(
                 f"{self.path}: the server stopped supporting byte ranges during the run. Restart the run."
             ) from None
+
+    def _check_version(self, stated: list[str]) -> None:
+        """Compare the versions that a server states for this shard with the version of its first answer.
+
+        The version of the first answer is the version at the time of opening. If the shard was opened from
+        `index.json`, without a request, the version is kept in the cache with the data that it describes.
+
+        Raises:
+            ShardError: the shard has changed on the server.
+        """
+        if not stated or self.version.removeprefix("W/") in stated:
+            return
+        held = self.version
+        if not held or held == self.sha256:
+            held = first_version(self.cache, self.cache_name("version"), stated[0])
+        if held not in stated:
+            raise ShardError(
+                f"{self.path}: has changed on the server (version {printable(stated[0])[:100]}, before "
+                f"{printable(held)[:100]}). Restore the shard. If the change is intended, make its index.json again or "
+                f"remove the folder {self.cache.folder}, and restart the run."
+            )
+
+    def verify(self) -> None:
+        """Compare the SHA-256 of the stored file with `index.json`. A remote shard is downloaded completely.
+
+        Raises:
+            ShardError: the checksums differ, `index.json` has no checksum, or the shard cannot be read.
+        """
+        if self.is_folder or self.path.startswith(remote.PIPE):
+            return
+        if self.sha256 is None:
+            raise ShardError(f"{self.path}: source.verify needs the SHA-256 in index.json. {MAKE_INDEX_AGAIN}")
+        if remote.is_remote(self.path):
+            os.close(self.open())
+            return
+        try:
+            with open(self.path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if found != self.sha256.lower():
+            raise ShardError(
+                f"{self.path}: its SHA-256 differs from index.json, so the shard or the index has changed. "
+                f"{MAKE_SHARD_AGAIN} If the index is wrong: {MAKE_INDEX_AGAIN}"
+            )
 
     def index(self) -> Index:
         """Return the index of the shard: from the cache, from the table beside the shard, or from the tar headers.
@@ -201,7 +258,7 @@ class Shard:
         try:
             index = scan_tar(self.open(), self.path)
         except OSError as error:
-            raise ShardError(f"{self.path}: {error.strerror}. {RESTORE_SHARD}") from error
+            raise unreadable(self.path, error) from error
         self._store(index)
         return index
 
@@ -240,17 +297,21 @@ class Shard:
                 raise _NoTableError
             sink.write(content)
 
-        try:
-            descriptor = self.cache.open(self.cache_name("table"), fill)
-        except _NoTableError:
-            return None
-        with os.fdopen(descriptor, "rb") as file:
-            content = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-        try:
-            return self._parse(content, path)
-        except ShardError:
-            self.cache.remove(self.cache_name("table"))  # the cached copy may be damaged, so discard the copy
-            raise
+        name = self.cache_name("table")
+        for cached in (self.cache.find(name), None):
+            try:
+                descriptor = self.cache.open(name, fill) if cached is None else cached
+            except _NoTableError:
+                return None
+            with os.fdopen(descriptor, "rb") as file:
+                content = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+            try:
+                return self._parse(content, path)
+            except ShardError:
+                self.cache.remove(name)  # the cached copy may be damaged, so discard the copy
+                if cached is None:
+                    raise
+        raise AssertionError("unreachable: the second attempt returns or raises")
 
     def _parse(self, content: bytes, path: str) -> Index:
         index = parse_table(content, path)
@@ -273,14 +334,15 @@ class Shard:
             return None
 
     def _store(self, index: Index) -> None:
-        target = self._cached_index
         try:
+            target = self._cached_index
             target.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(target) as path, path.open("wb") as file:
                 np.savez(file, **index._asdict())
-        except OSError as error:
+        except (OSError, CacheError) as error:
+            reason = f"{cache_folder()}: {error.strerror}" if isinstance(error, OSError) else str(error)
             warn_once(
-                f"the indices of shards cannot be stored in {target.parent}: {error.strerror}. "
+                f"the indices of shards cannot be stored: {reason}. "
                 "Every start of a run reads the tar headers or lists the folders again."
             )
 

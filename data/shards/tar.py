@@ -5,16 +5,24 @@ the file name. Images, labels and maps are read by their byte offsets, and all o
 unpickled, and the name of a member is never used as a path.
 """
 
-import io
 import logging
 import os
-import re
-import tarfile
 from typing import NamedTuple
 
 import numpy as np
 
-from data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError
+from data.shards.errors import MAKE_SHARD_AGAIN, ShardError, unreadable
+from data.shards.members import (
+    LARGEST_HEADER,
+    REGULAR,
+    Headers,
+    Member,
+    TarError,
+    is_header,
+    member_before,
+    plain_member,
+)
+from runtime.errors import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """File name extensions of images in a shard."""
@@ -26,11 +34,14 @@ LABEL = "cls"
 MAP = "seg.png"
 """File name extension of segmentation maps in a shard: the map of KEY.jpg is KEY.seg.png."""
 LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
-LARGEST_HEADER = 2**20  # maximum size in bytes of an extended tar header; headers in practice are much smaller
+LARGEST_LABEL = 2**22 - 1
+"""Largest class number. Evaluations need memory for every class up to the largest one."""
+LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
+LONGEST_PLAIN = 92  # keys from this length on may be stored in an additional header, because names have 100 bytes
 
 log = logging.getLogger(__name__)
 
-Members = list[tuple[str, dict[str, tuple[int, int]]]]
+Members = list[tuple[bytes, dict[str, tuple[int, int]]]]
 """Samples of a tar. A sample is its key and a dict that maps the extension of a member to its offset and size."""
 
 
@@ -38,7 +49,7 @@ class Index(NamedTuple):
     """Names and byte positions of the S samples of one tar, or names and labels of the S images of one folder."""
 
     keys: np.ndarray
-    """Concatenated names of all samples in UTF-8; for a folder, relative paths as in the file system: uint8."""
+    """Concatenated names of all samples as stored; for a folder, relative paths as in the file system: uint8."""
     ends: np.ndarray
     """Index in `keys` at which the name of each sample ends: (S,) int64."""
     images: np.ndarray
@@ -59,21 +70,12 @@ class Index(NamedTuple):
         return int(offset), int(size)
 
     def key(self, sample: int) -> str:
-        """Return the name of a sample."""
-        return self.raw_key(sample).decode(errors="backslashreplace")
+        """Return the name of a sample for messages and results, with unprintable characters escaped."""
+        return printable(self.raw_key(sample).decode(errors="backslashreplace"))
 
     def raw_key(self, sample: int) -> bytes:
         """Return the name of a sample as it is stored."""
         return self.keys[self.ends[sample - 1] if sample else 0 : self.ends[sample]].tobytes()
-
-
-class _BoundedFile(io.BufferedReader):
-    """File whose `read` refuses more than `LARGEST_HEADER` bytes, because `tarfile` does not limit tar headers."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= LARGEST_HEADER:
-            raise tarfile.ReadError(f"a header of {size} bytes is too large")
-        return super().read(size)
 
 
 def scan_tar(path: str | int, shard: str) -> Index:
@@ -90,65 +92,85 @@ def scan_tar(path: str | int, shard: str) -> Index:
             occurs twice, or holds no images.
     """
     samples: Members = []
-    unread: list[str] = []
+    unread, first_unread = 0, b""
     try:
-        size = os.path.getsize(path)
-        with _BoundedFile(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            while (member := archive.next()) is not None:
-                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  # saves 1 KB per tar member
-                end = member.offset_data + member.size
-                if member.size < 0 or end > size:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            headers = Headers(file.fileno())
+            for member in headers:
+                if member.size < 0 or member.end > size:
                     raise ShardError(
-                        f"{shard}: truncated or damaged. The tar has {size} bytes, but its member {member.name} ends "
-                        f"at byte {end}. {MAKE_SHARD_AGAIN}"
+                        f"{shard}: truncated or damaged. The tar has {size} bytes, but its member "
+                        f"{shown(member.name)} ends at byte {member.end}. {MAKE_SHARD_AGAIN}"
                     )
                 if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *TIFFS, *OTHER_IMAGES):
-                    unread.append(member.name)
-            file.seek(archive.offset)
-            rest = file.read(tarfile.BLOCKSIZE)
-    except ShardError:
-        raise
+                    unread, first_unread = unread + 1, first_unread or member.name
     except OSError as error:
-        raise ShardError(f"{shard}: {error.strerror}. {RESTORE_SHARD}") from error
-    # `tarfile` raises these exceptions for damaged headers.
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        raise unreadable(shard, error) from error
+    except TarError as error:
         raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
+    place, rest = headers.place, headers.rest
+    if place > size:
+        raise ShardError(f"{shard}: not a complete tar (it ends inside of a block). {MAKE_SHARD_AGAIN}")
+    if any(rest) and place == 0:
+        raise ShardError(f"{shard}: not a complete tar (the first header is damaged). {MAKE_SHARD_AGAIN}")
     if any(rest):
-        raise ShardError(f"{shard}: broken header at byte {archive.offset}. {MAKE_SHARD_AGAIN}")
+        raise ShardError(f"{shard}: broken header at byte {place}. {MAKE_SHARD_AGAIN}")
     if not rest:
         log.warning("%s: ends at byte %d without an end mark. The file may be truncated", shard, size)
-    elif size - archive.offset > LARGEST_HEADER:
-        log.warning("%s: the %d bytes after the end mark of the tar are not read", shard, size - archive.offset)
+    elif size - place > LARGEST_HEADER:
+        log.warning("%s: the %d bytes after the end mark of the tar are not read", shard, size - place)
     if unread and samples:
         log.warning(
             "%s: %d images are not read, the first is %s. A name must be KEY.EXTENSION, without a dot in KEY and with "
-            "one of the extensions %s", shard, len(unread), unread[0], ", ".join((*IMAGES, *TIFFS)),
+            "one of the extensions %s", shard, unread, shown(first_unread), ", ".join((*IMAGES, *TIFFS)),
         )  # fmt: skip
     return _index(samples, size, shard)
 
 
-def _extension(name: str) -> str:
-    return name.rpartition(".")[2].lower()
+def shown(name: bytes) -> str:
+    """Return the name of a member for messages: unprintable characters are escaped, and long names are shortened."""
+    text = printable(name.decode(errors="backslashreplace"))
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(name)} bytes)"
 
 
-def _add(samples: Members, member: tarfile.TarInfo, shard: str) -> bool:
+def _extension(name: bytes) -> str:
+    return name[-16:].rpartition(b".")[2].lower().decode(errors="replace")
+
+
+def split_name(name: bytes) -> tuple[bytes, bytes] | None:
+    """Return the key and the extension of a member by webdataset's rule; None if the member has no key or extension.
+
+    The extension begins after the first dot of the file name. The name of a file that begins with a dot is only an
+    extension, and its folder is the key, unless the name of the folder contains a dot.
+    """
+    slash = name.rfind(b"/")
+    dot = name.find(b".", slash + 1)
+    if dot < 0:
+        return None
+    if dot == slash + 1 and (slash < 0 or b"." in name[name.rfind(b"/", 0, slash) + 1 : slash]):
+        return None
+    return name[:dot], name[dot + 1 :]
+
+
+def _add(samples: Members, member: Member, shard: str) -> bool:
     """Add a member to the last sample or to a new sample. Return True if the member is read as a part of a sample."""
-    found = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)  # webdataset's rule for keys
-    if not found or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+    found = split_name(member.name)
+    if not found or member.type not in REGULAR:
         return False
-    key, extension = found[1], found[2].lower()
+    key, extension = found[0], found[1][:16].lower().decode(errors="replace")
     if not samples or samples[-1][0] != key:
         samples.append((key, {}))
     if extension not in (*IMAGES, *TIFFS, LABEL, MAP):
         return False
     if extension in samples[-1][1]:
-        raise ShardError(f"{shard}: holds {member.name} twice. Make the shard again with unique names.")
+        raise ShardError(f"{shard}: holds {shown(member.name)} twice. Make the shard again with unique names.")
     if member.size > LARGEST_MEMBER:
         raise ShardError(
-            f"{shard}: {member.name} has {member.size} bytes, but at most {LARGEST_MEMBER} are allowed. "
+            f"{shard}: {shown(member.name)} has {member.size} bytes, but at most {LARGEST_MEMBER} are allowed. "
             "Make the shard again without this file."
         )
-    samples[-1][1][extension] = (member.offset_data, member.size)
+    samples[-1][1][extension] = (member.offset, member.size)
     return True
 
 
@@ -156,7 +178,7 @@ def _index(samples: Members, size: int, shard: str) -> Index:
     keys, images, labels, maps = [], [], [], []
     for key, members in samples:
         if image := next((place for extension, place in members.items() if extension in (*IMAGES, *TIFFS)), None):
-            keys.append(key.encode(errors="surrogateescape"))
+            keys.append(key)
             images.append(image)
             labels.append(members.get(LABEL, (-1, -1)))
             maps.append(members.get(MAP, (-1, -1)))
@@ -173,16 +195,25 @@ def _index(samples: Members, size: int, shard: str) -> Index:
     )
 
 
-def is_member(header: bytes, key: str, size: int) -> bool:
-    """Return True if `header` (512 bytes) is the tar header of a member of sample `key` that has `size` bytes."""
-    quick = header.startswith(key.encode() + b".") and header[124:136].rstrip(b" \0") == b"%011o" % size
-    if quick and header[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE):
+def is_member(header: bytes, key: bytes, size: int) -> bool:
+    """Return True if `header` (512 bytes) is the tar header of a member of sample `key` that has `size` bytes.
+
+    A long or non-ASCII name is not compared, because it may be stored in an additional header before this header.
+    """
+    quick = header.startswith(key + b".") and header[124:136].rstrip(b" \0") == b"%011o" % size
+    if quick and header[156:157] in REGULAR:
         return True
-    try:
-        found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
+    if not is_header(header):
         return False
-    # A long or non-ASCII name cannot be checked, because it is stored in an additional header before this header.
-    short = key.isascii() and len(key) < tarfile.LENGTH_NAME - 8
-    named = found.name.startswith(key + ".") or not short
-    return found.size == size and found.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and named
+    found = plain_member(header, 0)
+    named = found.name.startswith(key + b".") or not key.isascii() or len(key) >= LONGEST_PLAIN
+    return found.size == size and found.type in REGULAR and named
+
+
+def is_described(descriptor: int, offset: int, key: bytes, size: int) -> bool:
+    """Return True if the content at byte `offset` of a file is that of a member of sample `key` with `size` bytes.
+
+    Unlike `is_member`, this function reads the additional headers before the header, which may state name and size.
+    """
+    found = member_before(descriptor, offset)
+    return found is not None and found.size == size and found.type in REGULAR and found.name.startswith(key + b".")

@@ -33,6 +33,7 @@ from data.tools.command import run_command, say
 from data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard
 from data.tools.make_report import sort_sizes
 from data.tools.parallel import Advance, spread
+from runtime.errors import printable
 from runtime.files import atomic_write
 from runtime.settings import Positional, Settings, flags, validate
 
@@ -318,7 +319,7 @@ def _show_verdict(report: dict[str, Any]) -> None:
 def _show_problems(title: str, lines: list[str], count: int) -> None:
     if count:
         print(f"{count:,} {title}:")
-        print("\n".join(f"  {line}" for line in lines[:MOST_SHOWN]))
+        print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
         if count > MOST_SHOWN:
             print(f"  and {count - MOST_SHOWN:,} more (--output FILE names up to {NAMED_IMAGES})")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from data.shards.errors import MakeError as MakeError
 from data.shards.errors import ShardError
-from runtime.errors import UserError
+from runtime.errors import UserError, printable
 from runtime.settings import SettingsError
 
 
@@ -15,7 +15,7 @@ class WorkerError(UserError, RuntimeError):
 
 def say(name: str, text: str) -> None:
     """Print one line of a report."""
-    print(f"{name:<13} {text}", flush=True)
+    print(f"{name:<13} {printable(text)}", flush=True)
 
 
 def run_command(program: str, command: Callable[[], int], *, resume: str = "") -> int:

@@ -21,7 +21,7 @@ from data.shards.errors import REPLACE_INDEX, RESTORE_SHARD, ShardError
 from data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
 from data.shards.retry import DEFAULT, SourceConfig
 from data.shards.shard import Shard
-from data.shards.tar import Index, scan_tar
+from data.shards.tar import LARGEST_LABEL, Index, scan_tar
 from data.statistics import histogram
 from data.tiff import is_tiff
 from data.tools.parallel import Advance
@@ -145,7 +145,7 @@ def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks:
     facts.images, facts.labelled = int(table.summary[0]), int(table.summary[1])
     facts.mapped = int((table.maps[:, 0] >= 0).sum())
     facts.size = shard.size
-    facts.keys = [b"".join(_digest(table.key(sample)) for sample in range(facts.images))]
+    facts.keys = [b"".join(_digest(table.raw_key(sample)) for sample in range(facts.images))]
     _check_samples(facts, shard.name, table, tar.fileno(), checks, advance)
     if os.path.exists(facts.path):
         if checks.checksum:
@@ -177,8 +177,8 @@ class _Warnings(logging.Handler):
         self.log.propagate = True
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=KEY_BYTES).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=KEY_BYTES).digest()
 
 
 def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
@@ -208,11 +208,14 @@ def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Chec
 
 def _check_label(facts: Facts, text: bytes, name: str) -> None:
     try:
-        facts.labels[int(np.int64(int(text)))] += 1
+        label = int(text)
+        if label > LARGEST_LABEL:
+            raise ValueError(f"{label} is more than {LARGEST_LABEL}")
+        facts.labels[int(np.int64(label))] += 1
     except (ValueError, OverflowError):
         facts.bad_labels += 1
         if facts.bad_labels <= NAMED_IMAGES:
-            facts.bad_label_names.append((name, f"{text!r} is not a class number"))
+            facts.bad_label_names.append((name, f"{text!r} is not a class number of at most {LARGEST_LABEL}"))
 
 
 def _check_map(facts: Facts, encoded: bytes, size: tuple[int, int], name: str) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
+from data.shards.tar import LARGEST_LABEL
 from data.tools.command import MakeError
+from runtime.errors import printable
 
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
@@ -93,6 +95,10 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
         return
     if min(known) < 0:
         raise MakeError(f"{path}: a label is below 0. If an image has no label, leave the field empty.")
+    if max(known) > LARGEST_LABEL:
+        raise MakeError(
+            f"{path}: the label {max(known)} is more than {LARGEST_LABEL}. Number the classes from 0, without gaps."
+        )
     listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
     listing.note = f"numbers in {path.name}"
 
@@ -102,7 +108,7 @@ def _refuse_repeated(listing: Listing, path: Path) -> None:
     keys = np.frombuffer(b"".join(digests), dtype=np.uint64)
     order = np.argsort(keys, kind="stable")
     if len(repeated := np.flatnonzero(keys[order][1:] == keys[order][:-1])):
-        name = os.fsdecode(listing.path(int(order[repeated[0]])))
+        name = printable(os.fsdecode(listing.path(int(order[repeated[0]]))))
         raise MakeError(f"{path}: {len(repeated):,} paths are repeated, the first is {name}. Name each image once.")
 
 

@@ -16,8 +16,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from data.decode import FORMATS, ImageError, decode
+from data.decode import FORMATS, ImageError, check_header, decode
+from data.headers import HeaderError, check_sides
 from data.maps import checked_map
+from data.shards.errors import is_exhausted
 from data.shards.index import write_table
 from data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
 from data.shards.tar import LABEL, MAP, scan_tar
@@ -114,6 +116,10 @@ def _read(root: bytes, name: bytes, size: int, modified: int, links: Links) -> b
                 raise LeftOut(REASONS[IRREGULAR])
             content = file.read(size + 1)
     except OSError as error:
+        if is_exhausted(error):  # the file may be good
+            raise MakeError(
+                f"{os.fsdecode(path)}: {error.strerror}. Use fewer --workers, or raise the limit."
+            ) from error
         raise LeftOut(f"the file cannot be read: {error.strerror}") from error
     if len(content) != size or status.st_mtime_ns != modified:
         raise LeftOut("the file has changed since it was listed")
@@ -197,14 +203,16 @@ def _format(content: bytes) -> str:
 def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
     """Return the width and height of an image from its header."""
     try:
+        check_header(content, max_pixels)
         with Image.open(BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
+        check_sides(width, height, max_pixels)
+    except (HeaderError, ImageError) as error:
+        raise LeftOut(str(error)) from error
     except Image.DecompressionBombError as error:
         raise LeftOut(str(error)) from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged headers
         raise LeftOut(f"the header of the image is damaged: {error}") from error
-    if width * height > max_pixels:
-        raise LeftOut(f"{width} x {height} pixels are more than the limit of {max_pixels}")
     return width, height
 
 

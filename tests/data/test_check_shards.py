@@ -291,9 +291,9 @@ def test_no_index_for_shards_that_are_refused(write_shards, write_tar, report):
     ("change", "message"),
     [
         ({"nsamples": 9}, "nsamples of data-000000.tar is 4, not 9"),
-        ({"filesize": 9}, "filesize of data-000000.tar is"),
+        ({"filesize": 20480}, "filesize of data-000000.tar is"),
         ({"labelled": 0}, "labelled of data-000000.tar is 4, not 0"),
-        ({"sha256": "00"}, "sha256 of data-000000.tar is"),
+        ({"sha256": "00" * 32}, "sha256 of data-000000.tar is"),
         ({"url": "other.tar"}, "does not list the shard data-000000.tar"),
     ],
 )

@@ -13,7 +13,6 @@ from evaluation.features import (
     Extraction,
     FeatureSettings,
     Pixels,
-    check_disjoint,
     check_labels,
     extract,
     input_size,
@@ -139,12 +138,3 @@ def test_classes_that_are_not_trained_on_are_refused():
         check_labels(torch.tensor([0, -1]), torch.tensor([0]))
     with pytest.raises(EvaluationError, match="--val has no readable image"):
         check_labels(torch.tensor([0]), torch.tensor([], dtype=torch.int64))
-
-
-def test_images_are_not_scored_against_themselves(tmp_path):
-    for name in "abc":
-        (tmp_path / f"{name}.tar").touch()
-    (tmp_path / "alias.tar").symlink_to(tmp_path / "b.tar")
-    check_disjoint(str(tmp_path / "{a,b}.tar"), str(tmp_path / "c.tar"))
-    with pytest.raises(EvaluationError, match=r"alias\.tar is in both --train and --val"):
-        check_disjoint(str(tmp_path / "{a,b}.tar"), [str(tmp_path / "c.tar"), str(tmp_path / "alias.tar")])

@@ -15,7 +15,8 @@ class Server(ThreadingHTTPServer):
 
     `faults` maps a part of a path to what happens to requests of it, in turn; None in the list is a good answer, and
     after its end all are good. A number is a status; "reset" closes the connection in the middle, "cut" sends half of
-    what it promised, "silent" never answers.
+    what it promised, "silent" never answers, "drip" sends ten bytes a second. `version` names the header that states
+    the version of a file.
     """
 
     daemon_threads = True
@@ -23,7 +24,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, folder, ranges=True):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.ranges = Path(folder), ranges
+        self.folder, self.ranges, self.version = Path(folder), ranges, "ETag"
         self.faults, self.requests, self.lock = {}, [], threading.Lock()
         self.ended = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -85,14 +86,23 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse(416)
         self.send_response(status)
         self.send_header("Content-Length", str(end - start))
-        self.send_header("ETag", f'"{file.stat().st_mtime_ns}"')
+        if server.version:
+            self.send_header(server.version, f'"{file.stat().st_mtime_ns}"')
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         self.end_headers()
         if not body:
             return None
+        if fault == "drip":
+            return self.drip(data[start:end])
         self.wfile.write(data[start : (start + end) // 2] if fault in ("cut", "reset") else data[start:end])
         return self.drop(fault == "reset") if fault in ("cut", "reset") else None
+
+    def drip(self, data):
+        for place in range(len(data)):
+            self.wfile.write(data[place : place + 1])
+            if self.server.ended.wait(0.1):
+                return
 
     def refuse(self, status):
         self.send_response(status)

@@ -46,7 +46,7 @@ def test_a_table_comes_back(table):
 
 
 def test_an_index_comes_back(tmp_path):
-    entries = [ShardEntry(url=f"s-{n}.tar", nsamples=n + 1, filesize=10240, sha256="ab") for n in range(3)]
+    entries = [ShardEntry(url=f"s-{n}.tar", nsamples=n + 1, filesize=10240, sha256="ab" * 32) for n in range(3)]
     index = FolderIndex(name="x", shardlist=entries, image_sizes={"256": 6})
     write_folder(tmp_path, index)
     content = (tmp_path / "index.json").read_bytes()

@@ -97,7 +97,7 @@ class StatusError(Exception):
 ])  # fmt: skip
 def test_what_is_tried_again(error, calls, monkeypatch):
     pauses, made = [], []
-    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(retry, "sleep", pauses.append)
 
     def fail():
         made.append(1)
@@ -114,7 +114,7 @@ def test_what_is_tried_again(error, calls, monkeypatch):
 
 def test_pauses_are_bounded(monkeypatch):
     pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(retry, "sleep", pauses.append)
     with pytest.raises(ShardError, match="failed attempts: 21"):
         retry.retry("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
     assert max(pauses) <= 45

@@ -1,0 +1,273 @@
+"""Hostile cases for the fuzz test: lying headers, repeated parts, extreme numbers, and answers of a web server."""
+
+import functools
+import io
+import json
+import resource
+import struct
+import tarfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.decode import ImageError, decode
+from data.maps import decode_map
+from data.shards import Reader, ShardError, expand, open_shards, pieces, remote
+from data.shards.classes import parse_classes
+from data.shards.index import parse_folder
+from data.shards.retry import SourceConfig
+from data.shards.tar import scan_tar
+
+MOST_SECONDS = 5.0
+MOST_BYTES = 2**28  # memory of a case, in addition to the memory before the case
+MOST_PIXELS = 2**20
+
+
+def bounded(case: Callable[..., None]) -> Callable[..., None]:
+    """Return a test case that also fails if it needs more than `MOST_SECONDS` of processor time or `MOST_BYTES`."""
+
+    @functools.wraps(case)
+    def limited(*args: Any, **kwargs: Any) -> None:
+        peak, held, start = _peak(), _held(), time.process_time()
+        case(*args, **kwargs)
+        spent = time.process_time() - start
+        assert spent <= MOST_SECONDS, f"the case took {spent:.1f} s"
+        assert _peak() <= max(peak, held + MOST_BYTES), f"the case took {(_peak() - held) / 2**20:.0f} MiB"
+
+    return limited
+
+
+def _check(right: bool, message: str) -> None:
+    """Fail a test case if the message of an error is not `right`: not printable, too long, or for a good case."""
+    assert right, message
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+
+
+def _held() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def _png(width: int, height: int, stored: int, kind: tuple[int, int, int], chunks: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, kind[0], kind[1], 0, 0, kind[2])
+    raw = zlib.compress(bytes(stored))
+    more = _chunk(b"prVt", b"") * chunks
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + more + _chunk(b"IDAT", raw) + _chunk(b"IEND", b"")
+
+
+def _jpeg(start: bytes, repeated: bytes, count: int, width: int, height: int, good: bytes) -> bytes:
+    frame = good.index(b"\xff\xc0")
+    lying = good[: frame + 5] + struct.pack(">HH", height, width) + good[frame + 9 :]
+    return start + repeated * count + lying[2:]
+
+
+def _tar(name: bytes, size: bytes, kind: bytes, records: bytes) -> bytes:
+    """A tar of one PNG with a long name and a pax header."""
+    content = records * (2**16 // max(len(records), 1))
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for one, body, what in ((b"x", content, kind), (name, b"123", b"0")):
+            member = tarfile.TarInfo(one.decode("latin-1"))
+            member.size, member.type = len(body), what
+            archive.addfile(member, io.BytesIO(body))
+    raw = bytearray(file.getvalue())
+    if size:
+        raw[124 : 124 + len(size[:12])] = size[:12]
+        raw[148:156] = b" " * 8
+        raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    return bytes(raw)
+
+
+_sides = st.sampled_from([0, 1, 2, 7, 1000, 65_535, 65_536, 89_478_486, 178_956_970, 2**31 - 1, 2**32 - 1])
+_short = st.integers(0, 65_535) | st.sampled_from([1, 65_500, 65_535])
+_counts = st.sampled_from([0, 1, 2, 1000, 2**17, 2**20])
+_pieces = st.sampled_from([b"a/", b".", b"/", b"a.", b"a/.", b"\xe9", b"\n", b"\x1b[31m", b"\xff\xfe", b"..", b"\0"])
+_numbers = st.sampled_from([0, -1, 1, 2**31, 10**9, 10**10, 2**63 - 1, 2**63, 2**70, 10**400]) | st.integers()
+_values = _numbers | st.none() | st.floats() | st.text(max_size=8) | st.sampled_from(["2024-01-01", "\0", "x" * 300])
+
+
+def hostile_images(good: bytes) -> Callable[[Path], Callable[..., None]]:
+    """Return a maker of test cases for images whose headers lie or repeat parts. `good` is a baseline JPEG."""
+    pngs = st.builds(
+        _png, _sides, _sides, st.sampled_from([0, 1, 1000, 2**20]),
+        st.tuples(st.sampled_from([1, 8, 16, 255]), st.sampled_from([0, 2, 3, 4, 6, 9]), st.integers(0, 2)), _counts,
+    )  # fmt: skip
+    parts = [b"\xff", b"\0", b"\xff\0", b"\xff\xfe\0\x02", b"\xff\xd8", b"\xff\xe1\0\x08Exif\0\0", b"\xff\xda\0\x02"]
+    starts = st.sampled_from([b"\xff\xd8", b"\xff\xd8\xff", b"\xff\xd8\xff\xe0\0\x10"])
+    jpegs = st.builds(_jpeg, starts, st.sampled_from(parts), _counts, _short, _short, st.just(good))
+
+    def cases(_folder: Path) -> Callable[..., None]:
+        @given(pngs | jpegs, st.sampled_from([1, 3, 4]))
+        @bounded
+        def case(encoded: bytes, channels: int) -> None:
+            for read in (
+                lambda: decode(encoded, max_pixels=MOST_PIXELS, channels=channels),
+                lambda: decode_map(encoded),
+            ):
+                try:
+                    read()
+                except ImageError as error:
+                    _check(str(error).isprintable(), str(error))
+
+        return case
+
+    return cases
+
+
+def hostile_names(folder: Path) -> Callable[..., None]:
+    """Return a test case for names, numbers and patterns in tars, index files, class names and brace ranges."""
+    entries = st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("url", "nsamples", "filesize", "labelled", "sha256"), _values)
+    )
+    sizes = st.sampled_from([b"", b"77777777777\0", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"0000000000x\0"])
+    records = st.sampled_from(
+        [b"9 path=a\n", b"8 size=1", b"12 comment=x\n", b"0 =\n", b"99999999999999999999 a=b\n", b""]
+    )
+    kinds = st.sampled_from([b"x", b"g", b"L", b"K", b"S", b"0", b"5"])
+
+    @given(entries, _pieces, _counts, sizes, kinds, records, _numbers, _numbers)
+    @bounded
+    def case(
+        entry: dict[str, Any], piece: bytes, count: int, size: bytes, kind: bytes, record: bytes, first: int, last: int
+    ) -> None:
+        path = folder / "names.tar"
+        path.write_bytes(_tar(piece * min(count, 2**18) + b".png", size, kind, record))
+        shard = {"url": "a.tar", "nsamples": 1, "filesize": 1024} | entry
+        content = json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": [shard]}).encode()
+        attempts: list[Callable[[], object]] = [
+            lambda: scan_tar(str(path), str(path)),
+            lambda: parse_folder(content, "index.json"),
+            lambda: parse_classes(json.dumps([str(first), last, *range(3)]).encode(), "classes.json"),
+            lambda: parse_classes(b"[" * min(count, 2**18), "classes.json"),
+            lambda: expand(f"{folder}/x-{{{first}..{last}}}.tar"),
+        ]
+        for attempt in attempts:
+            try:
+                attempt()
+            except ShardError as error:
+                _check(str(error).isprintable() and len(str(error)) < 5000, str(error))
+
+    return case
+
+
+class _Answer(NamedTuple):
+    """What a server does wrong in its answers to requests of one file."""
+
+    status: int | None = None
+    """Status in place of the right one; None for the right one."""
+    length: int = 0
+    """Number that is added to Content-Length."""
+    total: int = 0
+    """Number that is added to the size in Content-Range."""
+    version: str = '"1"'
+    """ETag."""
+    cut: float = 1.0
+    """Share of the body that is sent."""
+    header: bytes = b""
+    """Additional bytes among the headers."""
+    damage: int = -1
+    """Byte of the file that is changed; -1 for none."""
+
+
+class _Server(ThreadingHTTPServer):
+    """Web server of a few files, with wrong answers for some of them."""
+
+    daemon_threads = True
+    files: dict[str, bytes]
+    answers: dict[str, _Answer]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client may close the connection."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        assert isinstance(self.server, _Server)
+        content, answer = self.server.files.get(name), self.server.answers.get(name, _Answer())
+        if content is None:
+            self.send_error(404)
+            return
+        data = bytearray(content)
+        if answer.damage >= 0:
+            data[answer.damage % len(data)] ^= 0xFF
+        asked = self.headers.get("Range")
+        start, end = map(int, asked.removeprefix("bytes=").split("-")) if asked else (0, len(data) - 1)
+        body = bytes(data[start : end + 1])
+        status, length = answer.status or (206 if asked else 200), max(len(body) + answer.length, 0)
+        lines = [f"HTTP/1.1 {status} x", f"Content-Length: {length}", f"ETag: {answer.version}", "Connection: close"]
+        lines.append(f"Location: {self.path}")
+        if asked:
+            lines.append(f"Content-Range: bytes {start}-{end}/{len(data) + answer.total}")
+        head = "\r\n".join(lines).encode() + b"\r\n" + answer.header + b"\r\n"
+        sent = b"" if self.command == "HEAD" else body[: int(answer.cut * len(body))]
+        self.wfile.write(head + sent)
+        self.close_connection = True
+
+
+_headers = [b"", b"x\r\n", b"Content-Encoding: gzip\r\n", b"Transfer-Encoding: chunked\r\n", b"\0: \xff\r\n"]
+_answers = st.builds(
+    _Answer,
+    st.none() | st.sampled_from([204, 200, 206, 301, 302, 304, 401, 404, 416, 429, 500, 503, 999]),
+    st.sampled_from([0, 0, 0, -1, 1, -(10**6), 10**12]),
+    st.sampled_from([0, 0, 1, -1, 10**30]),
+    st.sampled_from(['"1"', '"2"', "", "\x1b[31m", 'W/"1"', "x" * 5000]),
+    st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+    st.sampled_from([*_headers, b"a: " + b"b" * 10_000 + b"\r\n"]),
+    st.sampled_from([-1, -1, -1, 0, 300, 700, 1100]),
+)
+
+
+def answers(files: dict[str, bytes], samples: list[bytes]) -> Callable[[Path], Callable[..., None]]:
+    """Return a maker of test cases for answers of a web server.
+
+    Args:
+        files: good files of the server: `a.tar`, `a.tar.index` and `index.json`.
+        samples: images of `a.tar`.
+    """
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.files = files
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    source, number = SourceConfig(retries=0, timeout=0.5), iter(range(10**9))
+
+    def cases(_folder: Path) -> Callable[..., None]:
+        @given(st.dictionaries(st.sampled_from(sorted(files)), _answers, max_size=2), st.booleans())
+        @bounded
+        def case(wrong: dict[str, _Answer], by_index: bool) -> None:
+            server.answers = wrong
+            remote._servers_with_ranges.clear()
+            pieces._versions.clear()
+            url = f"http://127.0.0.1:{server.server_port}/{next(number)}/{'index.json' if by_index else 'a.tar'}"
+            intact = all(answer.damage < 0 and answer.cut == 1 for answer in wrong.values())
+            try:
+                opened = open_shards(url, source=source, progress=False)
+                found = [Reader(opened).image(0, sample) for sample in range(opened.images)]
+            except ShardError as error:
+                found, message = None, str(error).replace("\n  ", "")
+                _check(bool(wrong) and message.isprintable(), message)
+            assert found in (samples, None) or not intact, "other bytes than those of the shard"
+
+        return case
+
+    return cases

@@ -1,0 +1,170 @@
+"""Headers of JPEGs and PNGs, read before any pixel is decoded. Every function takes time linear in the size of a file.
+
+Images may come from untrusted sources. Pillow reads the segments of a JPEG and the chunks of a PNG one by one in
+Python, and libjpeg decodes every scan of a JPEG at the full size of the image. A small hostile file could therefore
+occupy a loader worker for hours. Files with more segments, chunks or scans than any encoder writes are refused here.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MAX_SIDE = 65_535
+"""Maximum width and height of an image in pixels, for all formats. It is the maximum of the JPEG format."""
+LARGEST_JPEG_HEADER = 2**24  # maximum number of bytes before the pixels, for example of colour profiles and thumbnails
+MOST_SEGMENTS = 4096  # maximum number of segments before the pixels of a JPEG
+MOST_JUNK = 2**16  # maximum number of bytes between the segments of a JPEG that belong to no segment
+MOST_SCANS = 100  # maximum number of scans of a JPEG; progressive JPEGs in practice have about ten
+MOST_CHUNKS = 2**16  # maximum number of chunks of a PNG; most encoders write chunks of 8 KiB or more
+JPEG_RATIO = 512  # maximum number of pixels per byte of a JPEG, which stores at least one bit per 8 x 8 pixels
+PNG_RATIO = 1032  # maximum compression of deflate: one bit for 258 bytes, after a match of two bits
+INFLATED_AT_ONCE = 2**18  # bytes
+
+_NOT_FILL = re.compile(rb"[^\xff]")
+_START, _FRAMES = b"\xff\xd8\xff", {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_HUFFMAN = (0xC0, 0xC1, 0xC2)  # frame headers of Huffman coding: baseline, extended and progressive
+_SEGMENTS = {*range(0xC0, 0xD0), *range(0xDA, 0xDE), *range(0xE0, 0xF0), 0xFE} - {0xC8}
+_PNG_START = b"\x89PNG\r\n\x1a\n"
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values per pixel for each colour type of PNG
+_ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
+"""First row, first column, step of rows and step of columns of the seven passes of an interlaced PNG."""
+
+
+class HeaderError(ValueError):
+    """Raised if the header of an image is damaged or exceeds a limit. The message states the reason."""
+
+
+class JpegHeader(NamedTuple):
+    """Facts from the header of a JPEG."""
+
+    width: int
+    height: int
+    components: int
+    applications: list[bytes]
+    """Contents of the APP1 segments, which hold EXIF or XMP data."""
+
+
+def is_jpeg(encoded: bytes) -> bool:
+    """Return True if the first bytes of a file are those of a JPEG."""
+    return encoded[:3] == _START
+
+
+def is_png(encoded: bytes) -> bool:
+    """Return True if the first bytes of a file are those of a PNG."""
+    return encoded[:8] == _PNG_START
+
+
+def check_sides(width: int, height: int, max_pixels: int) -> None:
+    """Raise `HeaderError` if a side or the number of pixels of an image is not positive or exceeds a limit."""
+    if min(width, height) < 1:
+        raise HeaderError(f"a damaged image: the size in the header is {width} x {height} pixels")
+    if width * height > max_pixels:
+        raise HeaderError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
+    if max(width, height) > MAX_SIDE:
+        raise HeaderError(f"an image of {width} x {height} pixels has a side above the limit of {MAX_SIDE} pixels")
+
+
+def read_jpeg(encoded: bytes) -> JpegHeader:
+    """Read the header of a JPEG up to the first scan.
+
+    Raises:
+        HeaderError: the header is damaged or truncated, or exceeds a limit, or the file is too short for its pixels.
+    """
+    place, junk, frame, applications = 2, 0, None, []
+    for _ in range(MOST_SEGMENTS):
+        start = encoded.find(b"\xff", place)
+        found = _NOT_FILL.search(encoded, start) if start >= 0 else None
+        if found is None or found.end() + 2 > len(encoded):
+            raise HeaderError("a damaged JPEG: the file is truncated in its header")
+        marker, first = found[0][0], found.end()  # `first` is the byte after the marker
+        junk += first - 2 - place
+        if junk > MOST_JUNK or first > LARGEST_JPEG_HEADER:
+            raise HeaderError("a damaged JPEG: its header is too large or contains bytes of no segment")
+        if marker == 0 or 0xD0 <= marker <= 0xD7:
+            place = first
+            continue
+        length = int.from_bytes(encoded[first : first + 2], "big")
+        if marker not in _SEGMENTS or length < 2 or first + length > len(encoded):
+            raise HeaderError(f"a damaged JPEG: its header has a wrong segment (marker {marker:#04x})")
+        body = encoded[first + 2 : first + length]
+        if marker in _FRAMES:
+            if frame is not None or len(body) < 6:
+                raise HeaderError("a damaged JPEG: its frame header is damaged or repeated")
+            frame = (marker, int.from_bytes(body[3:5], "big"), int.from_bytes(body[1:3], "big"), body[5])
+        elif marker == 0xE1:
+            applications.append(body)
+        elif marker == 0xDA:
+            if frame is None or not body:
+                raise HeaderError("a damaged JPEG: the frame header is missing")
+            _check_scans(encoded, frame, body[0])
+            return JpegHeader(*frame[1:], applications)
+        place = first + length
+    raise HeaderError(f"a damaged JPEG: its header has more than {MOST_SEGMENTS} segments")
+
+
+def _check_scans(encoded: bytes, frame: tuple[int, int, int, int], components: int) -> None:
+    """Check the number of bytes and of scans of a JPEG, whose first scan has this number of components."""
+    marker, width, height, all_components = frame
+    if marker in _HUFFMAN and width * height > JPEG_RATIO * len(encoded):
+        raise HeaderError(f"a damaged JPEG: {len(encoded)} bytes cannot hold {width} x {height} pixels")
+    several = marker not in (0xC0, 0xC1) or components < all_components
+    if several and encoded.count(b"\xff\xda") > MOST_SCANS:
+        raise HeaderError(f"a JPEG of more than {MOST_SCANS} scans, which is not supported")
+
+
+def check_png(encoded: bytes, max_pixels: int) -> None:
+    """Check the size and the chunks of a PNG before the pixels are decoded.
+
+    Raises:
+        HeaderError: the header is damaged or exceeds a limit, or the file is too short for its pixels.
+    """
+    if len(encoded) < 33 or encoded[12:16] != b"IHDR":
+        raise HeaderError("a damaged PNG: its header is damaged")
+    width, height = (int.from_bytes(encoded[place : place + 4], "big") for place in (16, 20))
+    check_sides(width, height, max_pixels)
+    stored = sum(end - start for start, end in _png_data(encoded))
+    if not stored:
+        raise HeaderError("a damaged PNG: its header is damaged, or the pixel data is missing")
+    if _png_bytes(encoded) > PNG_RATIO * stored:
+        raise HeaderError(f"a damaged PNG: {stored} bytes of pixel data cannot hold {width} x {height} pixels")
+
+
+def holds_all_pixels(encoded: bytes) -> bool:
+    """Return True if the compressed pixel data of a PNG has as many bytes as the image needs.
+
+    Pillow accepts a PNG whose compressed data ends early, and leaves the missing rows black.
+    """
+    needed, inflate = _png_bytes(encoded), zlib.decompressobj()
+    try:
+        for start, end in _png_data(encoded):
+            data = encoded[start:end]
+            while data and needed > 0:
+                needed -= len(inflate.decompress(data, INFLATED_AT_ONCE))
+                data = inflate.unconsumed_tail
+    except zlib.error:
+        return False
+    return needed <= 0
+
+
+def _png_data(encoded: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the first byte and the end of the content of each IDAT chunk of a PNG."""
+    place = 8
+    for _ in range(MOST_CHUNKS):
+        length, kind = int.from_bytes(encoded[place : place + 4], "big"), encoded[place + 4 : place + 8]
+        if kind == b"IDAT":
+            yield place + 8, min(place + 8 + length, len(encoded))
+        if len(kind) < 4 or kind == b"IEND":
+            return
+        place += 12 + length
+    raise HeaderError(f"a damaged PNG: it has more than {MOST_CHUNKS} chunks")
+
+
+def _png_bytes(encoded: bytes) -> int:
+    """Return the number of bytes of the uncompressed pixel data of a PNG. Every row begins with a filter byte."""
+    width, height = (int.from_bytes(encoded[place : place + 4], "big") for place in (16, 20))
+    bits = encoded[24] * _PNG_CHANNELS.get(encoded[25], 1)
+    passes = [(width, height)]
+    if encoded[28]:
+        passes = [(-(-(width - c) // across), -(-(height - r) // down)) for r, c, down, across in _ADAM7]
+    return sum(rows * (1 + -(-columns * bits // 8)) for columns, rows in passes if columns > 0 and rows > 0)

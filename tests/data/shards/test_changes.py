@@ -1,0 +1,134 @@
+"""Shards that change on their server, wrong checksums, and servers that send almost nothing."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from data.shards import Reader, ShardError, open_shards, pieces, reader, remote, retry
+from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
+from data.shards.retry import SourceConfig
+from data.shards.tar import scan_tar
+from runtime import preemption
+from tests.data.shards.servers import Server
+
+QUICK = SourceConfig(retries=0, timeout=1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(retry, "BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "_servers_with_ranges", {})
+    monkeypatch.setattr(pieces, "_versions", {})
+    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
+
+
+@pytest.fixture
+def server(tmp_path):
+    with Server(tmp_path) as running:
+        yield running
+
+
+def add_index(path, images, sha256=None):
+    path = Path(path)
+    write_table(path, scan_tar(str(path), str(path)))
+    digest = sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
+    entry = ShardEntry(url=path.name, nsamples=images, filesize=path.stat().st_size, labelled=images, sha256=digest)
+    write_folder(path.parent, FolderIndex(shardlist=[entry]))
+
+
+def change(path):
+    """Other images in a shard of the same size, with the same headers."""
+    raw = Path(path).read_bytes()
+    assert b"IDATx" in raw
+    time.sleep(0.02)
+    Path(path).write_bytes(raw.replace(b"IDATx", b"IDATy"))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("version", ["ETag", "Last-Modified"])
+def test_a_shard_that_changes_on_its_server_is_named(write_shards, server, indexed, version):
+    (path,) = write_shards([6])
+    server.version = version
+    if indexed:
+        add_index(path, 6)
+    opened = open_shards(f"{server.url}/index.json" if indexed else f"{server.url}/data-000000.tar")
+    opened.shards[0].cache.remove(opened.shards[0].cache_name("whole"))
+    first = Reader(opened)
+    before = first.image(0, 0)
+    opened.shards[0].cache.remove(opened.shards[0].cache_name("whole"))
+    change(path)
+    assert first.image(0, 0) == before  # from the cache
+    with pytest.raises(ShardError, match=r"data-000000.tar: has changed on the server \(version .*, before"):
+        first.image(0, 3)
+    pieces._versions.clear()  # another process of the node
+    with pytest.raises(ShardError, match="has changed on the server"):
+        Reader(opened).image(0, 4)
+
+
+def test_an_unchanged_shard_and_a_server_without_versions_are_read(write_shards, server, png):
+    (path,) = write_shards([6])
+    add_index(path, 6)
+    opened = open_shards(f"{server.url}/index.json")
+    assert [Reader(opened).image(0, number) for number in range(3)] == [png(number) for number in range(3)]
+    server.version = None
+    assert [Reader(opened).image(0, number) for number in range(6)] == [png(number) for number in range(6)]
+
+
+@pytest.mark.parametrize("remotely", [True, False])
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
+def test_checksums_are_verified_on_demand(write_shards, server, tmp_path, remotely, ending):
+    (path,) = write_shards([3], ending)
+    entry = {"url": Path(path).name, "nsamples": 3, "filesize": os.path.getsize(path), "labelled": 3}
+    good = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    place = f"{server.url}/index.json" if remotely else str(tmp_path / "index.json")
+    verify = SourceConfig(verify=True, retries=0)
+    for sha256, message in ((good, None), ("0" * 64, "SHA-256 .*differs from index.json"), (None, "needs the SHA-256")):
+        write_folder(tmp_path, FolderIndex(shardlist=[ShardEntry(**entry, sha256=sha256)]))
+        if message is None:
+            assert open_shards(place, source=verify).images == 3
+            continue
+        assert open_shards(place).images == 3
+        with pytest.raises(ShardError, match=rf"data-000000.tar.*{message}"):
+            open_shards(place, source=verify)
+
+
+def test_a_wrong_checksum_is_found_when_a_shard_is_downloaded_completely(write_shards, tmp_path):
+    (path,) = write_shards([3])
+    add_index(path, 3, "0" * 64)
+    with Server(tmp_path, ranges=False) as server, pytest.raises(ShardError, match=r"SHA-256 .* differs"):
+        Reader(open_shards(f"{server.url}/index.json", source=QUICK)).image(0, 0)
+
+
+@pytest.mark.parametrize("part", [".tar", ".index", "index.json"])
+def test_a_server_that_sends_a_few_bytes_at_a_time_is_given_up(write_shards, server, part):
+    (path,) = write_shards([3])
+    add_index(path, 3)
+    server.faults = {part: "drip"}
+    start = time.monotonic()
+    with pytest.raises(ShardError, match=r"bytes were sent in 1 s|no answer for"):
+        Reader(open_shards(f"{server.url}/index.json", source=QUICK)).image(0, 0)
+    assert time.monotonic() - start < 12
+
+
+def test_waiting_for_a_server_hears_signals(write_shards, server, monkeypatch):
+    (path,) = write_shards([3])
+    add_index(path, 3)
+    opened = open_shards(f"{server.url}/index.json", source=SourceConfig(timeout=60))
+    opened.shards[0].index()
+    server.faults = {".tar": "silent"}
+    monkeypatch.setattr(preemption, "LONGEST_WAIT", 1.0)
+    start = time.monotonic()
+    with preemption.listening():
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            with pytest.raises(preemption.WaitInterruptedError, match="stopped by SIGTERM while waiting for data"):
+                Reader(opened).image(0, 0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - start < 8
+    assert not preemption.stop_requested()

@@ -1,0 +1,184 @@
+"""What the machine does, not the data: damaged and locked caches, and resources that run out."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from data.crops import CenterCrop
+from data.loader import Reading, evaluation_batches
+from data.shards import Reader, ShardError, cache, open_shards, pieces, reader, remote
+from data.shards.cache import Cache, CacheError, cache_folder
+from data.shards.errors import ResourceError, unreadable
+from data.shards.retry import SourceConfig
+from data.shards.shard import Shard
+from data.workers import WorkersError
+from tests.data.made import picture
+from tests.data.shards.servers import Server
+from tests.data.shards.test_changes import add_index
+
+SKIP = SourceConfig(unreadable="skip", retries=0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "_servers_with_ranges", {})
+    monkeypatch.setattr(pieces, "_versions", {})
+    monkeypatch.setattr(pieces, "_intact", set())
+    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
+
+
+@pytest.fixture
+def few_files():
+    """A function that leaves this process without free file descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit():
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_damaged_piece_of_the_cache_is_downloaded_again(write_shards, tmp_path, png, caplog, cache):
+    (path,) = write_shards([4])
+    add_index(path, 4)
+    with Server(tmp_path) as server:
+        opened = open_shards(f"{server.url}/index.json")
+        assert Reader(opened).image(0, 1) == png(1)
+        (piece,) = [one for one in (cache / "pieces-v1").rglob("*") if one.is_file() and png(1) in one.read_bytes()]
+        raw = bytearray(piece.read_bytes())
+        raw[600] ^= 1  # a byte of the image: the header is intact
+        piece.write_bytes(raw)
+        pieces._intact.clear()  # another process
+        assert Reader(opened).image(0, 1) == png(1)
+        assert "in the cache is damaged. They are downloaded again" in caplog.text
+        piece.write_bytes(bytes(len(raw)))  # zeros, as after a power cut
+        pieces._intact.clear()
+        assert Reader(opened).image(0, 1) == png(1)
+        assert len([1 for asked in server.gets("data-000000.tar") if asked[1]]) >= 1
+
+
+def test_a_damaged_table_of_the_cache_is_downloaded_again(write_shards, tmp_path):
+    (path,) = write_shards([4])
+    add_index(path, 4)
+    with Server(tmp_path) as server:
+        one = open_shards(f"{server.url}/index.json").shards[0]
+        assert one.index().key(2) == "s00002"
+        os.close(one.cache.open(one.cache_name("table"), lambda sink: None))
+        (one.cache.folder / one.cache_name("table")[:2] / one.cache_name("table")).write_bytes(b"PK\3\4 damaged")
+        assert one.index().key(2) == "s00002"
+
+
+def _hold(path, ready):
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    ready.set()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("what", ["part", "bytes"])
+def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog, what):
+    if not Path("/proc/locks").exists():
+        pytest.skip("this system does not list locks")
+    monkeypatch.setattr(cache, "FROZEN", 0.3)
+    folder, name = tmp_path / "c", "ab" * 16
+    path = folder / "ab" / f"{name}.part" if what == "part" else folder / "bytes"
+    path.parent.mkdir(parents=True)
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    holder = fork.Process(target=_hold, args=(path, ready))
+    holder.start()
+    ready.wait()
+    os.kill(holder.pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        descriptor = Cache(folder, 10**6).open(name, lambda sink: sink.write(b"content"))
+        assert os.pread(descriptor, 9, 0) == b"content"
+        assert time.monotonic() - start < 5
+        assert f"process {holder.pid} holds the lock and is stopped" in caplog.text
+        assert Cache(folder, 10**6).find(name) is not None
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def test_too_few_files_are_no_corrupt_data(write_shards, few_files):
+    paths = write_shards([3] * 12)
+    opened = open_shards(paths, source=SKIP)
+    samples = Reader(opened)
+    samples.image(0, 0)
+    few_files()
+    with pytest.raises(ResourceError, match=r"resources of this machine have run out \(Too many open files\)"):
+        [samples.image(number, 0) for number in range(12)]
+    with pytest.raises(ShardError, match="have run out"):
+        list(evaluation_batches(opened, CenterCrop(4), 4, reading=Reading(source=SKIP)))
+
+
+def test_too_few_files_at_the_start(write_shards, few_files):
+    paths = write_shards([3] * 3)
+    few_files()
+    with pytest.raises(ShardError, match="Too many open files"):
+        open_shards(paths, source=SKIP, progress=False)
+
+
+def test_too_few_files_leave_no_image_of_a_folder_out(photos, few_files):
+    folder = photos({f"{n}.jpg": picture(n) for n in range(3)})
+    opened = open_shards(str(folder), source=SKIP)
+    few_files()
+    with pytest.raises(ResourceError):
+        Reader(opened).image(0, 0)
+    with pytest.raises(ShardError, match="Too many open files"):
+        open_shards(str(folder), source=SKIP)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC])
+def test_which_errors_are_of_the_machine(number):
+    assert isinstance(unreadable("x", OSError(number, os.strerror(number))), ResourceError)
+    assert not isinstance(unreadable("x", OSError(errno.EIO, "Input/output error")), ResourceError)
+    cause = ConnectionError("no socket")
+    cause.__cause__ = OSError(number, "")
+    assert isinstance(unreadable("x", cause), ResourceError)
+
+
+def test_a_lack_of_memory_stops_a_run_by_name(write_tar, png, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    path = write_tar("t.tar", [("a.png", png(0))])
+    monkeypatch.setattr("data.dataset.Decoding.picture", fail)
+    with pytest.raises(ShardError, match=r"t.tar/a: the memory of this process does not suffice"):
+        list(evaluation_batches(path, CenterCrop(4), 4, labels=False, reading=Reading(source=SKIP)))
+
+
+def test_without_a_home_folder(write_tar, png, monkeypatch, caplog, photos):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TESSERA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(CacheError, match="Set TESSERA_CACHE"):
+        cache_folder()
+    assert Shard.at(write_tar("t.tar", [("a.png", png(0))])).index().key(0) == "a"
+    assert open_shards(str(photos({"a.jpg": picture(0)}))).images == 1
+    assert "cannot be stored: there is no home folder" in caplog.text
+    with pytest.raises(ShardError, match="Set TESSERA_CACHE"):
+        Shard.at(write_tar("t.tar.gz", [("a.png", png(0))])).index()
+
+
+def test_without_semaphores_workers_are_refused_by_name(write_shards, monkeypatch):
+    def refuse(*_):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Lock", refuse)
+    with pytest.raises(WorkersError, match="Mount /dev/shm, or use --workers 0"):
+        list(evaluation_batches(write_shards([4]), CenterCrop(4), 4, reading=Reading(workers=1)))

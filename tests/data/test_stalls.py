@@ -1,0 +1,102 @@
+"""Loader workers that are stopped, and parents that are killed."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data import workers
+from data.workers import WorkerStates
+from runtime import preemption
+from tests.data.shards.batches import train
+
+PROGRAM = """
+import os, signal, sys, time
+from tests.data.shards.batches import train
+batches = iter(train(sys.argv[1], batch_size=4, seed=0, steps=10**6, streams=2, workers=2))
+next(batches)
+children = [int(pid) for pid in open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()]
+os.kill(children[0], signal.SIGSTOP)
+print(*children, flush=True)
+time.sleep(600)
+"""
+
+
+def children():
+    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+
+def state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_a_stopped_worker_is_named_and_the_wait_hears_signals(write_shards, monkeypatch, caplog):
+    monkeypatch.setattr(workers, "STALLED", 2)
+    monkeypatch.setattr(preemption, "LONGEST_WAIT", 1.0)
+    before = set(children())
+    batches = iter(train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=1))
+    next(batches)
+    (worker,) = set(children()) - before
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        with caplog.at_level(logging.WARNING), preemption.listening():
+            handler = logging.Handler()
+            handler.emit = lambda _: os.kill(os.getpid(), signal.SIGTERM)  # the line is there: now the signal
+            logging.getLogger("data.workers").addHandler(handler)
+            try:
+                with pytest.raises(preemption.WaitInterruptedError):
+                    list(batches)
+            finally:
+                logging.getLogger("data.workers").removeHandler(handler)
+        assert time.monotonic() - start < 20
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert f"worker 0 (process {worker}) is stopped" in caplog.text
+
+
+def test_a_worker_that_goes_on_gives_the_same_batches(write_shards):
+    settings = {"batch_size": 4, "seed": 0, "steps": 12, "streams": 2}
+    path = write_shards([20])
+    expected = [batch.keys for batch in train(path, **settings)]
+    before = set(children())
+    batches = iter(train(path, workers=1, **settings))
+    found = [next(batches).keys]
+    (worker,) = set(children()) - before
+    os.kill(worker, signal.SIGSTOP)
+    subprocess.Popen(["bash", "-c", f"sleep 2.5; kill -CONT {worker}"])
+    found += [batch.keys for batch in batches]
+    assert found == expected
+
+
+def test_a_worker_long_at_work_is_described(monkeypatch):
+    states = WorkerStates(2)
+    assert states.describe() == "all workers are waiting"
+    states.start(1)
+    states.working(1, True)
+    monkeypatch.setattr(workers, "BUSY", 0)
+    assert states.describe() == f"worker 1 (process {os.getpid()}) has worked on a batch for 0 s"
+    states.working(1, False)
+    assert states.describe() == "all workers are waiting"
+
+
+def test_workers_end_with_a_killed_parent_also_if_they_are_stopped(write_shards):
+    (path,) = write_shards([20])
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, path], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 2
+    program.kill()
+    program.wait()
+    end = time.monotonic() + 5
+    while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [pid for pid in pids if state(pid) not in ("", "Z")] == []
