@@ -7,3 +7,8 @@ class UserError(Exception):
     Commands print the message without a traceback and exit with code 2. A subclass that is raised for bad values also
     derives from `ValueError`, so that Python callers can catch it as a `ValueError`.
     """
+
+
+def printable(name: str) -> str:
+    """Return a name from outside with control characters escaped, so that it cannot forge lines or colours of a log."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in name)

@@ -1,6 +1,8 @@
-"""Write files atomically and flush them to the disk."""
+"""Write files atomically, flush them to the disk, and read files of limited size."""
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +35,24 @@ def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_bounded(path: str | Path, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes.
+
+    Foreign files are read with this function, because a pipe or a device under an expected name would never end.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is too large.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than the limit of {most} bytes", str(path))
+    return content
 
 
 def fsync(path: str | Path) -> None:
