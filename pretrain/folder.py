@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pretrain.checkpoints import resume
 from pretrain.config import ResolvedRun, RunConfig
-from runtime.collectives import broadcast_object, run_on_all_ranks
+from runtime.collectives import broadcast_object, rank, run_on_all_ranks
 from runtime.lock import locked
 from runtime.settings import SettingsError
 
@@ -84,7 +84,10 @@ def newest_checkpoint(config: ResolvedRun, output: Path) -> Path | None:
 
     Raises:
         SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
+        CheckpointError: `latest` is a folder that is not a copy of a checkpoint.
     """
+    if config.resume and not config.dry_run:
+        run_on_all_ranks(lambda: resume.adopt_latest(output / "checkpoints") if rank() == 0 else None)
     found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
