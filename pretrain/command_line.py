@@ -114,7 +114,26 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
         check_method(file, method, f"{config}: ")
     check_method(own_values, method)
     layers = one_length([preset, data, file, chosen, own_values])
-    return validate(model, merge(model, *layers))
+    return without_commands(validate(model, merge(model, *layers)), file, own_values)
+
+
+def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:
+    """Return settings that forbid to run `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`.
+
+    A settings file may come from a stranger, so that only `own_values`, from the user, can allow its commands.
+
+    Raises:
+        SettingsError: the settings file allows commands.
+    """
+    if (file.get("source") or {}).get("commands") is not None:
+        raise SettingsError("a settings file cannot set source.commands. Give the flag --source.commands")
+    from_file = any(
+        (file.get(section) or {}).get(name) is not None and name not in (own_values.get(section) or {})
+        for section, name in (("data", "shards"), ("evaluation", "train"), ("evaluation", "val"))
+    )
+    if config.dry_run or (from_file and config.source.commands is None):
+        return config.model_copy(update={"source": config.source.model_copy(update={"commands": False})})
+    return config
 
 
 def is_saved(file: Mapping[str, Any]) -> bool:

@@ -305,5 +305,6 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. A run with --config and that file repeats the run."""
     values = config.model_dump(mode="json", exclude={"config", "epochs", "resume", "overwrite", "dry_run", "output"})
+    del values["source"]["commands"]  # only a flag can allow commands
     others = [name for name in METHODS if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

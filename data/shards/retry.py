@@ -42,6 +42,9 @@ class SourceConfig(Section):
     """time in seconds after which a request without an answer fails"""
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
+    commands: bool | None = None
+    """run the commands of pipe:COMMAND; only a flag can set this; default: run those of flags, but not those of a
+    settings file"""
 
 
 DEFAULT = SourceConfig()

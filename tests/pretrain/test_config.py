@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel
 
 import encoders
+from data.shards import ShardError, open_sources
 from encoders.base import IMAGENET, Preprocessing
 from pretrain.command_line import PRESETS, expand_resume, from_values, load
 from pretrain.config import resolve, settings_model, to_yaml
@@ -331,3 +332,48 @@ def test_a_run_that_starts_from_published_weights_has_the_variants_settings(tmp_
     (tmp_path / "published.json").write_text("{}")
     with pytest.raises(SettingsError, match=r"init_from: .*does not describe an encoder"):
         load([*SHARDS, "--init_from", str(tmp_path / "published.safetensors")])
+
+
+def test_a_section_with_nothing_below_it_is_empty(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    for section in ("encoder", "optim", "dino", "source", "evaluation", "metrics"):
+        file.write_text(f"data: some.tar\n{section}:\n")
+        assert load(["--config", str(file)]).encoder.variant == "vit_small"
+    file.write_text("data:\n")
+    with pytest.raises(SettingsError, match="names no data"):
+        load(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        "'pipe:{}'",
+        "['pipe:{}']",
+        "{{'pipe:{}': 1.0}}",
+        "'{{pipe:{},pipe:true}}'",
+        "'file://pipe:{}'",
+        "'{{p..p}}ipe:{}'",
+    ],
+)
+def test_a_settings_file_runs_no_command(tmp_path: Path, shards: str) -> None:
+    ran, file = tmp_path / "ran", tmp_path / "x.yaml"
+    command = f"touch {ran}; cat /nowhere"
+    file.write_text(f"data: {shards.format(command)}\nsource: {{retries: 0}}\n")
+    flag = ["--config", str(file)]
+    for more in ([], ["--dry_run"], ["--dry_run", "--source.commands"]):
+        config = load([*flag, *more])
+        assert config.source.commands is False
+        with pytest.raises(ShardError, match=r"(?s)not run|no file matches"):
+            open_sources(config.data.shards, source=config.source)
+    assert not ran.exists()
+    config = load([*flag, "--source.commands"])
+    with pytest.raises(ShardError):  # the command ends with an error
+        open_sources(config.data.shards, source=config.source)
+    assert ran.exists() or "file://" in shards or ".." in shards
+    assert load(["--data", "pipe:true"]).source.commands is None
+    assert load([*flag, "--data", "other.tar"]).source.commands is None
+    file.write_text("data: a.tar\nevaluation: {val: 'pipe:true'}\n")
+    assert load([*flag, "--data", "other.tar"]).source.commands is False
+    file.write_text("data: a.tar\nsource: {commands: true}\n")
+    with pytest.raises(SettingsError, match=r"a settings file cannot set source\.commands"):
+        load(flag)
