@@ -195,6 +195,8 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
             "encoder with encoders.build, and load the weights with encoders.load_weights."
         )
     settings = _read_json(path)
+    if "variant" not in settings:
+        raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
     del settings["step"]
     preprocessing = _preprocessing(settings.pop("preprocessing", None), path)
     try:
@@ -218,8 +220,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise EncoderError(f"{path} is not a JSON file: {error}.") from error
     except OSError as error:
         raise EncoderError(f"{path} cannot be read: {error.strerror}.") from error
-    if not isinstance(described, dict) or "variant" not in described:
-        raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
+    if not isinstance(described, dict):
+        raise EncoderError(f"{path} does not describe an encoder.")
     step = described.setdefault("step", None)
     if step is not None and (not isinstance(step, int) or not 0 <= step < 2**53):
         raise EncoderError(f'"step" in {path} must be the number of a step.')

@@ -49,7 +49,10 @@ class Section(BaseModel):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """Return `value` unchanged, except that a value in short form becomes `{short_form: value}`."""
+        """Return `value` unchanged, except that a value in short form becomes `{short_form: value}`, and None `{}`."""
+        field = cls.model_fields.get(cls.short_form or "")
+        if value is None and (field is None or types.NoneType not in _kinds(field.annotation)):
+            return {}  # a section with nothing below it
         if cls.short_form is None or isinstance(value, BaseModel):
             return value
         if isinstance(value, Mapping):
@@ -113,8 +116,6 @@ def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for name, value in layer.items():
             section = section_type(model.model_fields.get(name))
-            if section and value is None:  # `section:` with nothing below it
-                continue
             value = section.expand(value) if section else value
             old = merged.get(name, {})
             if section and isinstance(value, Mapping) and isinstance(old, Mapping):
@@ -378,8 +379,7 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
         for problem in error.errors():
             parts = [str(part) for part in problem["loc"]]
             prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-            found = next((prefix for prefix in prefixes if prefix in known), prefixes[0] if prefixes else "settings")
-            name = printable(found)
+            name = printable(next((one for one in prefixes if one in known), prefixes[0] if prefixes else "settings"))
             if problem["type"] == "extra_forbidden":
                 lines[f"unknown setting '{name}'{suggestion(name, known)}"] = None
             elif problem["type"] == "missing":
