@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import encoders
 from pretrain.config import RunConfig, settings_model
 from pretrain.methods import METHODS
+from runtime.errors import printable
 from runtime.settings import SettingsError, flags, flattened, merge, peek, read_yaml, section_type, suggestion, validate
 
 PRESETS = Path(__file__).parent.parent / "configs"
@@ -86,10 +87,9 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     method = early.method or file.get("method", "dino")
-    if method not in METHODS:
-        raise SettingsError(
-            f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
-        )
+    if not isinstance(method, str) or method not in METHODS:
+        shown = printable(str(method)[:200])
+        raise SettingsError(f"unknown method '{shown}'{suggestion(shown, list(METHODS))} (known: {', '.join(METHODS)})")
     file_data = file.get("data") or {}
     if config and not early.shards and "shards" not in file_data:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS")

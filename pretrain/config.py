@@ -23,6 +23,7 @@ from pretrain.methods.base import RunSize
 from pretrain.monitoring.collapse import HealthConfig
 from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.errors import printable
 from runtime.settings import Section, Settings, SettingsError, suggestion, validate
 
 
@@ -221,9 +222,10 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     Raises:
         SettingsError: the variant is unknown.
     """
-    if variant not in encoders.VARIANTS:
+    if not isinstance(variant, str) or variant not in encoders.VARIANTS:
         known = list(encoders.VARIANTS)
-        raise SettingsError(f"unknown encoder '{variant}'{suggestion(variant, known)} (known: {', '.join(known)})")
+        shown = printable(str(variant)[:200])
+        raise SettingsError(f"unknown encoder '{shown}'{suggestion(shown, known)} (known: {', '.join(known)})")
     family = encoders.family(variant)
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
     started = dict(started or {})

@@ -12,6 +12,7 @@ from pathlib import Path
 from pretrain.checkpoints import resume
 from pretrain.config import ResolvedRun, RunConfig
 from runtime.collectives import broadcast_object, rank, run_on_all_ranks
+from runtime.errors import printable
 from runtime.lock import locked
 from runtime.settings import SettingsError
 
@@ -86,6 +87,7 @@ def newest_checkpoint(config: ResolvedRun, output: Path) -> Path | None:
         SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
         CheckpointError: `latest` is a folder that is not a copy of a checkpoint.
     """
+    shown = printable(str(output))
     if config.resume and not config.dry_run:
         run_on_all_ranks(lambda: resume.adopt_latest(output / "checkpoints") if rank() == 0 else None)
     found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
@@ -94,11 +96,11 @@ def newest_checkpoint(config: ResolvedRun, output: Path) -> Path | None:
         raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them")
     if holds_run and not config.resume and not config.overwrite:
         raise SettingsError(
-            f"{output} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
+            f"{shown} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
             "another --output"
         )
     if config.resume and not holds_run and config.data.shards is None and config.config is None:
-        raise SettingsError(f"{output} holds no run to continue. To start a run there, also give --data or --config")
+        raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config")
     if config.resume and not found:
         log.info("%s has no checkpoint yet. The run starts from the beginning", output)
     return found[-1] if found and config.resume else None
@@ -110,12 +112,13 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
     Raises:
         SettingsError: the folder cannot be created or written to.
     """
+    shown = printable(str(output))
     try:
         output.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
-        raise SettingsError(f"cannot create {output}: {error.strerror}. Choose another --output") from error
+        raise SettingsError(f"cannot create {shown}: {error.strerror}. Choose another --output") from error
     if not os.access(output, os.W_OK | os.X_OK):
-        raise SettingsError(f"{output} cannot be written to. Choose another --output")
+        raise SettingsError(f"{shown} cannot be written to. Choose another --output")
 
 
 def delete_run(output: Path) -> None:

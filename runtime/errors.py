@@ -12,3 +12,12 @@ class UserError(Exception):
 def printable(name: str) -> str:
     """Return a name from outside with control characters escaped, so that it cannot forge lines or colours of a log."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
+
+
+def without_controls(message: str) -> str:
+    """Return a message with its control characters escaped, except line breaks, and all lines but the first indented.
+
+    Commands print every message through this function. A name in the message may hold a line break, and what follows it
+    could otherwise look like another message.
+    """
+    return "\n    ".join(map(printable, message.split("\n")))

@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.collectives import RankError
+from runtime.errors import printable
 from runtime.machine import is_running, machine_id, start_time
+from runtime.streams import tell
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"\.lock-(\d{8,12})")
@@ -249,7 +251,7 @@ def _in_use(path: Path, record: dict[str, Any]) -> LockedError:
 def _holder(record: dict[str, Any]) -> str:
     if not record:
         return "a run that is starting"
-    named = (str(record.get(name, "?"))[:64] for name in ("pid", "host", "since"))
+    named = (printable(str(record.get(name, "?"))[:64]) for name in ("pid", "host", "since"))
     return "process {} on {}, which started at {}".format(*named)
 
 
@@ -262,5 +264,5 @@ def _describe(path: Path) -> str:
 
 def _exit(message: str) -> None:
     # without clean-up, because the other run now owns the folder
-    os.write(2, f"\nrun.py: {message}. This run ends without saving\n".encode())
+    tell(f"\nrun.py: {message}. This run ends without saving\n")
     os._exit(os.EX_UNAVAILABLE)

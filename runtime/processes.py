@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
-from runtime import watchdog
-from runtime.errors import UserError
+from runtime import streams, watchdog
+from runtime.errors import UserError, without_controls
 from runtime.rendezvous import naming_missing_processes
 
 AGAIN = "Start the command again"
@@ -55,9 +55,12 @@ def make_accelerator(**settings: Any) -> Accelerator:
 def exit_on_user_error() -> Iterator[None]:
     """Run the watchdog in the block, from `make_accelerator` on, and destroy the process group at the end of the block.
 
-    If the block raises a `UserError`, print its message without a traceback and exit with code 2. The process group is
+    Standard streams that are closed, or whose readers go away, do not end the command. If the block raises a
+    `UserError`, print its message without a traceback and exit with code 2. The process group is
     not destroyed in this case. If another process is lost, exit with code 69.
     """
+    if sys.argv[0] == getattr(sys.modules["__main__"], "__file__", ""):  # not in a test or a notebook
+        streams.protect()
     try:
         with ExitStack() as command:
             _commands.append(command)
@@ -69,7 +72,7 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         os._exit(watchdog.EXIT_CODE)  # a normal exit would wait for the lost process
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: {without_controls(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     if dist.is_initialized():
         dist.destroy_process_group()

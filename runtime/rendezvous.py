@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from runtime import watchdog
+from runtime.streams import tell
 
 FIRST_NOTICE = 60.0
 """Seconds until the missing processes are named, and between two such messages. Nodes may differ by minutes in the time
@@ -99,4 +100,4 @@ class _View:
 
 
 def _say(rank: int, message: str) -> None:
-    os.write(2, f"process {rank} on {socket.gethostname()} {message}.\n".encode())
+    tell(f"process {rank} on {socket.gethostname()} {message}.\n")

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from runtime.errors import UserError, printable
+from runtime.errors import UserError, printable, without_controls
 from runtime.yaml_text import YAMLError, parse_yaml, read_yaml_file
 
 WIDTH = 120
@@ -396,5 +396,5 @@ def parse(model: type[SettingsT], argv: Sequence[str] | None = None) -> Settings
     try:
         return validate(model, flags(model, sys.argv[1:] if argv is None else argv, program))
     except SettingsError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {without_controls(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

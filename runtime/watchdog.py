@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from runtime.errors import UserError
 from runtime.preemption import Preempted
+from runtime.streams import tell
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
@@ -265,7 +266,7 @@ def _clock(seconds: float) -> str:
 def _exit(message: str) -> None:
     # Exit without clean-up.
     # A clean exit could block, because the main thread may hold the locks of the output streams or the process group.
-    os.write(2, f"\n{Path(sys.argv[0]).name}: {message}\n".encode())
+    tell(f"\n{Path(sys.argv[0]).name}: {message}\n")
     os._exit(EXIT_CODE)
 
 

@@ -33,7 +33,12 @@ def cache_folder() -> Path:
     """Return $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder."""
     if folder := os.environ.get("TESSERA_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "tessera"
+    try:
+        return Path.home() / ".cache" / "tessera"
+    except RuntimeError:  # as in a container whose user has no name
+        raise ShardError("This user has no home folder for the cache. Set $TESSERA_CACHE to a folder.") from None
 
 
 class CacheError(ShardError):

@@ -15,6 +15,7 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import fill
 from pretrain.methods.mae import MAE
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from pretrain.run import main
 from runtime.errors import UserError
 from runtime.settings import SettingsError, settings_of
 
@@ -377,3 +378,18 @@ def test_a_settings_file_runs_no_command(tmp_path: Path, shards: str) -> None:
     file.write_text("data: a.tar\nsource: {commands: true}\n")
     with pytest.raises(SettingsError, match=r"a settings file cannot set source\.commands"):
         load(flag)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b"])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / name)
+    for words in (
+        ["--output", path],
+        ["--resume", path],
+        ["--config", path],
+        ["--data", path],
+        ["--init_from", path],
+        ["--data", "some.tar", "--evaluation.val", path],
+    ):
+        assert main([*words, *([] if "--resume" in words or "--output" in words else ["--dry_run"])]) == 2, words
+        assert "Traceback" not in capsys.readouterr().err
