@@ -17,8 +17,10 @@ import pytest
 
 from runtime import lock
 from runtime.lock import LockedError, Timing, acquire, locked
+from runtime.machine import is_running
 
 QUICK = Timing(interval=0.05, timeout=0.6)
+PATIENT = Timing(interval=0.05, timeout=60)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -73,13 +75,14 @@ def test_a_live_holder_is_named_and_a_killed_one_replaced(
             os.kill(process.pid, stop)
         began = time.monotonic()
         with pytest.raises(LockedError, match=f"{tmp_path} is in use by process {process.pid} on .* started at 20"):
-            acquire(tmp_path, QUICK)
-        assert time.monotonic() - began < 0.5
+            acquire(tmp_path, PATIENT)
+        assert time.monotonic() - began < PATIENT.timeout / 2  # at once, even on a busy machine
     os.kill(process.pid, signal.SIGKILL)  # not waited for: a zombie is dead, too
-    time.sleep(0.1)
+    while is_running(process.pid, None):
+        time.sleep(0.01)
     began = time.monotonic()
-    held = acquire(tmp_path, QUICK)
-    assert time.monotonic() - began < 0.5
+    held = acquire(tmp_path, PATIENT)
+    assert time.monotonic() - began < PATIENT.timeout / 2
     assert [path.name for path in tmp_path.iterdir()] == [".lock-00000002"]
     held.release()
     assert not list(tmp_path.iterdir())
@@ -107,7 +110,7 @@ def test_a_holder_on_another_machine_is_dead_when_its_heartbeat_stands_still(tmp
     elsewhere(tmp_path)
     began = time.monotonic()
     held = acquire(tmp_path, QUICK)
-    assert QUICK.timeout <= time.monotonic() - began < 3 * QUICK.timeout
+    assert QUICK.timeout <= time.monotonic() - began < 20 * QUICK.timeout
     held.release()
     over = threading.Event()
 
@@ -132,8 +135,8 @@ def test_a_holder_on_another_machine_that_ends_while_it_is_watched(tmp_path: Pat
     path = elsewhere(tmp_path)
     threading.Timer(0.2, path.unlink).start()
     began = time.monotonic()
-    acquire(tmp_path, Timing(0.05, 20)).release()
-    assert time.monotonic() - began < 5
+    acquire(tmp_path, PATIENT).release()
+    assert time.monotonic() - began < PATIENT.timeout / 2
 
 
 def _take(folder: Path, start, results) -> None:
@@ -167,7 +170,9 @@ def test_a_holder_that_was_suspended_for_too_long_ends_its_run(tmp_path: Path) -
     told = []
     held = acquire(tmp_path, QUICK, told.append)
     later = elsewhere(tmp_path, number=2)
-    time.sleep(0.4)
+    end = time.monotonic() + 20
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
     held.release()
     assert told == [
         f"process 1 on node7, which started at then has taken over {tmp_path}, because this run was suspended"

@@ -42,10 +42,10 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
     ],
 )
 def test_wrong_contents_are_named(text: str, said: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(YAMLError, match=said):
         parse_yaml(text)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_aliases_of_ordinary_size_are_allowed() -> None:
@@ -55,10 +55,10 @@ def test_aliases_of_ordinary_size_are_allowed() -> None:
 
 def test_slow_numbers_take_bounded_time() -> None:
     for end in (":5" * ((MAX_BYTES - 10) // 2), ":5" * (MAX_BYTES // 2 - 10) + ".0", "0" * 200_000):
-        began = time.monotonic()
+        began = time.process_time()
         with pytest.raises(YAMLError, match="a number has more than 1000 characters"):
             parse_yaml(f"a: 1{end}")  # a number with base 60, for example
-        assert time.monotonic() - began < 5
+        assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("kind", ["large", "fifo", "folder", "device", "bytes"])
