@@ -125,7 +125,7 @@ def test_a_holder_on_another_machine_is_dead_when_its_heartbeat_stands_still(tmp
     thread.start()
     try:
         with pytest.raises(LockedError, match="process 1 on node7"):
-            acquire(tmp_path, QUICK)
+            acquire(tmp_path, PATIENT)
     finally:
         over.set()
         thread.join()
@@ -139,7 +139,7 @@ def test_a_holder_on_another_machine_that_ends_while_it_is_watched(tmp_path: Pat
     assert time.monotonic() - began < PATIENT.timeout / 2
 
 
-def _take(folder: Path, start, results) -> None:
+def _take(folder: Path, start, done, results) -> None:
     lock._try_lock = lambda descriptor: None  # a disk without locks
     start.wait()
     try:
@@ -148,19 +148,20 @@ def _take(folder: Path, start, results) -> None:
         results.put("refused")
         return
     results.put("held")
-    time.sleep(2)
+    done.wait(60)
     held.release()
 
 
 def test_of_many_that_find_a_dead_holder_one_takes_over(tmp_path: Path) -> None:
     elsewhere(tmp_path, number=41)
     context = multiprocessing.get_context("fork")
-    start, results = context.Event(), context.Queue()
-    processes = [context.Process(target=_take, args=(tmp_path, start, results)) for _ in range(8)]
+    start, done, results = context.Event(), context.Event(), context.Queue()
+    processes = [context.Process(target=_take, args=(tmp_path, start, done, results)) for _ in range(8)]
     for process in processes:
         process.start()
     start.set()
     assert sorted(results.get(timeout=30) for _ in processes) == ["held", *["refused"] * 7]
+    done.set()
     for process in processes:
         process.join(30)
     assert not list(tmp_path.iterdir())
