@@ -19,20 +19,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import save_file
 
 from encoders import navit, rope_vit, sam_vit, swin, twins, vit
 from encoders.base import IMAGENET, Encoder, Features, Preprocessing
+from encoders.checks import check_finite, check_settings
 from encoders.errors import EncoderError, WeightsError
-from encoders.formats.checkpoint import load_weights
-from encoders.formats.report import Report
+from encoders.formats.checkpoint import load_weights, read
+from encoders.formats.report import Report, check_names, check_shapes, check_values
 from encoders.navit import NaViT
 from encoders.rope_vit import RoPEViT
 from encoders.sam_vit import SAMViT
 from encoders.swin import Swin
 from encoders.twins import Twins
 from encoders.vit import ViT
-from runtime.files import atomic_write
+from runtime.errors import printable
+from runtime.files import atomic_write, read_bounded
 
 __all__ = [
     "IMAGENET",
@@ -52,6 +55,8 @@ __all__ = [
     "save",
 ]
 
+DESCRIPTION_BYTES = 2**20
+"""Largest size in bytes of the .json file of an encoder."""
 WEIGHTS = "encoder.safetensors"
 """Name of the encoder's file in the folder of a run or of a checkpoint."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -76,9 +81,11 @@ def family(variant: str) -> type[Encoder]:
     Raises:
         EncoderError: the variant is unknown.
     """
-    if variant not in VARIANTS:
+    if not isinstance(variant, str) or variant not in VARIANTS:
         hint = _nearest(variant, VARIANTS)
-        raise EncoderError(f"Unknown encoder {variant!r}.{hint} Known encoders: {', '.join(VARIANTS)}.")
+        raise EncoderError(
+            f"Unknown encoder {printable(repr(variant)[:200])}.{hint} Known encoders: {', '.join(VARIANTS)}."
+        )
     return VARIANTS[variant]["family"]
 
 
@@ -94,13 +101,14 @@ def build(variant: str, **settings: Any) -> Encoder:
     known = inspect.signature(constructor).parameters
     for name in settings:
         if name not in known:
-            raise EncoderError(f"Unknown setting {name!r} of {variant}.{_nearest(name, known)}")
+            raise EncoderError(f"Unknown setting {printable(repr(name)[:200])} of {variant}.{_nearest(name, known)}")
     defaults = {name: parameter.default for name, parameter in known.items()}
     published = {name: value for name, value in VARIANTS[variant].items() if name != "family"}
     resolved = defaults | published | settings
+    check_settings(variant, resolved, constructor)
     try:
         encoder = constructor(**resolved)
-    except TypeError as error:
+    except (TypeError, ZeroDivisionError, OverflowError) as error:
         raise EncoderError(f"A setting of {variant} has a value of the wrong type: {error}.") from error
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in resolved.items()}
     encoder.settings = {"variant": variant, **plain}
@@ -136,29 +144,42 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
 def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
-    `path` may also be the folder of a run or of a checkpoint.
+    `path` may also be the folder of a run or of a checkpoint. The files may come from a stranger: nothing in them is
+    executed, and memory is taken only for settings that fit the weights.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
-        WeightsError: the weights do not fit the settings.
+        WeightsError: the weights do not fit the settings, or are no finite floating point numbers.
     """
     path = Path(path)
     if path.is_dir():
         path = next((place for place in places(path) if place.is_file()), path)
     weights, description = _files(path)
     settings, preprocessing = read_description(description)
-    encoder = build(**settings)
+    state = read(weights)
     try:
-        encoder.load_state_dict(load_file(weights))
-    except RuntimeError as error:
+        with torch.device("meta"):
+            own = build(**settings).state_dict()
+    except RuntimeError as error:  # sizes for which torch has no numbers
+        raise EncoderError(f"{description} describes an encoder that is too large: {error}.") from error
+    try:
+        check_names(state, own, {})
+        check_shapes(state, own, {})
+        check_values({name: tensor for name, tensor in state.items() if own[name].is_floating_point()})
+    except WeightsError as error:
         raise WeightsError(f"The weights in {weights} do not fit the settings in {description}: {error}") from error
+    encoder = build(**settings)
+    encoder.load_state_dict(state)
     encoder.preprocessing = preprocessing
     return encoder.eval()
 
 
 def places(folder: Path) -> list[Path]:
     """Return the files in which a run folder or the folder of a checkpoint may hold its encoder, best first."""
-    return [folder / WEIGHTS, folder / "checkpoints" / "latest" / WEIGHTS]
+    checkpoints = folder / "checkpoints"
+    # a disk without symlinks has no `latest`; a larger step has a longer name, or one that sorts later
+    steps = sorted(checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    return [place / WEIGHTS for place in (folder, checkpoints / "latest", *steps)]
 
 
 def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
@@ -175,30 +196,50 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
             f"{path} is missing. This file holds the settings of the encoder. If you do not have the file, build the "
             "encoder with encoders.build, and load the weights with encoders.load_weights."
         )
-    try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
-        raise EncoderError(f"{path} is not a JSON file: {error}.") from error
-    if not isinstance(settings, dict) or "variant" not in settings:
+    settings = _read_json(path)
+    if "variant" not in settings:
         raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
-    settings.pop("step", None)
-    return settings, _preprocessing(settings.pop("preprocessing", None), path)
+    del settings["step"]
+    preprocessing = _preprocessing(settings.pop("preprocessing", None), path)
+    try:
+        check_settings(settings["variant"], settings, family(settings["variant"]))
+    except EncoderError as error:
+        raise EncoderError(f"{path} does not describe an encoder. {error}") from error
+    return settings, preprocessing
 
 
 def read_step(path: str | Path) -> int | None:
     """Return the step of a saved encoder, a .safetensors file, or None if `save` was called without a step."""
     _, description = _files(path)
-    return json.loads(description.read_text()).get("step")
+    return _read_json(description)["step"]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of the .json file of an encoder. The entry "step" is a number, or None if it is missing."""
+    try:
+        described = json.loads(read_bounded(path, DESCRIPTION_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise EncoderError(f"{path} is not a JSON file: {error}.") from error
+    except OSError as error:
+        raise EncoderError(f"{path} cannot be read: {error.strerror}.") from error
+    if not isinstance(described, dict):
+        raise EncoderError(f"{path} does not describe an encoder.")
+    step = described.setdefault("step", None)
+    if step is not None and (not isinstance(step, int) or not 0 <= step < 2**53):
+        raise EncoderError(f'"step" in {path} must be the number of a step.')
+    return described
 
 
 def _preprocessing(described: Any, path: Path) -> Preprocessing:
     if described is None:
         return IMAGENET
     try:
-        mean, std = (tuple(map(float, described[name])) for name in ("mean", "std"))
+        mean, std = (check_finite(name, described[name]) for name in ("mean", "std"))
+        if len(mean) != len(std) or min(std) <= 0:
+            raise ValueError("std must have as many values as mean, all greater than 0")
     except (KeyError, TypeError, ValueError) as error:
-        form = '{"mean": [...], "std": [...]}'
-        raise EncoderError(f'"preprocessing" in {path} must be {form}, not {described!r}.') from error
+        form, given = '{"mean": [...], "std": [...]}', printable(repr(described)[:100])
+        raise EncoderError(f'"preprocessing" in {path} must be {form}, not {given} ({error}).') from error
     return Preprocessing(mean, std)
 
 
@@ -211,5 +252,5 @@ def _files(path: str | Path) -> tuple[Path, Path]:
 
 
 def _nearest(unknown: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(unknown)[:100], list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -4,11 +4,11 @@ There are two differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
   printed after the trainer's last message.
-- SIGTERM and SIGUSR1 are forwarded to the trainers, which may take as long as they need to save. In contrast, SIGUSR1
-  kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves a single trainer running, and kills several
-  trainers after 30 seconds.
+- SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are forwarded to the trainers, which may take as long as they need
+  to save. In contrast, SIGUSR1 kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves a single trainer
+  running, and kills several trainers after 30 seconds.
 
-Before the trainers start, both signals end the launcher as they end any program, because nothing needs saving yet.
+Before the trainers start, these signals end the launcher as they end any program, because nothing needs saving yet.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def exec_trainer(args: argparse.Namespace) -> NoReturn:
@@ -56,7 +56,7 @@ class Trainers:
         if self.received:  # `--max_restarts` must not restart trainers that were told to stop
             sys.exit(STOPPED_AND_SAVED)
         # because of this variable, newer versions of torch install no SIGTERM handler of their own
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGQUIT"
         self._listen()
         self._start(context)
         self._listen()
@@ -66,7 +66,8 @@ class Trainers:
 
     def _listen(self) -> None:
         for number in SIGNALS:
-            signal.signal(number, self.forward)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, self.forward)
 
     def forward(self, number: int, _: FrameType | None) -> None:
         """Forward a signal to the trainers, but not to their loader workers.
@@ -87,7 +88,7 @@ class Trainers:
             self._run(args)
         except ChildFailedError as error:
             sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
-        except SignalException as error:  # raised after Ctrl-C, or when the terminal is closed
+        except SignalException as error:  # raised after Ctrl-C
             sys.exit(128 + error.sigval)
 
 

@@ -129,15 +129,15 @@ def appears(file: Path, seconds: float = 10) -> bool:
 
 def newest_checkpoint_bytes(run: Path) -> int:
     """Return the size of a run's newest checkpoint, or 0 if the run has no checkpoint."""
-    newest = run / "checkpoints" / "latest"
-    return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) if newest.exists() else 0
+    steps = sorted((run / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
+    return sum(file.stat().st_size for file in steps[-1].rglob("*") if file.is_file()) if steps else 0
 
 
 def check_shards(flags: list[str]) -> Iterator[str]:
     """Yield a problem for each pattern of shards that this node cannot read."""
     try:
         patterns = list(shard_patterns(flags))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
         yield f"cannot tell which shards the job reads: {error}. Check --config, --data and the evaluation's shards"
         return
     for pattern in dict.fromkeys(patterns):
@@ -196,8 +196,10 @@ def as_patterns(value: Any) -> list[str]:
     if isinstance(value, dict):
         return list(value)
     if isinstance(value, list):
-        return [pattern for one in value for pattern in as_patterns(one)]
-    value = str(value)
+        # lists in lists are not followed, because aliases of YAML can nest them without end
+        return [pattern for one in value if isinstance(one, str) for pattern in as_patterns(one)]
+    if not isinstance(value, str):
+        raise ValueError(f"SHARDS must be text, not a {type(value).__name__}")
     return as_patterns(json.loads(value)) if value.startswith(('["', '{"')) else [value]
 
 

@@ -28,6 +28,8 @@ FINAL_ONLY = ("finetune",)
 """Names of the evaluations that run only after pretraining. Each of them is a run of its own."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
+MAX_SETTINGS_BYTES = 2**18
+"""Largest size of a settings file in bytes."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
 """State of a job that SLURM no longer knows."""
 
@@ -74,8 +76,8 @@ class Job:
         If this job depends on a job NAME, the line takes the id of that job from the shell variable `$NAME`.
         """
         words = self.command(hold=hold, dependency="ID" if self.after else None)
-        line = shlex.join(words).replace("--dependency=afterok:ID", f'--dependency=afterok:"${self.after}"', 1)
-        environment = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        line = quoted_line(words).replace("--dependency=afterok:ID", f'--dependency=afterok:"${self.after}"', 1)
+        environment = "".join(f"{name}={quoted(value)} " for name, value in self.environment.items())
         return environment + line
 
 
@@ -88,6 +90,25 @@ class Record(TypedDict):
     """Options of sbatch for every evaluation."""
     flags: dict[str, list[str]]
     """Flags of the Python program of each evaluation."""
+
+
+def quoted(text: str, *, lines: bool = False) -> str:
+    """Return a text as one word of bash that nothing in the text can leave, also when a user pastes it to a terminal.
+
+    A terminal acts on control characters even between quotes, for example on the end of a pasted text. They are
+    therefore written as octal numbers. So are line breaks, unless `lines` is true, because one would end a comment.
+    """
+    if all(letter.isprintable() or (lines and letter == "\n") for letter in text):
+        return shlex.quote(text)
+    # bash in a terminal would also replace `!`, because it does not see that this form of quotes is one
+    kept = {byte for byte in range(32, 127) if chr(byte) not in "\\'!"}
+    letters = (chr(byte) if byte in kept else f"\\{byte:03o}" for byte in text.encode("utf-8", "surrogateescape"))
+    return f"$'{''.join(letters)}'"
+
+
+def quoted_line(words: Sequence[str]) -> str:
+    """Return a command as one line of bash."""
+    return " ".join(map(quoted, words))
 
 
 def log_option(folder: Path, name: str) -> str:
@@ -126,7 +147,7 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
     done = _run(command, inherited | job.environment)
     if done.returncode:
         answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
-        raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {shlex.join(command)}")
+        raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {quoted_line(command)}")
     job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters, sbatch prints ID;CLUSTER
 
 
@@ -219,10 +240,13 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
         raise LaunchError(f"{output} has no jobs: {path} does not exist. Call `submit` first") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
-    entries = [{name: value for name, value in entry.items() if name != "command"} for entry in stored.pop("jobs")]
-    return stored, [Job(**entry) for entry in entries]
+    try:
+        entries = [{name: value for name, value in entry.items() if name != "command"} for entry in stored.pop("jobs")]
+        return stored, [Job(**entry) for entry in entries]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{path} is not a list of jobs ({type(error).__name__}: {error})") from error
 
 
 def write_record(folder: Path, record: Record, jobs: Sequence[Job]) -> None:
@@ -240,8 +264,10 @@ def read_settings(path: Path) -> dict[str, Any]:
         LaunchError: the file cannot be read, or it does not hold a mapping.
     """
     try:
+        if path.stat().st_size > MAX_SETTINGS_BYTES or not path.is_file():
+            raise LaunchError(f"{path} is not a settings file of at most {MAX_SETTINGS_BYTES} bytes")
         settings = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     if not isinstance(settings or {}, dict):
         raise LaunchError(

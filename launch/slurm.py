@@ -31,6 +31,8 @@ from jobs import (
     frozen_files,
     is_over,
     log_option,
+    quoted,
+    quoted_line,
     read_record,
     read_settings,
     release,
@@ -168,7 +170,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
             raise
     for job in jobs:
         print(f"job {job.id}: {job.name}")
-    print(f"run folder: {output}\nits progress: python launch/slurm.py status {shlex.quote(str(output))}")
+    print(f"run folder: {output}\nits progress: python launch/slurm.py status {quoted(str(output))}")
 
 
 def evaluation_names(text: str) -> list[str]:
@@ -264,8 +266,11 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
                 f"an evaluation needs labelled shards. Add `evaluation: {{train: SHARDS, val: SHARDS}}` to {config}, "
                 "or give `-- --evaluation.train SHARDS --evaluation.val SHARDS`"
             )
-        for pattern in [shards] if isinstance(shards, str) else shards:
-            arguments += [f"--{name}", str(pattern)]
+        patterns = [shards] if isinstance(shards, str) else shards
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise LaunchError(f"evaluation.{name} in {config} must be SHARDS or a list of SHARDS")
+        for pattern in patterns:
+            arguments += [f"--{name}", pattern]
     return arguments
 
 
@@ -308,13 +313,13 @@ def evaluation_options(options: argparse.Namespace) -> list[str]:
 def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], record: Record) -> None:
     """Print shell commands that do the same as `submit`."""
     folder = output / "submitted"
-    print(f"# the settings that the jobs will read\nmkdir -p {shlex.quote(str(folder))}")
+    print(f"# the settings that the jobs will read\nmkdir -p {quoted(str(folder))}")
     for name, text in frozen_files(options.config, options.accelerate, folder).items():
-        print(f"cat > {shlex.quote(str(folder / name))} <<'END OF FILE'\n{text.rstrip()}\nEND OF FILE")
+        print(f"printf %s {quoted(text, lines=True)} > {quoted(str(folder / name))}")
     print("# the jobs")
     hold = len(jobs) > 1  # the first job must not start before the other jobs are submitted
     for job in jobs:
-        print(f"{job.name}=$({job.shell_line(hold=hold and job.after is None)})")
+        print(f"{job.name.replace('-', '_')}=$({job.shell_line(hold=hold and job.after is None)})")
     if hold:
         print('scontrol release "$pretrain"')
     for kind in record["every_checkpoint"]:
@@ -338,7 +343,7 @@ def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
     words += [str(LAUNCH.parent / "pretrain" / "run.py"), "--config", str(options.config), "--output", str(output)]
     if options.resume:
         words += ["--resume"]
-    return heading + shlex.join([*words, *flags])
+    return heading + quoted_line([*words, *flags])
 
 
 def cancel(output: Path) -> None:

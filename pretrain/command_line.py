@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import encoders
 from pretrain.config import RunConfig, settings_model
 from pretrain.methods import METHODS
+from runtime.errors import printable
 from runtime.settings import SettingsError, flags, flattened, merge, peek, read_yaml, section_type, suggestion, validate
 
 PRESETS = Path(__file__).parent.parent / "configs"
@@ -86,10 +87,9 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     method = early.method or file.get("method", "dino")
-    if method not in METHODS:
-        raise SettingsError(
-            f"unknown method '{method}'{suggestion(method, list(METHODS))} (known: {', '.join(METHODS)})"
-        )
+    if not isinstance(method, str) or method not in METHODS:
+        shown = printable(str(method)[:200])
+        raise SettingsError(f"unknown method '{shown}'{suggestion(shown, list(METHODS))} (known: {', '.join(METHODS)})")
     file_data = file.get("data") or {}
     if config and not early.shards and "shards" not in file_data:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS")
@@ -114,7 +114,26 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
         check_method(file, method, f"{config}: ")
     check_method(own_values, method)
     layers = one_length([preset, data, file, chosen, own_values])
-    return validate(model, merge(model, *layers))
+    return without_commands(validate(model, merge(model, *layers)), file, own_values)
+
+
+def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:
+    """Return settings that forbid to run `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`.
+
+    A settings file may come from a stranger, so that only `own_values`, from the user, can allow its commands.
+
+    Raises:
+        SettingsError: the settings file allows commands.
+    """
+    if (file.get("source") or {}).get("commands") is not None:
+        raise SettingsError("a settings file cannot set source.commands. Give the flag --source.commands")
+    from_file = any(
+        (file.get(section) or {}).get(name) is not None and name not in (own_values.get(section) or {})
+        for section, name in (("data", "shards"), ("evaluation", "train"), ("evaluation", "val"))
+    )
+    if config.dry_run or (from_file and config.source.commands is None):
+        return config.model_copy(update={"source": config.source.model_copy(update={"commands": False})})
+    return config
 
 
 def is_saved(file: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from pretrain.methods.base import RunSize
 from pretrain.monitoring.collapse import HealthConfig
 from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.errors import printable
 from runtime.settings import Section, Settings, SettingsError, suggestion, validate
 
 
@@ -222,9 +223,10 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     Raises:
         SettingsError: the variant is unknown.
     """
-    if variant not in encoders.VARIANTS:
+    if not isinstance(variant, str) or variant not in encoders.VARIANTS:
         known = list(encoders.VARIANTS)
-        raise SettingsError(f"unknown encoder '{variant}'{suggestion(variant, known)} (known: {', '.join(known)})")
+        shown = printable(str(variant)[:200])
+        raise SettingsError(f"unknown encoder '{shown}'{suggestion(shown, known)} (known: {', '.join(known)})")
     family = encoders.family(variant)
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
     started = dict(started or {})
@@ -306,5 +308,6 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. A run with --config and that file repeats the run."""
     values = config.model_dump(mode="json", exclude={"config", "epochs", "resume", "overwrite", "dry_run", "output"})
+    del values["source"]["commands"]  # only a flag can allow commands
     others = [name for name in METHODS if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

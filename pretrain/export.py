@@ -19,14 +19,22 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import encoders
+from encoders.checks import MOST_BLOCKS
+from encoders.formats.report import check_names, check_shapes, check_values
 from pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
 from pretrain.engines.local_state import read, unsharded
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from runtime.collectives import RankError, run_on_all_ranks
-from runtime.errors import UserError
-from runtime.files import atomic_write
+from runtime.errors import UserError, printable
+from runtime.files import atomic_write, read_bounded
+from runtime.settings import validate
 
+MAX_BYTES = 2**24
+"""Largest size in bytes of the .json file of an exported method."""
+LARGEST_SIZE = 2**24
+"""Largest whole number among the settings of a method in a checkpoint, such as a number of prototypes."""
+LARGEST_STEPS = 2**53
 PARTS = ("encoder", "student", "teacher", "method")
 
 
@@ -73,7 +81,10 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
     trainer = read_trainer(checkpoint)
     verify(checkpoint)
     settings = trainer["settings"]
-    described = {name: settings[name] for name in ("method", "encoder", settings["method"], "steps")}
+    try:
+        described = {name: settings[name] for name in ("method", "encoder", settings["method"], "steps")}
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint} has no setting {error}. It was written by another program.") from error
     described["step"] = trainer["position"]["step"]
     with torch.device("meta"):
         method = build(described)
@@ -114,18 +125,37 @@ def load(path: str | Path) -> Method:
     """
     beside = Path(path).with_suffix(".json")
     try:
-        method = build(json.loads(beside.read_text()))
-        method.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        described, state = json.loads(read_bounded(beside, MAX_BYTES)), load_file(path)
+        with torch.device("meta"):  # so that memory is taken only for settings that fit the weights
+            own = build(described).state_dict()
+        check_names(state, own, {})
+        check_shapes(state, own, {})
+        method = build(described)
+        check_values({name: tensor for name, tensor in state.items() if tensor.is_floating_point()})
+        method.load_state_dict(state)
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} together with {beside.name} is not an exported method: {error}") from error
     return method
 
 
 def build(described: dict[str, Any]) -> Method:
-    """Return a newly initialised method with the settings in the .json file of an exported method."""
-    chosen = METHODS[described["method"]]
-    config = chosen.Config(**described[described["method"]])
-    return chosen(encoders.build(**described["encoder"]), config, described["steps"])
+    """Return a newly initialised method with the settings in the .json file of an exported method.
+
+    Raises:
+        ValueError: the settings are not those of a method.
+    """
+    try:
+        chosen, given, steps = METHODS[described["method"]], described[described["method"]], described["steps"]
+        if not isinstance(steps, int) or not 0 < steps < LARGEST_STEPS:
+            raise ValueError(f"steps must be a positive number, not {printable(repr(steps)[:100])}")
+        for name, value in given.items():
+            limit = MOST_BLOCKS if name.endswith(("depth", "layers")) else LARGEST_SIZE
+            if isinstance(value, int) and value > limit:
+                raise ValueError(f"{printable(name)} is larger than {limit}")
+        return chosen(encoders.build(**described["encoder"]), validate(chosen.Config, given), steps)
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, RuntimeError, TypeError) as error:
+        reason = printable(str(error)[:200])
+        raise ValueError(f"the settings do not describe a method ({type(error).__name__}: {reason})") from error
 
 
 def _module_name(method: Method, part: str) -> str:

@@ -1,14 +1,19 @@
-"""The folder of a run: find its newest checkpoint, create it, and delete an old run."""
+"""The folder of a run: claim it, find its newest checkpoint, create it, and delete an old run."""
 
+import contextlib
 import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pretrain.checkpoints import resume
-from pretrain.config import ResolvedRun
-from runtime.collectives import broadcast_object
+from pretrain.config import ResolvedRun, RunConfig
+from runtime.collectives import broadcast_object, rank, run_on_all_ranks
+from runtime.errors import printable
+from runtime.lock import locked
 from runtime.settings import SettingsError
 
 PARTS = (
@@ -30,44 +35,90 @@ PARTS = (
 log = logging.getLogger(__name__)
 
 
-def run_folder(config: ResolvedRun) -> tuple[Path, Path | None]:
-    """Return the run folder, and its newest complete checkpoint or None. Write nothing.
+@contextmanager
+def claimed(config: RunConfig, main: bool) -> Iterator[Path]:
+    """Yield the folder of a run, in which no other run can write until the context ends. Collective.
+
+    The main process (`main`) makes the folder and holds its lock. If the run ends before it writes anything, the folder
+    is removed again. With `--dry_run`, nothing is made and nothing is locked.
 
     Raises:
-        SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
+        SettingsError: `--resume` is given without `--output`.
+        LockedError: another run writes into the folder.
+        RankError: the folder cannot be made or written to.
     """
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
-    name = f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(broadcast_object(config.output or str(Path("runs") / name)))
+    if config.dry_run:
+        yield Path(config.output or new_folder(config))
+        return
+    with ExitStack() as stack:
+        own = [run_on_all_ranks(lambda: stack.enter_context(_locked_folder(config)) if main else None)]
+        yield Path(broadcast_object(str(own[0])))
+
+
+@contextmanager
+def _locked_folder(config: RunConfig) -> Iterator[Path]:
+    output = Path(config.output or new_folder(config))
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    make_folder(output, exist_ok=config.output is not None)
+    try:
+        with locked(output):
+            yield output
+    finally:
+        with contextlib.suppress(OSError):  # a folder that is not empty
+            for folder in made:
+                folder.rmdir()
+
+
+def new_folder(config: RunConfig) -> str:
+    """Return the name of a folder under runs/ that does not exist."""
+    name = str(Path("runs") / f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
+    number = 1
+    while Path(name if number == 1 else f"{name}-{number}").exists():
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
+
+
+def newest_checkpoint(config: ResolvedRun, output: Path) -> Path | None:
+    """Return the newest complete checkpoint of the run to continue, or None for a run from the beginning.
+
+    Raises:
+        SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
+        CheckpointError: `latest` is a folder that is not a copy of a checkpoint.
+    """
+    shown = printable(str(output))
+    if config.resume and not config.dry_run:
+        run_on_all_ranks(lambda: resume.adopt_latest(output / "checkpoints") if rank() == 0 else None)
     found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
         raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them")
     if holds_run and not config.resume and not config.overwrite:
         raise SettingsError(
-            f"{output} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
+            f"{shown} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
             "another --output"
         )
     if config.resume and not holds_run and config.data.shards is None and config.config is None:
-        raise SettingsError(f"{output} holds no run to continue. To start a run there, also give --data or --config")
+        raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config")
     if config.resume and not found:
         log.info("%s has no checkpoint yet. The run starts from the beginning", output)
-    return output, found[-1] if found and config.resume else None
+    return found[-1] if found and config.resume else None
 
 
-def make_folder(output: Path) -> None:
+def make_folder(output: Path, *, exist_ok: bool = True) -> None:
     """Create the run folder.
 
     Raises:
         SettingsError: the folder cannot be created or written to.
     """
+    shown = printable(str(output))
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
-        raise SettingsError(f"cannot create {output}: {error.strerror}. Choose another --output") from error
+        raise SettingsError(f"cannot create {shown}: {error.strerror}. Choose another --output") from error
     if not os.access(output, os.W_OK | os.X_OK):
-        raise SettingsError(f"{output} cannot be written to. Choose another --output")
+        raise SettingsError(f"{shown} cannot be written to. Choose another --output")
 
 
 def delete_run(output: Path) -> None:

@@ -25,7 +25,7 @@ from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
 from pretrain.config import ResolvedRun, RunConfig, resolve, to_yaml
 from pretrain.engines import Engine
-from pretrain.folder import delete_run, make_folder, run_folder
+from pretrain.folder import claimed, delete_run, newest_checkpoint
 from pretrain.loop import Run, train
 from pretrain.measurements import measure_classes, measure_pixels
 from pretrain.methods import METHODS
@@ -51,14 +51,15 @@ def pretrain(config: RunConfig) -> Path:
     """Train an encoder with the given settings, evaluate it during training, and export it. Return the run folder."""
     config = with_precision(config)
     accelerator, engine_class = make_accelerator(config)
-    with watched():
-        return run_job(accelerator, engine_class, config)
-
-
-def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig) -> Path:
-    """Train, evaluate and export an encoder. The process group must be initialised. Return the run folder."""
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
+    with watched(), claimed(config, accelerator.is_main_process) as output:
+        run_job(accelerator, engine_class, config, output)
+    return output
+
+
+def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig, output: Path) -> None:
+    """Train, evaluate and export an encoder, in the folder `output`. The process group must be initialised."""
     with accelerator.local_main_process_first():  # the first process of a node fills the caches that the others use
         shards, given = training_shards(given)
         opened = open_sources(shards, source=given.source)
@@ -67,7 +68,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     images = sum(source.images for source in opened.lists)
     statistics = measure_pixels(given, opened, accelerator)
     config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
-    output, newest = run_folder(config)
+    newest = newest_checkpoint(config, output)
     settings = config.model_dump(mode="json") | {"shards": shards_seen}
     position = TrainState()
     if newest:
@@ -85,11 +86,10 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if config.dry_run:
         if accelerator.is_main_process:
             report(config, method, Plan(opened, images, accelerator.num_processes, workers(config, accelerator)))
-        return output
+        return
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
-    make_folder(output)
     engine = engine_class(accelerator, method, config.optim)
     # A different seed per process, for code that draws from torch's generator. Drop path does not use that generator
     # (encoders/randomness.py).
@@ -112,7 +112,6 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position, accuracy)
         train(run, iter(batches))
     finish_run(run)
-    return output
 
 
 class Prepared(NamedTuple):

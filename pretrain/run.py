@@ -5,9 +5,10 @@ import logging
 import os
 import sys
 
-from runtime import preemption
+from runtime import preemption, streams
 
 if __name__ == "__main__":
+    streams.protect()
     preemption.listen()  # handle signals before the imports below, which take seconds
 
 # OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
@@ -17,17 +18,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from data.shards import ShardError
 from pretrain.command_line import load
 from runtime import watchdog
-from runtime.errors import UserError
+from runtime.errors import UserError, without_controls
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train with the settings of a command line, and return the exit code.
 
     0: the run is done. 2: the user has to change something. 69: another process of the run was lost. 75: the run
-    received SIGTERM, SIGUSR1 or Ctrl-C, saved and stopped, and --resume continues the run. 130: interrupted by Ctrl-C
-    before the first step, or by a second Ctrl-C, without saving.
+    received SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, saved and stopped, and --resume continues the run. 130: interrupted by
+    Ctrl-C before the first step, or by a second Ctrl-C, without saving.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_log_handler()])
+    handler = _log_handler()
+    handler.addFilter(_escape_controls)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     rank = int(os.environ.get("RANK", "0"))
     try:
         with preemption.listening():
@@ -56,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 130
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS):
+            _complain(f"{error.strerror}: {error.filename}. Choose another path")
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _complain(f"{error}. Free some space and continue with --resume")
@@ -73,8 +79,14 @@ def _log_handler() -> logging.Handler:
     return RichHandler(show_path=False, show_time=False)
 
 
+def _escape_controls(record: logging.LogRecord) -> bool:
+    """Escape the control characters in a message of the log, because it may hold names from outside."""
+    record.msg, record.args = without_controls(record.getMessage()), None
+    return True
+
+
 def _complain(message: str) -> None:
-    print(f"\nrun.py: {message}", file=sys.stderr)
+    print(f"\nrun.py: {without_controls(message)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,14 @@ class UserError(Exception):
 
 
 def printable(name: str) -> str:
-    """Return a name from outside for a message: control characters and other unprintable characters are escaped.
+    """Return a name from outside with control characters escaped, so that it cannot forge lines or colours of a log."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
 
-    A name with a newline or a terminal sequence could otherwise forge lines of the log.
+
+def without_controls(message: str) -> str:
+    """Return a message with its control characters escaped, except line breaks, and all lines but the first indented.
+
+    Commands print every message through this function. A name in the message may hold a line break, and what follows it
+    could otherwise look like another message.
     """
-    if name.isprintable():
-        return name
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    return "\n    ".join(map(printable, message.split("\n")))

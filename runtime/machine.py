@@ -1,8 +1,12 @@
-"""The hardware that a command runs on, and the versions of its packages."""
+"""The machine that a command runs on, its processes, and the versions of its packages."""
 
+import contextlib
+import hashlib
 import importlib.metadata
+import os
 import platform
 import re
+import socket
 from pathlib import Path
 
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
@@ -15,6 +19,48 @@ def processor() -> str:
     except OSError:  # only Linux has this file
         names = []
     return names[0] if names else platform.machine()
+
+
+def machine_id() -> str:
+    """Return a name under which process ids are unique: a hash of the host, its last boot and the container."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # only Linux has these files
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def start_time(pid: int) -> str | None:
+    """Return the time at which a process of this machine started, in clock ticks since the boot of the machine.
+
+    Return None if the process does not run, or if the system does not tell.
+    """
+    try:
+        # the second field, the name of the program in parentheses, may contain spaces and parentheses
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return None
+
+
+def is_running(pid: int, started: str | None) -> bool:
+    """Return True if a process of this machine still runs.
+
+    Args:
+        pid: process id.
+        started: `start_time` of the process, because the system may have given its id to another process since; None
+            if it is unknown.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # a process of another user
+        pass
+    if not Path(f"/proc/{pid}/stat").exists():  # another system than Linux, or processes of other users are hidden
+        return True
+    now = start_time(pid)
+    return now is not None and started in (None, now)
 
 
 def versions() -> dict[str, str | None]:

@@ -1,5 +1,5 @@
-"""Preemption: on SIGTERM, SIGUSR1 or a first Ctrl-C, a run finishes the current step, saves a checkpoint and exits with
-`EXIT_CODE`."""
+"""Preemption: on SIGTERM, SIGUSR1, SIGHUP or a first Ctrl-C, a run finishes the current step, saves a checkpoint and
+exits with `EXIT_CODE`."""
 
 import os
 import signal
@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runtime.errors import UserError
+from runtime.streams import tell
 
 EXIT_CODE = 75
 """Exit code of a run that was preempted and has saved a checkpoint: EX_TEMPFAIL of sysexits.h (try again later)."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that stop a run. A terminal that is closed sends SIGHUP."""
 LONGEST_WAIT = 10.0
 """Seconds that a process that was asked to stop waits for data before it gives up the wait."""
 _received: list[signal.Signals] = []
@@ -42,20 +44,24 @@ def forget() -> None:
 
 
 def listen() -> None:
-    """Record SIGTERM and SIGUSR1 from now on. The recorded signals do not end the process."""
+    """Record the signals that stop a run from now on. The recorded signals do not end the process.
+
+    SIGHUP stays ignored if the process ignores it, as under nohup.
+    """
     for number in SIGNALS:
-        signal.signal(number, _record)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _record)
 
 
 def ignore() -> None:
-    """Ignore SIGTERM and SIGUSR1 from now on, so that they cannot change the exit code while the interpreter exits."""
+    """Ignore the signals that stop a run from now on, so that they do not change the exit code of this process."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Record SIGTERM and SIGUSR1 within the context. Then restore the old handlers and clear the recorded signals.
+    """Record the signals that stop a run within the context. Then restore the old handlers and clear the record.
 
     Outside of the main thread, the context does nothing, because Python allows only the main thread to set signal
     handlers.
@@ -109,6 +115,4 @@ def _record_interrupt(number: int, frame: object) -> None:
     _record(number, frame)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("RANK", "0") == "0":  # not by print or logging, which a signal may have interrupted
-        os.write(
-            2, b"\nThe run finishes this step, saves and ends. To end it at once, without saving, press Ctrl-C again.\n"
-        )
+        tell("\nThe run finishes this step, saves and ends. To end it at once, without saving, press Ctrl-C again.\n")

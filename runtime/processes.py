@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
-from runtime.errors import UserError
+from runtime import streams, watchdog
+from runtime.errors import UserError, without_controls
+from runtime.rendezvous import naming_missing_processes
 from runtime.threads import set_threads
+
+AGAIN = "Start the command again"
+_commands: list[ExitStack] = []
+"""The block of `exit_on_user_error` that this process runs, if any. It holds the watchdog of the command."""
 
 
 class LaunchError(UserError, ValueError):
@@ -31,10 +37,12 @@ def make_accelerator(**settings: Any) -> Accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this variable, DeepSpeed warns that it found no device
         try:
             # without CUDA, a plain `Accelerator()` would ignore the other processes of the launch
-            PartialState(cpu=True)
+            with naming_missing_processes():
+                PartialState(cpu=True)
         except ValueError as error:
             raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
-    accelerator = Accelerator(**settings)
+    with naming_missing_processes():
+        accelerator = Accelerator(**settings)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise LaunchError(
@@ -42,20 +50,33 @@ def make_accelerator(**settings: Any) -> Accelerator:
             f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE."
         )
     set_threads(accelerator.num_processes)
+    for command in _commands:
+        command.enter_context(watchdog.watched(AGAIN))
     return accelerator
 
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Destroy the process group at the end of the block.
+    """Run the watchdog in the block, from `make_accelerator` on, and destroy the process group at the end of the block.
 
-    If the block raises a `UserError`, print its message without a traceback and exit with code 2. The process group is
-    not destroyed in this case.
+    Standard streams that are closed, or whose readers go away, do not end the command. If the block raises a
+    `UserError`, print its message without a traceback and exit with code 2. The process group is
+    not destroyed in this case. If another process is lost, exit with code 69.
     """
+    if sys.argv[0] == getattr(sys.modules["__main__"], "__file__", ""):  # not in a test or a notebook
+        streams.protect()
     try:
-        yield
-    except UserError as error:
+        with ExitStack() as command:
+            _commands.append(command)
+            try:
+                yield
+            finally:
+                _commands.remove(command)
+    except watchdog.LostError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
+        os._exit(watchdog.EXIT_CODE)  # a normal exit would wait for the lost process
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {without_controls(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from runtime.errors import UserError
+from runtime.errors import UserError, printable, without_controls
+from runtime.yaml_text import YAMLError, parse_yaml, read_yaml_file
 
 WIDTH = 120
 """Number of characters in a line of the short help."""
@@ -49,7 +49,10 @@ class Section(BaseModel):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """Return `value` unchanged, except that a value in short form becomes `{short_form: value}`."""
+        """Return `value` unchanged, except that a value in short form becomes `{short_form: value}`, and None `{}`."""
+        field = cls.model_fields.get(cls.short_form or "")
+        if value is None and (field is None or types.NoneType not in _kinds(field.annotation)):
+            return {}  # a section with nothing below it
         if cls.short_form is None or isinstance(value, BaseModel):
             return value
         if isinstance(value, Mapping):
@@ -135,12 +138,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         SettingsError: the file cannot be read, or does not contain a mapping.
     """
+    shown = printable(str(path))
     try:
-        values = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"cannot read the settings file {path}: {error}") from error
+        values = read_yaml_file(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"cannot read the settings file {shown}: {reason}") from error
     if not isinstance(values or {}, dict):
-        raise SettingsError(f"the settings file {path} must hold `name: value` lines, not a {type(values).__name__}")
+        raise SettingsError(f"the settings file {shown} must hold `name: value` lines, not a {type(values).__name__}")
     return values or {}
 
 
@@ -183,7 +188,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
             open_names = (n for n in positional if n not in words or list in _kinds(known[n].annotation))
             name, value = next(open_names, None), word
             if name is None:
-                raise SettingsError(f"unexpected argument '{word}'. Give settings as --name VALUE")
+                raise SettingsError(f"unexpected argument '{printable(word)}'. Give settings as --name VALUE")
         words.setdefault(name, []).append(value)
     values: dict[str, Any] = {}
     for name, given in words.items():
@@ -208,7 +213,7 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
         return switched_off, "false"
     if name not in known or _is_positional(known[name]):
         hint = suggestion(f"--{flag}", [f"--{n}" for n, field in known.items() if not _is_positional(field)])
-        raise SettingsError(f"unknown flag --{flag}{hint}")
+        raise SettingsError(f"unknown flag --{printable(flag)}{hint}")
     if equals:
         return name, value
     if _is_switch(known[name]):
@@ -267,8 +272,8 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
 
 def _yaml(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return parse_yaml(text)
+    except YAMLError as error:
         raise SettingsError(f"the value of --{name} is neither JSON nor YAML: {error}") from error
 
 
@@ -287,7 +292,9 @@ def help_text(model: type[Section], program: str, topic: str | None = None) -> s
     listed = [name for name in known if topic in (None, "all", name) or name.startswith(f"{topic}.")]
     if not listed:
         hint = suggestion(topic or "", [*sections, "all", *known])
-        raise SettingsError(f"--help has no topic '{topic}'{hint} (topics: all, {', '.join(sections)})")
+        raise SettingsError(
+            f"--help has no topic '{printable(topic or '')}'{hint} (topics: all, {', '.join(sections)})"
+        )
     usage = " ".join(
         [program, *(name.upper() for name, field in known.items() if _is_positional(field)), "[--SETTING VALUE ...]"]
     )
@@ -372,14 +379,14 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
         for problem in error.errors():
             parts = [str(part) for part in problem["loc"]]
             prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-            name = next((prefix for prefix in prefixes if prefix in known), prefixes[0] if prefixes else "settings")
+            name = printable(next((one for one in prefixes if one in known), prefixes[0] if prefixes else "settings"))
             if problem["type"] == "extra_forbidden":
                 lines[f"unknown setting '{name}'{suggestion(name, known)}"] = None
             elif problem["type"] == "missing":
                 lines[f"{name} is required"] = None
             else:
                 message = problem["msg"].removeprefix("Value error, ")
-                lines[f"{name}: {message} (got {problem['input']!r})"] = None
+                lines[f"{name}: {message} (got {repr(problem['input'])[:200]})"] = None
         raise SettingsError("\n".join(lines)) from None
 
 
@@ -389,5 +396,5 @@ def parse(model: type[SettingsT], argv: Sequence[str] | None = None) -> Settings
     try:
         return validate(model, flags(model, sys.argv[1:] if argv is None else argv, program))
     except SettingsError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {without_controls(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

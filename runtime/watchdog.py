@@ -11,17 +11,20 @@ import datetime
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from runtime.errors import UserError
 from runtime.preemption import Preempted
+from runtime.streams import tell
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
@@ -56,8 +59,11 @@ class LostError(UserError, RuntimeError):
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def watched(advice: str = CONTINUE) -> Iterator[None]:
     """Run the watchdog until the context ends. With one process, the context does nothing.
+
+    Args:
+        advice: sentence that tells the user how to go on after a loss.
 
     If another process is lost, this process exits with `EXIT_CODE` and a message, even if its main thread is blocked.
 
@@ -72,7 +78,9 @@ def watched() -> Iterator[None]:
     # additional port. A launcher runs the store in its own process, so that the store outlives process 0.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"watchdog/{_restart_count()}/{next(_contexts)}"
-    watch = Watch(dist.get_rank(), dist.get_world_size(), address, prefix, _exit, TIMING)
+    watch = Watch(
+        dist.get_rank(), dist.get_world_size(), address, prefix, lambda told: _exit(f"{told}. {advice}"), TIMING
+    )
     try:
         yield
     except Preempted:  # a preempted run reports no failure, because all processes stop at the same step
@@ -82,7 +90,7 @@ def watched() -> Iterator[None]:
         reason = watch.close(failure=f"{type(error).__name__}: {_last_line(error)}")
         if not _is_broken_collective(error):
             raise
-        raise LostError(f"{reason or 'another process is lost'} ({_last_line(error)}). {CONTINUE}") from error
+        raise LostError(f"{reason or 'another process is lost'} ({_last_line(error)}). {advice}") from error
     watch.close()
 
 
@@ -145,7 +153,7 @@ class Watch:
         over = False
         while not over:
             try:
-                store = store or self._connect()
+                store = store or connect(self._address, self._prefix)
                 store.set(f"host/{self._rank}", socket.gethostname())
                 while not over:
                     self._exchange(store)
@@ -154,14 +162,6 @@ class Watch:
             except (RuntimeError, OSError):  # the store did not answer; `_look` measures for how long
                 store = None
                 over = over or self._closed.wait(self._timing.interval)
-
-    def _connect(self) -> Store:
-        """Return a new connection to the store, because the main thread may block the process group's connection."""
-        # test the address first, because torch prints a page of errors for each failed attempt to reach the store
-        socket.create_connection(self._address, 10).close()
-        limit = datetime.timedelta(seconds=10)
-        store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=limit)
-        return PrefixStore(self._prefix, store)
 
     def _exchange(self, store: Store) -> None:
         store.add(f"beat/{self._rank}", 1)
@@ -203,7 +203,7 @@ class Watch:
             told = self._found or self._lost or (self._failed if failed_for > self._timing.exit_delay else "")
             if told and not self._closed.is_set():
                 self._closed.set()
-                self._on_loss(f"process {self._rank}: {told}. {CONTINUE}")
+                self._on_loss(f"process {self._rank}: {told}")
 
     def _describe(self, silent: dict[int, "_Peer"]) -> str:
         now = f"(now: {_clock(time.time())})"
@@ -220,6 +220,20 @@ class Watch:
         if len(silent) > len(named):
             named.append(f"and {len(silent) - len(named)} more")
         return f"{', '.join(named)} {now}. Possible causes: a process was killed, is frozen, or its machine failed"
+
+
+def connect(address: tuple[str, int], prefix: str) -> Store:
+    """Return a new connection to the store, because the main thread may block the process group's connection.
+
+    Args:
+        address: host and port of the store.
+        prefix: prefix of all keys.
+    """
+    # test the address first, because torch prints a page of errors for each failed attempt to reach the store
+    socket.create_connection(address, 10).close()
+    limit = datetime.timedelta(seconds=10)
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
+    return PrefixStore(prefix, store)
 
 
 class _Peer:
@@ -252,7 +266,7 @@ def _clock(seconds: float) -> str:
 def _exit(message: str) -> None:
     # Exit without clean-up.
     # A clean exit could block, because the main thread may hold the locks of the output streams or the process group.
-    os.write(2, f"\nrun.py: {message}\n".encode())
+    tell(f"\n{Path(sys.argv[0]).name}: {message}\n")
     os._exit(EXIT_CODE)
 
 

@@ -12,6 +12,7 @@ import runpy
 import sys
 
 import tessera
+from runtime import streams
 
 COMMANDS = {
     "pretrain": ("pretrain.run", "pretrain an encoder"),
@@ -35,6 +36,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run a command of the command line."""
+    streams.protect()
     words = sys.argv[1:]
     place = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if place is None:

@@ -20,6 +20,7 @@ from fsspec.core import url_to_fs
 
 from data.shards.errors import MAKE_SHARD_AGAIN, ShardError
 from data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, with_timeout
+from runtime.errors import printable
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
@@ -316,7 +317,17 @@ def _stream(url: str, source: SourceConfig, check: Check | None = None) -> Itera
 
 @contextmanager
 def _output(command: str, source: SourceConfig) -> Iterator[Readable]:
-    """Run a command in bash and yield its output. Raise `OSError` if the command fails."""
+    """Run a command in bash and yield its output.
+
+    Raises:
+        OSError: the command fails.
+        ShardError: the settings do not allow commands.
+    """
+    if source.commands is False:
+        raise ShardError(
+            f"{PIPE}{printable(command)}: not run. The command comes from a settings file, or the run is a --dry_run. "
+            "If you trust the file, give the flag --source.commands, without --dry_run."
+        )
     with subprocess.Popen(
         ["bash", "-o", "pipefail", "-c", command],
         stdin=subprocess.DEVNULL,

@@ -49,6 +49,9 @@ class SourceConfig(Section):
     """accept validation images that are also training images; their scores say nothing about new images"""
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
+    commands: bool | None = None
+    """run the commands of pipe:COMMAND; only a flag can set this; default: run those of flags, but not those of a
+    settings file"""
 
 
 DEFAULT = SourceConfig()

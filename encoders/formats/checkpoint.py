@@ -11,27 +11,37 @@ Loading has three steps:
 """
 
 import argparse
-import pickle
 import re
+import stat
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from encoders.base import Encoder
 from encoders.errors import WeightsError
 from encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
-from encoders.formats.report import Report, Source, State, check_names, check_shapes, check_values, listed
+from encoders.formats.report import (
+    Report,
+    Source,
+    State,
+    check_names,
+    check_plain,
+    check_shapes,
+    check_values,
+    listed,
+)
 from encoders.navit import NaViT
 from encoders.rope_vit import RoPEViT
 from encoders.sam_vit import SAMViT
 from encoders.swin import Swin
 from encoders.twins import Twins
 from encoders.vit import ViT
+from runtime.errors import printable
 
 
 class Format(Protocol):
@@ -173,21 +183,43 @@ def read(path: str | Path) -> Any:
         WeightsError: the file is not a weight file, or it holds pickled objects other than plain data.
     """
     path = Path(path)
+    _check_file(path)
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
+    except Exception as error:  # torch raises errors of almost any class for a damaged file
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked is None:
             # Leave out a message of torch that recommends weights_only=False, because this option runs pickled code.
-            reason = "" if "weights_only" in str(error) else f": {error}"
+            reason = "" if "weights_only" in str(error) else f": {printable(str(error)[:500])}"
             raise WeightsError(f"{path} is neither a .safetensors file nor a torch file of weights{reason}.") from error
         raise WeightsError(
             f"{path} was not loaded, because it holds the pickled object {blocked[1]}, which could run code. "
             "If you trust the file, save only its state dict as .safetensors."
         ) from error
+
+
+def _check_file(path: Path) -> None:
+    """Check that a file is a regular file, and not an archive that expands to more memory than its own size.
+
+    torch writes archives without compression.
+
+    Raises:
+        WeightsError: the file is not regular, or it is a compressed archive.
+        OSError: the file does not exist.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise WeightsError(f"{path} is not a file.")
+    if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise WeightsError(f"{path} is a damaged archive: {error}.") from error
+        if size > path.stat().st_size:
+            raise WeightsError(f"{path} is a compressed archive of {size} bytes. torch writes no such files.")
 
 
 def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
@@ -207,6 +239,7 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
             f"The checkpoint has no state dict where source {source!r} stores it. The checkpoint holds "
             f"{listed(checkpoint)}. Pass the state dict itself, or another source."
         )
+    check_plain(checkpoint)
     state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
     for inserted in ("_orig_mod.", "_checkpoint_wrapped_module."):
         state = {name.replace(inserted, ""): tensor for name, tensor in state.items()}

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from encoders.errors import WeightsError
+from runtime.errors import printable
 
+SMALLEST = 1e-6
+"""Magnitude that some weight of every trained or newly initialised encoder exceeds by far."""
 Source = Literal[
     "auto",
     "ours",
@@ -91,15 +95,31 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
         )
 
 
+def check_plain(state: Mapping[str, Tensor]) -> None:
+    """Check that each tensor has a value in memory for each of its elements.
+
+    A small file can describe a tensor of any size whose elements share one value. Operations would expand it.
+
+    Raises:
+        WeightsError: a tensor is sparse, quantised, without values, or repeats its values.
+    """
+    for name, tensor in state.items():
+        plain = tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+        if not plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise WeightsError(f"{printable(name)} is not a plain tensor with a value for each of its elements.")
+
+
 def check_values(state: State) -> None:
-    """Check that all tensors are floating point and finite.
+    """Check that all tensors are floating point and finite, and that not all of them are near zero.
 
     Raises:
         WeightsError: a tensor holds integers or bools, or has NaN or infinite values. The message lists such tensors.
+            Or no matrix has a value that is larger than `SMALLEST`.
     """
     integers = [f"{name} ({tensor.dtype})" for name, tensor in state.items() if not tensor.is_floating_point()]
     if integers:
         raise WeightsError(f"Weights must be floating point. These tensors are not: {listed(integers)}.")
+    state = {name: tensor.float() if tensor.itemsize == 1 else tensor for name, tensor in state.items()}  # float8
     bad = {name: tensor.numel() - int(tensor.isfinite().sum()) for name, tensor in state.items()}
     names = [f"{name} ({count:,} of {state[name].numel():,})" for name, count in bad.items() if count]
     if names:
@@ -107,6 +127,9 @@ def check_values(state: State) -> None:
             f"The checkpoint has NaN or infinite values: {listed(names)}. The training diverged, or the file is "
             "damaged. Use an earlier checkpoint."
         )
+    matrices = [tensor for tensor in state.values() if tensor.ndim > 1 and tensor.numel()]
+    if matrices and all(float(tensor.abs().max()) < SMALLEST for tensor in matrices):
+        raise WeightsError(f"All weights are near zero (below {SMALLEST}). The file does not hold a trained encoder.")
 
 
 def split_off(state: State, parts: Iterable[str], report: Report) -> State:
@@ -152,7 +175,7 @@ def listed(names: Iterable[str], most: int = 12) -> str:
     if not names:
         return "nothing"
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(printable(str(name)[:200]) for name in names[:most]) + more
 
 
 def _short(names: Iterable[str]) -> str:

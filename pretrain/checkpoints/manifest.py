@@ -9,7 +9,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from runtime.files import read_bounded
+
 NAME = "manifest.json"
+MAX_BYTES = 2**26
+"""Largest size of a manifest in bytes."""
 Files = dict[str, dict[str, int | str]]
 
 
@@ -33,7 +37,7 @@ def wrong_sizes(folder: Path) -> list[str]:
         found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     except OSError as error:
         return [f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return [f"{NAME} is not a list of files"]
     faults = [f"{name} is missing" for name in files if name not in found]
     faults += [
@@ -62,7 +66,7 @@ def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str
 
 def _read(folder: Path) -> dict[str, tuple[int, str]]:
     """Return the size in bytes and the SHA-256 checksum of each file in the manifest of `folder`."""
-    listed = json.loads((folder / NAME).read_text())["files"]
+    listed = json.loads(read_bounded(folder / NAME, MAX_BYTES))["files"]
     return {name: (int(of["bytes"]), str(of["sha256"])) for name, of in sorted(dict(listed).items())}
 
 

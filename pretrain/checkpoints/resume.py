@@ -12,11 +12,14 @@ OUTPUT/checkpoints/
   latest -> step-00001000
 """
 
+import dataclasses
+import errno
 import inspect
 import json
 import logging
 import os
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,19 @@ from pretrain.checkpoints import manifest, rng
 from pretrain.engines import Engine
 from pretrain.engines.local_state import read
 from runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
+from runtime.errors import printable
+from runtime.files import read_bounded
 from runtime.settings import flattened
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{8,})")
 TRAINER_KEYS = {"position", "processes", "engine", "optimizer_steps", "loss_scale", "settings", "versions"}
 """Keys that trainer.json must have. The value of "position" is the `TrainState`."""
-NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers")
+TRAINER_BYTES = 2**26
+"""Largest size of trainer.json in bytes."""
+LARGEST_COUNT = 2**53
+"""Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
+NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands")
 """Settings that may change between a run and its continuation without a warning."""
 
 
@@ -84,9 +93,8 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     path = path.resolve()  # resolve the link, because `latest` may change while the checkpoint is read
     trainer = read_trainer(path)
     verify(path)
-    latest, main = path.parent / "latest", accelerator.is_main_process
     # The run may have been killed after it wrote this checkpoint, but before it pointed `latest` to the checkpoint.
-    run_on_all_ranks(lambda: os.replace(temporary_link(latest, path.name), latest) if main else None)
+    run_on_all_ranks(lambda: point_latest(path.parent, path.name) if accelerator.is_main_process else None)
     state = engine.local_state()
     try:
         run_on_all_ranks(lambda: read(state, path))
@@ -97,7 +105,12 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
         accelerator.scaler.load_state_dict(trainer["loss_scale"])
     if trainer["processes"] == accelerator.num_processes:
         states = path / f"random-{accelerator.process_index:05d}.pt"
-        rng.set_states(torch.load(states, weights_only=True))
+        try:
+            rng.set_states(torch.load(states, weights_only=True))
+        except (
+            Exception
+        ) as error:  # torch raises many kinds for a damaged or hostile file, of which nothing is executed
+            raise _damaged(path, [f"{states.name} holds no random states ({type(error).__name__})"]) from error
     else:
         log.info(
             "%s was written by another number of processes (%d). The random generators start from the seed",
@@ -186,18 +199,48 @@ def _read_trainer(path: Path) -> dict[str, Any]:
     file = path / "trainer.json"
     try:
         wait_for_path(file)
-        trainer = json.loads(file.read_text())
+        trainer = json.loads(read_bounded(file, TRAINER_BYTES))
     except RankError as error:
         raise CheckpointError(str(error)) from None
-    except ValueError as error:
+    except OSError as error:
+        raise _damaged(path, [f"{file.name} cannot be read ({error.strerror})"]) from error
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, [f"{file.name} is not valid JSON ({error})"]) from error
-    fits = isinstance(trainer, dict) and trainer.keys() >= TRAINER_KEYS
+    fits = isinstance(trainer, dict) and trainer.keys() >= TRAINER_KEYS and isinstance(trainer["position"], dict)
     if not fits or not trainer["position"].keys() <= TrainState.__dataclass_fields__.keys():
         raise CheckpointError(
             f"{path} was written by another version of this program, and only that version can continue it. "
             f"To start a new run from its encoder, use --init_from {path}."
         )
+    if fault := _wrong_value(trainer):
+        raise _damaged(path, [f"{file.name} holds a wrong value of {fault}"])
     return trainer
+
+
+def _wrong_value(trainer: dict[str, Any]) -> str | None:
+    """Return the name of an entry of trainer.json whose value cannot be one that this program wrote, or None."""
+    counts = {"processes": trainer["processes"], "optimizer_steps": trainer["optimizer_steps"]}
+    for one in dataclasses.fields(TrainState):
+        value = trainer["position"].get(one.name, 0 if one.type is int else {})
+        if one.type is int:
+            counts[one.name] = value
+        elif not isinstance(value, dict):
+            return one.name
+    for name, value in counts.items():
+        if not isinstance(value, int) or not 0 <= value <= LARGEST_COUNT:
+            return name
+    alarm = trainer["position"].get("alarm", {})
+    for name, kind in (("in_a_row", dict), ("largest_rank", float | int), ("rung", list)):
+        if not isinstance(alarm.get(name, kind() if isinstance(kind, type) else 0), kind):
+            return f"alarm.{name}"
+    settings = trainer["settings"]
+    if not isinstance(settings, dict):
+        return "settings"
+    if not isinstance(settings.get("method"), str):
+        return "settings.method"
+    if not isinstance(settings.get("encoder"), dict):
+        return "settings.encoder"
+    return None
 
 
 def _damaged(path: Path, faults: list[str]) -> CheckpointError:
@@ -207,16 +250,55 @@ def _damaged(path: Path, faults: list[str]) -> CheckpointError:
     intact = [p for p in earlier if not manifest.wrong_sizes(p)]
     start = intact[-1].name if intact else "the beginning, because no earlier checkpoint is complete"
     return CheckpointError(
-        f"{path} is damaged: {'; '.join(faults)}. Move this folder away. Then --resume continues from {start}."
+        f"{path} is damaged: {'; '.join(map(printable, faults))}. Move this folder away. "
+        f"Then --resume continues from {start}."
     )
 
 
-def temporary_link(link: Path, target: str) -> Path:
-    """Create a temporary symlink to `target` in the folder of `link`, and return its path.
+def point_latest(checkpoints: Path, name: str) -> None:
+    """Point the link `latest` to the checkpoint `name`, atomically.
 
-    The caller renames the temporary symlink to `link`, which replaces `link` atomically.
+    If the disk has no symlinks, only log a warning: readers then take the checkpoint of the highest step. A folder in
+    place of the link, which a copy of the run without links has, is removed if it is a copy of a checkpoint.
+
+    Raises:
+        CheckpointError: `latest` is a folder that holds something else.
     """
-    new = link.with_name(f".{link.name}.part")
+    latest, new = checkpoints / "latest", checkpoints / ".latest.part"
+    if new.is_dir() and not new.is_symlink():
+        shutil.rmtree(new)
     new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    return new
+    try:
+        new.symlink_to(name)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        log.warning("%s cannot be made, because the disk has no symlinks (%s)", latest, error.strerror)
+        return
+    if latest.is_dir() and not latest.is_symlink():
+        adopt_latest(checkpoints)
+        if latest.is_dir():  # a copy of a checkpoint that exists
+            latest.rename(checkpoints / ".copy.part")  # first renamed, so that a kill leaves no partial folder
+            shutil.rmtree(checkpoints / ".copy.part")
+    os.replace(new, latest)
+
+
+def adopt_latest(checkpoints: Path) -> None:
+    """Rename the folder `latest` to the name of its step, if it is a checkpoint that does not exist under that name.
+
+    `latest` is a folder instead of a link if a run was copied by a program that follows links.
+
+    Raises:
+        CheckpointError: `latest` is a folder that does not hold a copy of a checkpoint.
+    """
+    latest = checkpoints / "latest"
+    if latest.is_symlink() or not latest.is_dir():
+        return
+    if not (latest / "trainer.json").exists():
+        raise CheckpointError(f"{latest} is a folder without a checkpoint. Move it away")
+    step = checkpoints / f"step-{_read_trainer(latest)['position'].get('step', 0):08d}"
+    if not step.exists():
+        latest.rename(step)
+        log.info("%s is a folder, not a link. It was renamed to %s", latest, step.name)
+    elif (step / manifest.NAME).read_bytes() != (latest / manifest.NAME).read_bytes():
+        raise CheckpointError(f"{latest} is a folder with another checkpoint than {step.name}. Move one of them away")

@@ -26,7 +26,7 @@ from torch import nn
 
 import encoders
 from pretrain.checkpoints import manifest, rng
-from pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints, temporary_link
+from pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints, point_latest
 from pretrain.config import CheckpointConfig
 from pretrain.engines import Engine
 from pretrain.engines.local_state import LocalTensor, write
@@ -225,9 +225,8 @@ class Saver:
         manifest.write(part, {name: described for of_rank in files for name, described in of_rank.items()})
         fsync(part / manifest.NAME)
         fsync(part)
-        link = temporary_link(self.folder / "latest", folder.name)
         os.rename(part, folder)
-        os.replace(link, self.folder / "latest")
+        point_latest(self.folder, folder.name)
         fsync(self.folder)
 
     def _check_shared_disk(self) -> None:

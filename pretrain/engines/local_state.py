@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from pretrain.engines.metadata import Reader
 
 # torch warns if there is no process group, but runs of one process need none
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -195,6 +197,8 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
 def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
     """Load the local state of each process from the files that `write` made in `folder`. Collective.
 
+    The files may come from a stranger: none of their content is executed.
+
     Args:
         strict: True to raise an error if the checkpoint holds a tensor that is not in `state`.
 
@@ -204,7 +208,7 @@ def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
     """
     load(
         {},
-        storage_reader=FileSystemReader(folder),
+        storage_reader=Reader(folder),
         planner=_LoadPlanner(state, strict=strict),
         no_dist=not dist.is_initialized(),
     )

@@ -28,7 +28,12 @@ from encoders.vit import ViT
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from runtime.collectives import all_reduce_max
 
+NO_CONTRAST = 0.01
+"""Contrast of targets (`target_contrast`) at or below which all patches are equal, apart from rounding errors."""
+LOOKED_AT = 256
+"""Number of patches per process from which `target_contrast` is computed."""
 LONGEST_SIDE = 512
 """largest number of rows or columns of tokens for which the decoder has position vectors"""
 
@@ -233,7 +238,9 @@ class MAE(Method):
         pixels = encoder.stride**2 * encoder.channels
         self.encoder = encoder
         self.decoder = Decoder(encoder.dim, pixels, config, depth, drop=self.drop, class_token=class_token)
-        self._pooled: Tensor | None = None  # pooled features (B, D) of the last forward pass, for health()
+        # of the last forward pass, for health(): pooled features (B, D), and targets of some patches (N, P)
+        self._pooled: Tensor | None = None
+        self._some_targets: Tensor | None = None
 
     @staticmethod
     def encoder_defaults(config: MAEConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
@@ -256,8 +263,10 @@ class MAE(Method):
         images, mask = _masked_view(batch)
         features = self.encoder(images, mask, drop=self.drop)
         predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
+        targets = self._targets(images)
         with full_precision(predicted):
-            loss = mae_loss(predicted, self._targets(images), mask, features.grids)
+            loss = mae_loss(predicted, targets, mask, features.grids)
+        self._some_targets = targets[:: max(len(targets) // LOOKED_AT, 1)].detach().clone()
         self._pooled = features.pooled.detach().float()
         # A spread near 0 shows that the decoder learns nothing from the encoder.
         return loss, {"prediction_spread": predicted.detach().std(0).mean()}
@@ -285,11 +294,20 @@ class MAE(Method):
             )
         return [*found, *super().advice(record)]
 
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        if record["target_contrast"] > NO_CONTRAST:
+            return {}
+        return {
+            "no contrast": "all patches to predict are equal. Look at pictures/crops.png: all images may be "
+            "black or of one colour."
+        }
+
     @torch.no_grad()
     def health(self) -> dict[str, float]:
-        if self._pooled is None:
+        if self._pooled is None or self._some_targets is None:
             return {}
-        return {"feature_rank": effective_rank(self._pooled)}
+        contrast = all_reduce_max(self._some_targets.std(0).max())
+        return {"feature_rank": effective_rank(self._pooled), "target_contrast": contrast.item()}
 
     @torch.no_grad()
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:

@@ -12,6 +12,9 @@ from runtime.collectives import all_reduce_sum
 from runtime.errors import UserError
 from runtime.settings import Section
 
+EQUAL = 1e-5
+"""Features of images are equal if they differ by less than this fraction of their norm."""
+
 
 class HealthConfig(Section):
     """Settings of the collapse alarm."""
@@ -35,8 +38,9 @@ def effective_rank(features: Tensor) -> float:
     """Return the effective rank of the features of all processes (RankMe, 2210.02885).
 
     The effective rank is the exponential of the entropy of the centred features' singular values, normalised to sum
-    to 1. It is 0 if all rows are equal, at most the smaller of D and the number of rows, and NaN if a feature is not
-    finite. All processes get the same number, so that a collapse stops all of them at the same step.
+    to 1. It is 0 if all rows are equal up to rounding errors, at most the smaller of D and the number of rows, and NaN
+    if a feature is not finite. All processes get the same number, so that a collapse stops all of them at the same
+    step.
 
     Args:
         features: (N, D); N may differ between processes.
@@ -48,9 +52,10 @@ def effective_rank(features: Tensor) -> float:
     gram = all_reduce_sum(centred.T @ centred)
     if not gram.isfinite().all():
         return math.nan
-    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
-    if values.sum() < 1e-6 * max((gram.trace() + rows * mean.square().sum()).sqrt().item(), 1e-30):
+    # the norm of the centred features, because rounding errors of float32 have all directions, and thus a high rank
+    if gram.trace() <= EQUAL**2 * max((gram.trace() + rows * mean.square().sum()).item(), 1e-60):
         return 0.0
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     share = values / values.sum()
     return math.exp(-torch.special.xlogy(share, share).sum().item())
 
@@ -105,15 +110,21 @@ class CollapseAlarm:
         return due
 
     def signs(self, record: Mapping[str, float], method_signs: Mapping[str, str]) -> dict[str, str]:
-        """Return all signs of collapse in one record: those of the method, and a fallen rank of the features.
+        """Return all signs of collapse in one record: those of the method, a fallen rank of the features, and features
+        that are the same for all images.
 
         The keys are kinds of collapse, and the values are messages.
         """
         return {**method_signs, **self._rank_sign(record.get("feature_rank"))}
 
     def _rank_sign(self, rank: float | None) -> dict[str, str]:
-        if rank is None:
+        if rank is None or math.isnan(rank):
             return {}
+        if rank == 0:
+            return {
+                "identical": "all images have the same features. Look at pictures/crops.png: all images may be black "
+                f"or equal. {self.rank_hint}".rstrip()
+            }
         largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)
         if rank >= self.config.min_rank * largest:
             return {}

@@ -18,8 +18,7 @@ OF_FEATURES = [stem for name, stem in EVALUATIONS.items() if name not in FINAL_O
 PYTHON = """#!/usr/bin/env bash
 [[ $1 == -P ]] && exec {python} "$@"
 if [[ -n $SAVES && $1 == */accelerate_launch.py ]]; then
-    mkdir -p "$SAVES/checkpoints" && touch "$SAVES/config.yaml"
-    ln -sfn "step-$RANDOM$RANDOM" "$SAVES/checkpoints/latest"
+    mkdir -p "$SAVES/checkpoints/step-$(date +%s%N)" && touch "$SAVES/config.yaml"
 fi
 exec "$(dirname "$0")/called" "$@"
 """

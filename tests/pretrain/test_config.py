@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel
 
 import encoders
+from data.shards import ShardError, open_sources
 from encoders.base import IMAGENET, Preprocessing
 from pretrain.command_line import PRESETS, expand_resume, from_values, load
 from pretrain.config import resolve, settings_model, to_yaml
@@ -14,6 +15,7 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import fill
 from pretrain.methods.mae import MAE
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from pretrain.run import main
 from runtime.errors import UserError
 from runtime.settings import SettingsError, settings_of
 from tests.teachers import small_teacher
@@ -129,7 +131,7 @@ def test_saved_settings_repeat_the_run(tmp_path: Path) -> None:
     again = resolve(
         load(["--config", str(tmp_path / "config.yaml")]), 5
     )  # the number of images changes nothing any more
-    skipped = {"config"}
+    skipped = {"config": True, "source": {"commands"}}  # a file may not allow commands
     assert again.model_dump(exclude=skipped) == config.model_dump(exclude=skipped)
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert values["encoder"]["drop_path"] == 0.1  # DINO's, where the user gives none
@@ -315,8 +317,9 @@ def test_a_run_that_starts_from_an_encoder_of_this_project_has_its_settings(tmp_
         assert given.data.preprocessing == Preprocessing((0.5,), (0.2,))
         assert given.evaluate_every == 9
         (tmp_path / "config.yaml").write_text(to_yaml(given))
+        skipped = {"config": True, "source": {"commands"}}
         again = resolve(load(["--config", str(tmp_path / "config.yaml")]), 1000)
-        assert again.model_dump(exclude={"config"}) == given.model_dump(exclude={"config"})
+        assert again.model_dump(exclude=skipped) == given.model_dump(exclude=skipped)
     other = load([*SHARDS, "--init_from", str(file), "--encoder", "vit_tiny"])
     assert other.encoder_settings == {"variant": "vit_tiny"}
     assert resolve(other, 1000).encoder_settings["channels"] == 1
@@ -333,3 +336,62 @@ def test_a_run_that_starts_from_published_weights_has_the_variants_settings(tmp_
     (tmp_path / "published.json").write_text("{}")
     with pytest.raises(SettingsError, match=r"init_from: .*does not describe an encoder"):
         load([*SHARDS, "--init_from", str(tmp_path / "published.safetensors")])
+
+
+def test_a_section_with_nothing_below_it_is_empty(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    for section in ("encoder", "optim", "dino", "source", "evaluation", "metrics"):
+        file.write_text(f"data: some.tar\n{section}:\n")
+        assert load(["--config", str(file)]).encoder.variant == "vit_small"
+    file.write_text("data:\n")  # the embedded digits
+    assert load(["--config", str(file)]).data.shards is None
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        "'pipe:{}'",
+        "['pipe:{}']",
+        "{{'pipe:{}': 1.0}}",
+        "'{{pipe:{},pipe:true}}'",
+        "'file://pipe:{}'",
+        "'{{p..p}}ipe:{}'",
+    ],
+)
+def test_a_settings_file_runs_no_command(tmp_path: Path, shards: str) -> None:
+    ran, file = tmp_path / "ran", tmp_path / "x.yaml"
+    command = f"touch {ran}; cat /nowhere"
+    file.write_text(f"data: {shards.format(command)}\nsource: {{retries: 0}}\n")
+    flag = ["--config", str(file)]
+    for more in ([], ["--dry_run"], ["--dry_run", "--source.commands"]):
+        config = load([*flag, *more])
+        assert config.source.commands is False
+        with pytest.raises(ShardError, match=r"(?s)not run|no file matches"):
+            open_sources(config.data.shards, source=config.source)
+    assert not ran.exists()
+    config = load([*flag, "--source.commands"])
+    with pytest.raises(ShardError):  # the command ends with an error
+        open_sources(config.data.shards, source=config.source)
+    assert ran.exists() or "file://" in shards or ".." in shards
+    assert load(["--data", "pipe:true"]).source.commands is None
+    assert load([*flag, "--data", "other.tar"]).source.commands is None
+    file.write_text("data: a.tar\nevaluation: {val: 'pipe:true'}\n")
+    assert load([*flag, "--data", "other.tar"]).source.commands is False
+    file.write_text("data: a.tar\nsource: {commands: true}\n")
+    with pytest.raises(SettingsError, match=r"a settings file cannot set source\.commands"):
+        load(flag)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b"])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / name)
+    for words in (
+        ["--output", path],
+        ["--resume", path],
+        ["--config", path],
+        ["--data", path],
+        ["--init_from", path],
+        ["--data", "some.tar", "--evaluation.val", path],
+    ):
+        assert main([*words, *([] if "--resume" in words or "--output" in words else ["--dry_run"])]) == 2, words
+        assert "Traceback" not in capsys.readouterr().err

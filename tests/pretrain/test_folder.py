@@ -1,12 +1,14 @@
 """The folder of a run: continue, refuse or overwrite the run in it."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from pretrain.command_line import load
 from pretrain.config import resolve
-from pretrain.folder import delete_run, run_folder
+from pretrain.folder import claimed, delete_run, newest_checkpoint
 from pretrain.run import main
 from runtime.settings import SettingsError
 from tests.launched import TINY, records
@@ -23,10 +25,10 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_continued_or_deleted(tmp_pa
     (newest / "complete").touch()
     output = ["--output", str(tmp_path)]
     with pytest.raises(SettingsError, match="holds another run"):
-        run_folder(settings(*output))
+        newest_checkpoint(settings(*output), tmp_path)
     with pytest.raises(SettingsError, match="Give only one of them"):
-        run_folder(settings(*output, "--overwrite", "--resume"))
-    assert run_folder(settings(*output, "--overwrite")) == (tmp_path, None)
+        newest_checkpoint(settings(*output, "--overwrite", "--resume"), tmp_path)
+    assert newest_checkpoint(settings(*output, "--overwrite"), tmp_path) is None
     assert (tmp_path / "config.yaml").exists()  # deleted only after all other settings have been checked
 
 
@@ -53,3 +55,32 @@ def test_overwriting_starts_from_the_beginning(tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path / "run")] == [0, 1, 2]
     assert main([*words, "--steps", "2", "--overwrite", "--encoder.heads", "5"]) == 2
     assert records(tmp_path / "run")
+
+
+@pytest.mark.medium
+def test_a_second_start_in_the_same_folder_is_refused_at_once(launch, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "run"
+    words = [*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)]
+    run = launch(words)
+    run.wait_for(lambda: list(output.glob(".lock-*")))  # long before config.yaml exists
+    for more in ([], ["--resume"], ["--overwrite"]):
+        assert main([*TINY, "--output", str(output), *more]) == 2
+        assert f"{output} is in use by process {run.process.pid}" in capsys.readouterr().err
+    run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
+    assert main([*TINY, "--output", str(output), "--overwrite"]) == 2
+    assert main([*words, "--resume", "--dry_run"]) == 0  # it only looks
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(20)
+    assert main([*TINY, "--output", str(output), "--steps", "2", "--overwrite"]) == 0
+    assert [record["step"] for record in records(output)] == [0, 1, 2]
+    assert not list(output.glob(".lock-*"))
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--data", "/nowhere/*.tar", "--output", "a/b/run"]) == 2
+    assert main(["--data", "/nowhere/*.tar"]) == 2
+    assert not list(tmp_path.iterdir())
+    with claimed(settings(), True) as first, claimed(settings(), True) as second:  # in the same second
+        assert first != second
+    assert not list(tmp_path.iterdir())

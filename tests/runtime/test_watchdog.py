@@ -69,7 +69,7 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     for rank, message in room.said.items():
         assert message.startswith(f"process {rank}: process {lost} on {host} was last heard at ")
         assert re.search(r"at \d\d:\d\d:\d\d \(now: \d\d:\d\d:\d\d\)", message)
-        assert message.endswith("start again with --resume and the same --output")
+        assert message.endswith("or its machine failed")
     assert lost not in room.said
 
 
@@ -290,3 +290,35 @@ def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_pat
     assert run.process.returncode == 0, log
     assert "last heard" not in log
     assert records(output)[-1]["step"] == 12
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_process_is_frozen_ends_by_name(launch, tmp_path: Path) -> None:
+    script = tmp_path / "evaluate.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        import torch
+        from runtime import watchdog
+        watchdog.TIMING = watchdog.Timing(interval=0.5, timeout=6.0)
+        from runtime.collectives import all_reduce_sum
+        from runtime.processes import exit_on_user_error, make_accelerator
+        with exit_on_user_error():
+            make_accelerator()
+            while True:
+                all_reduce_sum(torch.ones(3))
+                print("worked", flush=True)
+                time.sleep(0.2)
+        """)
+    )
+    run = launch([], processes=2, wrapped=True, script=script)
+    run.wait_for(lambda: run.log.read_text().count("worked") > 10)
+    trainers = run.children()
+    os.kill(trainers[1], signal.SIGSTOP)
+    _wait(lambda: _ended(trainers[0]), 30)
+    assert re.search(
+        r"evaluate.py: process 0: process 1 on .* was last heard at .*Start the command again", run.log.read_text()
+    )
+    os.kill(trainers[1], signal.SIGKILL)
+    run.wait(60)
+    assert run.process.returncode == watchdog.EXIT_CODE

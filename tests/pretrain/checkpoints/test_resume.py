@@ -1,9 +1,11 @@
 """A run resumes from an intact checkpoint, and refuses damaged or foreign ones."""
 
+import errno
 import json
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,3 +193,38 @@ def test_processes_agree_on_what_is_damaged(tmp_path: Path, free_port: int) -> N
     flip(path / "random-00000.pt")
     assert list(json.loads((path / "manifest.json").read_text())["files"]).index("random-00000.pt") % 2 == 0
     on_processes(_restore, free_port, str(tmp_path))
+
+
+def test_a_copy_of_a_run_whose_links_are_folders_continues(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 1, 2)
+    shutil.copytree(folder, tmp_path / "copy")  # follows links
+    copy, lost = tmp_path / "copy", tmp_path / "lost"
+    assert (copy / "latest").is_dir()
+    assert not (copy / "latest").is_symlink()
+    shutil.copytree(copy / "latest", lost / "latest")  # all that was copied
+    resume.adopt_latest(copy)
+    resume.restore(copy / "step-00000002", *make(1))
+    assert os.readlink(copy / "latest") == "step-00000002"
+    resume.adopt_latest(lost)
+    assert [path.name for path in resume.list_checkpoints(lost)] == ["step-00000002"]
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "step-00000002" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"another checkpoint than step-00000002\. Move one of them away"):
+        resume.adopt_latest(other)
+    (folder / "latest").unlink()
+    (folder / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=r"a folder without a checkpoint\. Move it away"):
+        resume.adopt_latest(folder)
+
+
+def test_a_disk_without_links_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def symlink_to(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", symlink_to)
+    folder = saved(tmp_path, 1, 2)
+    assert "the disk has no symlinks (Operation not permitted)" in caplog.text
+    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000001", "step-00000002"]
+    resume.restore(folder / "step-00000002", *make(1))
+    assert encoders.load(tmp_path).settings["variant"] == "vit_micro"

@@ -1,11 +1,14 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from pretrain.methods.dino import DINO, collapse_signs
 from pretrain.monitoring.collapse import CollapseAlarm, CollapseError, HealthConfig, effective_rank
+from pretrain.run import main
 
 
 def test_effective_rank_counts_directions() -> None:
@@ -79,3 +82,32 @@ def test_signs_and_hints_belong_to_the_method() -> None:
     }
     alarm.check({"step": 3, "feature_rank": 20.0}, {})
     assert alarm.check({"step": 4, "feature_rank": 1.0}, {})["rank"].endswith("to 1.0. Try another method.")
+
+
+def test_equal_features_from_the_first_step_ring() -> None:
+    alarm = CollapseAlarm(HealthConfig(patience=2, grace=0.0), 100, DINO.rank_hint)
+    assert check(alarm, record(1, 3.0, 2.0, rank=0.0)) == {}
+    said = check(alarm, record(2, 3.0, 2.0, rank=0.0))
+    assert list(said) == ["identical"]
+    assert "all images may be black" in said["identical"]
+    assert check(alarm, record(3, 3.0, 2.0, rank=math.nan)) == {}
+    torch.manual_seed(0)
+    same = torch.randn(1, 384).expand(512, 384)
+    noise = torch.randn(512, 384) * 1e-7 * same.norm() / 384**0.5  # rounding errors, which have a high rank
+    assert effective_rank(same + noise) == 0.0
+    assert effective_rank(same + 1e4 * noise) > 100
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("method", ["dino", "mae"])
+def test_black_images_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str) -> None:
+    for number in range(32):
+        Image.new("RGB", (20 + number, 24)).save(tmp_path / f"{number}.png")
+    words = [
+        *("--method", method, "--data", str(tmp_path), "--output", str(tmp_path / "run"), "--steps", "12"),
+        *("--batch_size", "16", "--record_every", "1", "--workers", "0", "--encoder", "vit_micro"),
+        *("--encoder.depth", "1", "--encoder.dim", "24", "--encoder.heads", "2", "--health.on_collapse", "stop"),
+        *(["--dino.global_size", "16", "--dino.local_size", "8"] if method == "dino" else ["--mae.size", "16"]),
+    ]
+    assert main([*words, "--optim.warmup_steps", "1"]) == 2
+    assert "all images may be black" in capsys.readouterr().err

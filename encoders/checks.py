@@ -1,0 +1,76 @@
+"""Checks of encoder settings that may come from a file of a stranger."""
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from encoders.errors import EncoderError
+from runtime.errors import printable
+
+LARGEST = 2**16
+"""Largest whole number that a setting may have, such as a width or a side in pixels."""
+MOST_BLOCKS = 1024
+"""Largest number of blocks of an encoder."""
+MOST_ITEMS = 64
+"""Largest number of items of a setting that is a list."""
+
+
+def check_settings(variant: str, settings: Mapping[str, Any], constructor: Any) -> None:
+    """Check the types of settings and the limits of their values.
+
+    Args:
+        variant: name of the encoder variant, for messages.
+        settings: settings by name. Names that the constructor does not know are not checked.
+        constructor: class of the encoder, whose annotations are the types of the settings.
+
+    Raises:
+        EncoderError: a value has the wrong type, is not finite or is too large.
+    """
+    known = inspect.signature(constructor).parameters
+    for name, value in settings.items():
+        if name in known and not _fits(value, known[name].annotation):
+            kind = getattr(known[name].annotation, "__name__", known[name].annotation)
+            raise EncoderError(
+                f"{name} of {variant} must be {kind}, finite and at most {LARGEST}, not {printable(repr(value)[:100])}."
+            )
+    blocks = settings.get("depth", settings.get("depths", 0))
+    if (sum(blocks) if isinstance(blocks, list | tuple) else blocks) > MOST_BLOCKS:
+        raise EncoderError(f"{variant} has {blocks} blocks, but at most {MOST_BLOCKS} are supported.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return True if a value has the type of an annotation, and is within the limits. Lists count as tuples."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if origin is Literal:
+        return isinstance(value, str | int) and value in members
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or len(value) > MOST_ITEMS:
+            return False
+        if members[1:] == (...,):
+            return all(_fits(item, members[0]) for item in value)
+        return len(value) == len(members) and all(map(_fits, value, members))
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    if kind in (bool, types.NoneType):
+        return isinstance(value, bool) if kind is bool else value is None
+    return True  # another annotation, of a family of another package
+
+
+def check_finite(name: str, values: Any) -> tuple[float, ...]:
+    """Return a list of finite numbers as a tuple.
+
+    Raises:
+        ValueError: the values are not such a list, or are more than `LARGEST`.
+    """
+    if not isinstance(values, list) or not 0 < len(values) <= LARGEST:
+        raise ValueError(f"{name} must be a list of numbers")
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        raise ValueError(f"{name} must hold numbers only")
+    if not all(abs(value) < 1e30 for value in values):  # false for NaN, too
+        raise ValueError(f"{name} must hold finite numbers only")
+    return tuple(map(float, values))

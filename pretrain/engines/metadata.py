@@ -1,0 +1,117 @@
+"""Reading of the file .metadata of a checkpoint, which may come from a stranger.
+
+torch.distributed.checkpoint writes the file as a pickle, and a pickle can name any function for the reader to call.
+This module calls only constructors of the classes that such a file needs, and checks the result.
+"""
+
+import io
+import pathlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as of_torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from runtime.errors import UserError, printable
+from runtime.files import read_bounded
+
+MAX_BYTES = 2**30
+"""Largest size of the file in bytes. The file of a run has some hundred bytes for each tensor of each process."""
+CLASSES = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+CLASSES += ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+_ALLOWED: dict[tuple[str, str], Any] = {(of_torch.__name__, name): getattr(of_torch, name) for name in CLASSES}
+_ALLOWED |= {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # a look-up in a dict
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the name of the folder in which the checkpoint was written
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+}
+_ALLOWED |= {("torch", name): kind for name in dir(torch) if isinstance(kind := getattr(torch, name), torch.dtype)}
+
+
+class MetadataError(UserError, ValueError):
+    """The file .metadata of a checkpoint is damaged or hostile."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that knows only the names in `_ALLOWED`."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise MetadataError(
+                f"it names {printable(f'{module}.{name}')}, which no checkpoint needs and which could run code"
+            ) from None
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        raise MetadataError("it holds a persistent id, which no checkpoint needs")
+
+
+class Reader(FileSystemReader):
+    """Reader of checkpoint files that runs no code of the files.
+
+    Raises:
+        MetadataError: the file .metadata is damaged, names objects that could run code, or points to other folders.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # read here, because torch logs a traceback for every error that `read_metadata` raises
+        self._metadata = read_metadata(folder / ".metadata")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the content of the file .metadata. Torch calls this method, with arguments that are not needed."""
+        del args, kwargs
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return the content of the file `path`.
+
+    Raises:
+        MetadataError: the file does not hold what this project writes there.
+        OSError: the file cannot be read.
+    """
+    content = read_bounded(path, MAX_BYTES)
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+        fault = None if isinstance(metadata, Metadata) else "it holds something else"
+        fault = fault or _fault(metadata)
+    except MetadataError as error:
+        raise MetadataError(f"{path.name} is not read: {error}") from None
+    except Exception as error:  # the constructors may raise anything for damaged values
+        raise MetadataError(f"{path.name} is damaged ({type(error).__name__})") from error
+    if fault:
+        raise MetadataError(f"{path.name} is damaged: {fault}")
+    return metadata
+
+
+def _fault(metadata: Metadata) -> str | None:
+    """Return the reason why `metadata` does not describe flattened tensors in files of one folder, or None."""
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
+            return "it describes something that is not a tensor"
+        chunks = [(*chunk.offsets, *chunk.sizes) for chunk in tensor.chunks]
+        numbers = [*tensor.size, *(number for chunk in chunks for number in chunk)]
+        if len(tensor.size) != 1 or any(len(chunk) != 2 for chunk in chunks):
+            return f"the tensor {printable(name)} is not flattened"
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            return f"the tensor {printable(name)} has a negative size"
+    for index, stored in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(stored, _StorageInfo):
+            return "it describes something that is not stored in a file"
+        file = stored.relative_path
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            return f"it points to the file {printable(str(file))} outside of the checkpoint"
+        if not all(isinstance(number, int) and number >= 0 for number in (stored.offset, stored.length)):
+            return f"it points to a negative position in {printable(file)}"
+        if stored.transform_descriptors:
+            return "it holds compressed tensors, which this project does not write"
+    return None

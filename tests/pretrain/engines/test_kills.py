@@ -1,0 +1,96 @@
+"""Kills and stops at random moments of runs of two processes, under every kind of sharding.
+
+Each run is stopped several times by SIGKILL or SIGTERM, to one process or to all, and resumed until it is done. Its
+losses and its encoder are then bit-equal to those of an undisturbed run, and nothing is left behind.
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import encoders
+from pretrain.checkpoints import resume
+from runtime import preemption, watchdog
+from tests.launched import TINY, records
+
+KILLS = 4
+STEPS = 40
+
+
+def shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def losses(output: Path) -> dict[int, float]:
+    found = [(record["step"], record["loss"]) for record in records(output) if "loss" in record]
+    assert len(dict(found)) == len(found), "a step stands twice"
+    return dict(found)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below a process: trainers and loader workers."""
+    try:
+        own = [int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()]
+    except OSError:
+        return []
+    return own + [one for child in own for one in descendants(child)]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_kills_at_random_moments_change_nothing(launch, tmp_path: Path, engine: str) -> None:
+    before = shared_memory()
+    tiny = [*TINY, "--steps", str(STEPS), "--checkpoint_every", "3", "--checkpoint.background"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run = launch([*tiny, "--output", str(whole)], processes=2, engine=engine, wrapped=True)
+    log = run.wait()
+    assert run.process.returncode == 0, log
+    rng = random.Random(engine)
+    words, started = [*tiny, "--output", str(broken)], []
+    for number in range(KILLS):
+        run = launch(words, processes=2, engine=engine, wrapped=True)
+        goal = max(losses(broken), default=0) + rng.randint(1, STEPS // KILLS - 2) if _has_metrics(broken) else 1
+        run.wait_for(lambda goal=goal: _has_metrics(broken) and max(losses(broken), default=0) >= goal)
+        time.sleep(rng.random() * 0.3)
+        trainers = run.children()
+        started += [run.process.pid, *descendants(run.process.pid)]
+        how, targets = (signal.SIGTERM, signal.SIGKILL)[number % 2], rng.choice([trainers, trainers[:1], trainers[1:]])
+        for pid in targets:
+            os.kill(pid, how)
+        log = run.wait(120)
+        expected = {preemption.EXIT_CODE} if how == signal.SIGTERM else {137, watchdog.EXIT_CODE, 1}
+        assert run.process.returncode in expected, log
+        assert "Traceback" not in log or how == signal.SIGKILL
+        for path in resume.list_checkpoints(broken / "checkpoints"):
+            resume.verify(path)
+        words = ["--output", str(broken), "--resume"]
+    run = launch(words, processes=2, engine=engine, wrapped=True)
+    log = run.wait()
+    assert run.process.returncode == 0, log
+    assert losses(broken) == losses(whole)
+    ours, theirs = (encoders.load(folder / "encoder.safetensors").state_dict() for folder in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    end = time.monotonic() + 30
+    # other programs of the machine may hold shared memory for a while
+    while (any(map(running, started)) or not shared_memory() <= before) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not any(map(running, started)), "a process is left"
+    assert not [path for path in broken.rglob(".*") if path.name != ".metadata"], "a temporary file or a lock is left"
+    assert shared_memory() <= before
+
+
+def _has_metrics(output: Path) -> bool:
+    return (output / "metrics.jsonl").exists() and bool((output / "metrics.jsonl").read_text().strip())

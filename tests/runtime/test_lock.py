@@ -1,0 +1,197 @@
+"""The lock of a folder: one holder, dead holders are replaced without a hand, and live ones never."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import lock
+from runtime.lock import LockedError, Timing, acquire, locked
+from runtime.machine import is_running
+
+QUICK = Timing(interval=0.05, timeout=0.6)
+PATIENT = Timing(interval=0.05, timeout=60)
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from runtime.lock import locked
+with locked(Path(sys.argv[1])):
+    if len(sys.argv) > 2 and os.fork() == 0:  # a loader worker, which has the descriptors of its parent
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    started = []
+
+    def start(*more: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDER, str(tmp_path), *more]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        started[-1].first = started[-1].stdout.readline().strip()
+        return started[-1]
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def elsewhere(folder: Path, beats: int = 1, number: int = 1) -> Path:
+    """Write the file of a lock as a holder on another machine does."""
+    path = folder / f".lock-{number:08d}"
+    record = {"host": "node7", "machine": "another", "pid": 1, "started": "5", "since": "then", "beats": beats}
+    path.write_text(json.dumps(record))
+    return path
+
+
+@pytest.mark.parametrize("disk_has_locks", [True, False])
+def test_a_live_holder_is_named_and_a_killed_one_replaced(
+    tmp_path: Path, holder, monkeypatch: pytest.MonkeyPatch, disk_has_locks: bool
+) -> None:
+    if not disk_has_locks:
+
+        def lockf(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+    process = holder()
+    for stop in (None, signal.SIGSTOP):  # a frozen holder may continue at any time
+        if stop:
+            os.kill(process.pid, stop)
+        began = time.monotonic()
+        with pytest.raises(LockedError, match=f"{tmp_path} is in use by process {process.pid} on .* started at 20"):
+            acquire(tmp_path, PATIENT)
+        assert time.monotonic() - began < PATIENT.timeout / 2  # at once, even on a busy machine
+    os.kill(process.pid, signal.SIGKILL)  # not waited for: a zombie is dead, too
+    while is_running(process.pid, None):
+        time.sleep(0.01)
+    began = time.monotonic()
+    held = acquire(tmp_path, PATIENT)
+    assert time.monotonic() - began < PATIENT.timeout / 2
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000002"]
+    held.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_outlives_its_run_holds_nothing(tmp_path: Path, holder) -> None:
+    process = holder("with a worker")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_second_run_of_the_same_process_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with pytest.raises(LockedError, match="another run of this process"), locked(tmp_path / "." / ""):
+            pass
+        done = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
+        assert f"in use by process {os.getpid()}" in done.stderr  # the refusal above has not released the lock
+    with locked(tmp_path):
+        pass
+
+
+def test_a_holder_on_another_machine_is_dead_when_its_heartbeat_stands_still(tmp_path: Path) -> None:
+    elsewhere(tmp_path)
+    began = time.monotonic()
+    held = acquire(tmp_path, QUICK)
+    assert QUICK.timeout <= time.monotonic() - began < 20 * QUICK.timeout
+    held.release()
+    over = threading.Event()
+
+    def beat() -> None:
+        beats = 1
+        while not over.wait(0.2):
+            beats += 1
+            elsewhere(tmp_path, beats)
+
+    elsewhere(tmp_path)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(LockedError, match="process 1 on node7"):
+            acquire(tmp_path, PATIENT)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_holder_on_another_machine_that_ends_while_it_is_watched(tmp_path: Path) -> None:
+    path = elsewhere(tmp_path)
+    threading.Timer(0.2, path.unlink).start()
+    began = time.monotonic()
+    acquire(tmp_path, PATIENT).release()
+    assert time.monotonic() - began < PATIENT.timeout / 2
+
+
+def _take(folder: Path, start, done, results) -> None:
+    lock._try_lock = lambda descriptor: None  # a disk without locks
+    start.wait()
+    try:
+        held = acquire(folder, QUICK)
+    except LockedError:
+        results.put("refused")
+        return
+    results.put("held")
+    done.wait(60)
+    held.release()
+
+
+def test_of_many_that_find_a_dead_holder_one_takes_over(tmp_path: Path) -> None:
+    elsewhere(tmp_path, number=41)
+    context = multiprocessing.get_context("fork")
+    start, done, results = context.Event(), context.Event(), context.Queue()
+    processes = [context.Process(target=_take, args=(tmp_path, start, done, results)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    start.set()
+    assert sorted(results.get(timeout=30) for _ in processes) == ["held", *["refused"] * 7]
+    done.set()
+    for process in processes:
+        process.join(30)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_holder_that_was_suspended_for_too_long_ends_its_run(tmp_path: Path) -> None:
+    told = []
+    held = acquire(tmp_path, QUICK, told.append)
+    later = elsewhere(tmp_path, number=2)
+    end = time.monotonic() + 20
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    held.release()
+    assert told == [
+        f"process 1 on node7, which started at then has taken over {tmp_path}, because this run was suspended"
+    ]
+    assert later.exists()  # it belongs to the other run
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff" * 5000, b"[" * 4000, b'{"machine": 3, "pid": "x"}'])
+def test_any_content_of_another_holder_is_only_waited_for(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lock-00000001").write_bytes(content)
+    (tmp_path / ".lock-999999999999999").touch()  # not a name of this project
+    acquire(tmp_path, QUICK).release()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_other_things_of_that_name_are_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ".lock-00000001"
+    {"link": lambda: path.symlink_to("target"), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    with pytest.raises((LockedError, OSError)):
+        acquire(tmp_path, QUICK)
+    assert not (tmp_path / "target").exists()
