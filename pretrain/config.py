@@ -105,12 +105,15 @@ class EvaluationConfig(Section):
     """Settings of the evaluation and the pictures during training."""
 
     train: str | list[str] | None = None
-    """labelled SHARDS in which neighbours are searched (the bank); default: the training shards"""
+    """labelled SHARDS in which neighbours are searched (the bank) and on which the linear probe is fitted; default: the
+    training shards"""
     val: str | list[str] | None = None
-    """labelled SHARDS whose images are classified: by their neighbours, or by the classifier of --method finetune;
-    default: no evaluation"""
+    """labelled SHARDS whose images are classified: by their neighbours and a linear probe, or by the classifier of
+    --method finetune; default: no evaluation"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
+    linear_iterations: int = Field(default=100, ge=0)
+    """largest number of L-BFGS iterations of the linear probe; 0: no linear probe"""
     batch_size: int = Field(default=256, ge=1)
     """number of images per forward pass of the evaluation, in each process"""
     pictures: int = Field(default=8, ge=0)
