@@ -21,10 +21,10 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from encoders import navit, sam_vit, swin, twins, vit
+from encoders import navit, published, sam_vit, swin, twins, vit
 from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.errors import EncoderError, WeightsError
-from encoders.formats.checkpoint import load_weights
+from encoders.formats.checkpoint import load_weights, recognise
 from encoders.formats.report import Report
 from encoders.navit import NaViT
 from encoders.sam_vit import SAMViT
@@ -43,6 +43,7 @@ __all__ = [
     "Report",
     "WeightsError",
     "build",
+    "describe_published",
     "family",
     "load",
     "load_weights",
@@ -134,12 +135,18 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
 def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
-    `path` may also be the folder of a run or of a checkpoint.
+    `path` may also be the folder of a run or of a checkpoint, or `timm:NAME` for a pretrained model of timm.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
-        WeightsError: the weights do not fit the settings.
+        WeightsError: the weights do not fit the settings, or timm has no weights of this name.
     """
+    if published.is_name(path):
+        state, preprocessing = published.fetch(path)
+        encoder = build(**recognise(state).describe(state))
+        load_weights(encoder, state)
+        encoder.preprocessing = preprocessing
+        return encoder.eval()
     path = Path(path)
     if path.is_dir():
         path = next((place for place in places(path) if place.is_file()), path)
@@ -181,6 +188,16 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
         raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
     settings.pop("step", None)
     return settings, _preprocessing(settings.pop("preprocessing", None), path)
+
+
+def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
+    """Return the arguments of `build` and the preprocessing for `timm:NAME`, a pretrained model of timm.
+
+    Raises:
+        WeightsError: timm has no weights of this name, or no encoder fits them.
+    """
+    state, preprocessing = published.fetch(name)
+    return recognise(state).describe(state), preprocessing
 
 
 def read_step(path: str | Path) -> int | None:

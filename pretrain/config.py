@@ -170,8 +170,9 @@ class RunConfig(Settings, frozen=True):
     """print the values of all settings for this data and encoder, and the run's length, memory and shards per worker;
     then exit without training"""
     init_from: str | None = None
-    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
-    folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
+    """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
+    of timm, or a published weight file; all but the last also give the defaults of encoder and data.channels,
+    data.mean, data.std"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 on a GPU that
     supports bf16, else fp32"""
