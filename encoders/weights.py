@@ -20,6 +20,7 @@ from encoders.formats.checkpoint import format_of, load_weights, read, recognise
 from encoders.formats.report import Report
 from encoders.summary import setting
 from runtime.files import atomic_write
+from runtime.output import quiet_if_reader_leaves
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -115,4 +116,5 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_if_reader_leaves():
+        main()

@@ -26,6 +26,7 @@ from pretrain.methods.base import Method
 from runtime.collectives import RankError, run_on_all_ranks
 from runtime.errors import UserError
 from runtime.files import atomic_write
+from runtime.output import quiet_if_reader_leaves
 
 PARTS = ("encoder", "student", "teacher", "method")
 
@@ -165,4 +166,5 @@ def _save(method: nn.Module, described: dict[str, Any], output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_if_reader_leaves():
+        main()

@@ -8,6 +8,7 @@ import sys
 from runtime import preemption
 
 if __name__ == "__main__":
+    preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
 
 # OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
@@ -18,6 +19,7 @@ from data.shards import ShardError
 from pretrain.command_line import load
 from runtime import watchdog
 from runtime.errors import UserError
+from runtime.output import quiet_if_reader_leaves
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,7 +80,8 @@ def _complain(message: str) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    with quiet_if_reader_leaves():
+        code = main()
     preemption.ignore()
     saver = sys.modules.get("pretrain.checkpoints.save")  # None if the run has not started
     if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
+from runtime import preemption
 from runtime.errors import UserError
+from runtime.output import quiet_if_reader_leaves
 
 
 class LaunchError(UserError, ValueError):
@@ -43,13 +45,15 @@ def make_accelerator(**settings: Any) -> Accelerator:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Destroy the process group at the end of the block.
+    """Destroy the process group at the end of the block. Let SIGTERM to `accelerate launch` also end this process.
 
     If the block raises a `UserError`, print its message without a traceback and exit with code 2. The process group is
     not destroyed in this case.
     """
+    preemption.end_with_launcher()
     try:
-        yield
+        with quiet_if_reader_leaves():
+            yield
     except UserError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

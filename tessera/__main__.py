@@ -12,6 +12,7 @@ import runpy
 import sys
 
 import tessera
+from runtime.output import quiet_if_reader_leaves
 
 COMMANDS = {
     "pretrain": ("pretrain.run", "pretrain an encoder"),
@@ -39,7 +40,8 @@ def main() -> None:
     place = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if place is None:
         asked_for_help = not words or words[0] in ("-h", "--help")
-        print(help_text(), file=sys.stdout if asked_for_help else sys.stderr)
+        with quiet_if_reader_leaves():
+            print(help_text(), file=sys.stdout if asked_for_help else sys.stderr)
         raise SystemExit(0 if asked_for_help else 2)
     module = COMMANDS[words[place]][0]
     if place == 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from data.shards.errors import MakeError as MakeError
 from data.shards.errors import ShardError
 from runtime.errors import UserError
+from runtime.output import quiet_if_reader_leaves
 from runtime.settings import SettingsError
 
 
@@ -27,7 +28,8 @@ def run_command(program: str, command: Callable[[], int], *, resume: str = "") -
         resume: advice that is printed if the user interrupts the command or a worker process is killed.
     """
     try:
-        return command()
+        with quiet_if_reader_leaves():
+            return command()
     except (SettingsError, ShardError) as error:
         message, status = str(error), 2
     except WorkerError as error:
