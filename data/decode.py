@@ -14,7 +14,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from data.tiff import TiffError, is_tiff, read_tiff
+from data.tiff import TiffError, eight_bits, is_tiff, read_tiff
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Names of the image formats that Pillow is allowed to decode."""
@@ -58,13 +58,14 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
     the luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no
     transparency. A TIFF of C bands keeps its bands, for any C.
 
-    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. For other 16-bit images, the upper byte of each
+    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. An image of this kind whose values are all below
+    4096 is refused, because few gray levels would be left. For other 16-bit images, the upper byte of each
     value is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is
     decoded. The size in the header is compared with `max_pixels` and Pillow's own limit before any pixel is decoded.
 
     Raises:
-        ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels, or cannot be
-            converted to `channels` channels.
+        ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels, cannot be
+            converted to `channels` channels, or is a dark 16-bit image.
     """
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
 
@@ -283,11 +284,17 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """Convert a 16-bit gray image to 8 bits, and keep its transparency. Return other images unchanged.
 
     Pillow's own conversion is not used, because it clips values above 255.
+
+    Raises:
+        ImageError: the image is too dark for 8 bits.
     """
     if not image.mode.startswith("I"):
         return image
     values, key = np.asarray(image).astype(np.int32), image.info.get("transparency")
-    gray = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    try:
+        gray = Image.fromarray(eight_bits(values))
+    except ValueError as error:
+        raise ImageError(str(error)) from error
     if not isinstance(key, int):
         return gray
     return Image.merge("LA", (gray, Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))))

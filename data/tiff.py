@@ -26,6 +26,11 @@ ALPHA = 2
 """Value of the TIFF tag ExtraSamples for an alpha band that is not premultiplied into the colours."""
 
 
+DARK = 4096
+"""A 16-bit image whose values are all below this number, such as one of a 12-bit camera, would keep at most 16 of 256
+gray levels."""
+
+
 class TiffError(ValueError):
     """Raised if a TIFF is damaged or not supported. The message states the reason."""
 
@@ -47,10 +52,12 @@ def is_tiff(encoded: bytes) -> bool:
 
 
 def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
-    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are divided by 257.
+    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are converted by
+    `eight_bits`.
 
     Raises:
-        TiffError: the TIFF is damaged, not supported or too large, or a package for TIFF images is not installed.
+        TiffError: the TIFF is damaged, not supported, too large or too dark, or a package for TIFF images is not
+            installed.
     """
     try:
         import imagecodecs  # noqa: F401 - unlike tifffile's own decoders, these never write past the end of a strip
@@ -72,8 +79,27 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
         raise TiffError(f"a damaged TIFF image: {error}") from error
     pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
     if pixels.dtype == np.uint16:
-        pixels = ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+        try:
+            pixels = eight_bits(pixels)
+        except ValueError as error:
+            raise TiffError(str(error)) from error
     return Tiff(pixels, orientation, mode)
+
+
+def eight_bits(values: np.ndarray) -> np.ndarray:
+    """Divide 16-bit values by 257, so that 65535 becomes 255. The shape stays the same.
+
+    Raises:
+        ValueError: the values differ, but all are below `DARK`, so that the result would keep few gray levels.
+    """
+    largest = int(values.max(initial=0))
+    if largest < DARK and largest > values.min(initial=largest):
+        levels = (largest + 128) // 257 + 1
+        raise ValueError(
+            f"a 16-bit image whose values end at {largest} of 65535. At most {levels} of 256 gray levels "
+            "would be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
+        )
+    return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
