@@ -33,6 +33,18 @@ class _NoTableError(Exception):
     """Raised if no table exists beside a remote shard."""
 
 
+@functools.lru_cache(maxsize=4096)
+def _resolved(path: str) -> str:
+    """Return an absolute path without symbolic links. The path of a shard is resolved for every sample."""
+    return os.path.realpath(path)
+
+
+@functools.lru_cache(maxsize=16)
+def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
+    """Return the cache of shard data. The first arguments are the variables that `cache_folder` reads."""
+    return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A shard with its size and version at the time of opening.
@@ -127,11 +139,11 @@ class Shard:
     @property
     def cache(self) -> Cache:
         """Cache of downloaded and decompressed shard data."""
-        return Cache(cache_folder() / "pieces-v1", int(self.source.cache_gb * 1e9))
+        return _cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), self.source.cache_gb)
 
     def cache_name(self, part: str) -> str:
         """Return the name of the cache entry for a part of this shard, for example for a byte range."""
-        path = self.path if remote.is_remote(self.path) else os.path.realpath(self.path)
+        path = self.path if remote.is_remote(self.path) else _resolved(os.path.abspath(self.path))
         identity = f"{path}\n{self.size}\n{self.version}\n{part}"
         return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
 
