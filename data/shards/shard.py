@@ -79,6 +79,8 @@ class Shard:
         if path.endswith("/") and not remote.is_remote(path):
             return cls._of_folder(path, source)
         if not remote.without_query(path).endswith(ENDINGS):
+            if not remote.is_remote(path) and not os.path.exists(path):
+                raise ShardError(f"{path}: does not exist. Check the name of the file or folder.")
             raise ShardError(
                 f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
             )
