@@ -8,6 +8,7 @@ the same pixels as torchvision, but a little more slowly. tifffile reads TIFFs.
 import functools
 from collections.abc import Callable
 from io import BytesIO
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
-from data.tiff import TiffError, is_tiff, read_tiff
+from data.tiff import TiffError, check_range, eight_bits, is_tiff, read_tiff
 from runtime.errors import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -71,14 +72,15 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
     the luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no
     transparency. A TIFF of C bands keeps its bands, for any C.
 
-    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. For other 16-bit images, the upper byte of each
+    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. An image of this kind whose values are all below
+    4096 is refused, because few gray levels would be left. For other 16-bit images, the upper byte of each
     value is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is
     decoded. The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before
     any pixel is decoded.
 
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels or a side
-            above the limit, or cannot be converted to `channels` channels.
+            above the limit, cannot be converted to `channels` channels, or is a dark 16-bit image.
         MemoryError: the memory of this process does not suffice. This error says nothing about the file.
     """
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
@@ -312,7 +314,17 @@ def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
 
 
 def _converted(image: Image.Image, channels: int) -> np.ndarray:
-    """Convert an image of any Pillow mode to gray, RGB or RGBA. Return pixels (H, W, C)."""
+    """Convert an image of any Pillow mode to gray, RGB or RGBA. Return pixels (H, W, C).
+
+    Raises:
+        ImageError: the image has 16 bits and is too dark for 8 bits.
+    """
+    if image.mode.startswith("I"):
+        try:
+            smallest, largest = cast(tuple[int, int], image.getextrema())
+            check_range(smallest, largest)
+        except ValueError as error:
+            raise ImageError(str(error)) from error
     rows = max(ROWS_AT_ONCE // image.width, 1)
     if image.height <= rows:
         return _converted_rows(image, channels)
@@ -345,7 +357,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I"):
         return image
     values, key = np.asarray(image).astype(np.int32), image.info.get("transparency")
-    gray = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    gray = Image.fromarray(eight_bits(values))
     if not isinstance(key, int):
         return gray
     return Image.merge("LA", (gray, Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8))))

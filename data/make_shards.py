@@ -6,6 +6,8 @@ python -m data.make_shards IMAGES SHARDS [options]
 import sys
 
 from data.tools.make import main
+from runtime import streams
 
 if __name__ == "__main__":
+    streams.protect()
     sys.exit(main())

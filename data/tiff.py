@@ -30,6 +30,11 @@ MOST_PARTS = 2**16  # maximum number of strips or tiles of an image; tifffile de
 ROWS_AT_ONCE = 2**21  # number of values that are converted from 16 to 8 bits at once
 
 
+DARK = 4096
+"""A 16-bit image whose values are all below this number, such as one of a 12-bit camera, would keep at most 16 of 256
+gray levels."""
+
+
 class TiffError(ValueError):
     """Raised if a TIFF is damaged or not supported. The message states the reason."""
 
@@ -51,10 +56,12 @@ def is_tiff(encoded: bytes) -> bool:
 
 
 def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
-    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are divided by 257.
+    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are converted by
+    `eight_bits`.
 
     Raises:
-        TiffError: the TIFF is damaged, not supported or too large, or a package for TIFF images is not installed.
+        TiffError: the TIFF is damaged, not supported, too large or too dark, or a package for TIFF images is not
+            installed.
     """
     try:
         import imagecodecs  # noqa: F401 - unlike tifffile's own decoders, these never write past the end of a strip
@@ -77,8 +84,35 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
         raise TiffError(f"a damaged TIFF image: {error}") from error
     pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
     if pixels.dtype == np.uint16:
-        pixels = _eight_bits(pixels)
+        try:
+            check_range(int(pixels.min(initial=2**16)), int(pixels.max(initial=0)))
+        except ValueError as error:
+            raise TiffError(str(error)) from error
+        pixels = eight_bits(pixels)
     return Tiff(pixels, orientation, mode)
+
+
+def check_range(smallest: int, largest: int) -> None:
+    """Check that the values of a 16-bit image, from `smallest` to `largest`, use enough of the range of 16 bits.
+
+    Raises:
+        ValueError: the values differ, but all are below `DARK`, so that 8 bits would keep few gray levels.
+    """
+    if smallest < largest < DARK:
+        levels = (largest + 128) // 257 + 1
+        raise ValueError(
+            f"a 16-bit image whose values end at {largest} of 65535. At most {levels} of 256 gray levels "
+            "would be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
+        )
+
+
+def eight_bits(values: np.ndarray) -> np.ndarray:
+    """Divide 16-bit values (H, W, ...) by 257, so that 65535 becomes 255. The shape stays the same."""
+    pixels = np.empty(values.shape, dtype=np.uint8)
+    rows = max(ROWS_AT_ONCE // max(prod(values.shape[1:]), 1), 1)
+    for top in range(0, len(values), rows):
+        pixels[top : top + rows] = (values[top : top + rows].astype(np.uint32) + 128) // 257
+    return pixels
 
 
 def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
@@ -116,15 +150,6 @@ def _check_parts(page: "TiffPage", size: int) -> None:
         raise TiffError("a damaged TIFF image: strips or tiles are missing")
     if not (counts[:wanted] > 0).all() or (offsets[:wanted] + counts[:wanted] > size).any():
         raise TiffError("a damaged TIFF image: the file is truncated")
-
-
-def _eight_bits(values: np.ndarray) -> np.ndarray:
-    """Divide 16-bit values (H, W, bands) by 257."""
-    pixels = np.empty(values.shape, dtype=np.uint8)
-    rows = max(ROWS_AT_ONCE // prod(values.shape[1:]), 1)
-    for top in range(0, len(values), rows):
-        pixels[top : top + rows] = (values[top : top + rows].astype(np.uint32) + 128) // 257
-    return pixels
 
 
 def _mode(page: "TiffPage") -> str | None:

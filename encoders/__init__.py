@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from encoders import navit, rope_vit, sam_vit, swin, twins, vit
+from encoders import navit, published, rope_vit, sam_vit, swin, twins, vit
 from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.checks import check_finite, check_settings
 from encoders.errors import EncoderError, WeightsError
-from encoders.formats.checkpoint import load_weights, read
+from encoders.formats.checkpoint import load_weights, read, recognise
 from encoders.formats.report import Report, check_names, check_shapes, check_values
 from encoders.navit import NaViT
 from encoders.rope_vit import RoPEViT
@@ -47,6 +47,7 @@ __all__ = [
     "Report",
     "WeightsError",
     "build",
+    "describe_published",
     "family",
     "load",
     "load_weights",
@@ -144,13 +145,20 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
 def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
-    `path` may also be the folder of a run or of a checkpoint. The files may come from a stranger: nothing in them is
-    executed, and memory is taken only for settings that fit the weights.
+    `path` may also be the folder of a run or of a checkpoint, or `timm:NAME` for a pretrained model of timm. The files
+    may come from a stranger: nothing in them is executed, and memory is taken only for settings that fit the weights.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
-        WeightsError: the weights do not fit the settings, or are no finite floating point numbers.
+        WeightsError: the weights do not fit the settings, or are no finite floating point numbers, or timm
+            has no weights of this name.
     """
+    if published.is_name(path):
+        state, preprocessing = published.fetch(path)
+        encoder = build(**recognise(state).describe(state))
+        load_weights(encoder, state)
+        encoder.preprocessing = preprocessing
+        return encoder.eval()
     path = Path(path)
     if path.is_dir():
         path = next((place for place in places(path) if place.is_file()), path)
@@ -206,6 +214,16 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
     except EncoderError as error:
         raise EncoderError(f"{path} does not describe an encoder. {error}") from error
     return settings, preprocessing
+
+
+def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
+    """Return the arguments of `build` and the preprocessing for `timm:NAME`, a pretrained model of timm.
+
+    Raises:
+        WeightsError: timm has no weights of this name, or no encoder fits them.
+    """
+    state, preprocessing = published.fetch(name)
+    return recognise(state).describe(state), preprocessing
 
 
 def read_step(path: str | Path) -> int | None:

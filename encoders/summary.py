@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import encoders
 from encoders.base import Encoder
 from encoders.errors import EncoderError
+from runtime import streams
 
 
 @dataclass
@@ -170,4 +171,5 @@ def row(variant: str, image_size: int | None, settings: dict[str, Any]) -> list[
 
 
 if __name__ == "__main__":
+    streams.protect()
     main()

@@ -15,12 +15,14 @@ from typing import Any
 from safetensors.torch import save_file
 
 import encoders
+from encoders import published
 from encoders.base import IMAGENET, Encoder
 from encoders.errors import EncoderError, WeightsError
 from encoders.formats import transformers_export
 from encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
 from encoders.formats.report import Report
 from encoders.summary import setting
+from runtime import streams
 from runtime.files import atomic_write
 
 
@@ -30,7 +32,9 @@ def main(argv: list[str] | None = None) -> None:
         description="Convert a published checkpoint, or an encoder of this project, to an encoder of this project or "
         "of timm or transformers.",
     )
-    parser.add_argument("source", metavar="SOURCE_CHECKPOINT", type=Path, help="weight file, or folder of a run")
+    parser.add_argument(
+        "source", metavar="SOURCE_CHECKPOINT", type=Path, help="weight file, folder of a run, or timm:NAME"
+    )
     parser.add_argument("output", metavar="OUTPUT", type=Path, help=".safetensors file to write")
     parser.add_argument("--to", choices=tuple(WRITERS), default="ours", help="format of OUTPUT (default: ours)")
     parser.add_argument("--encoder", metavar="VARIANT", help="variant to build (default: that of the checkpoint)")
@@ -59,10 +63,13 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tupl
         WeightsError: the format is not recognised, or the weights do not fit.
     """
     source = source / "encoder.safetensors" if source.is_dir() else source
-    checkpoint = read(source)
     description = source.with_suffix(".json")
     known: dict[str, Any] = {"variant": variant}
     preprocessing = IMAGENET
+    if published.is_name(source):
+        checkpoint, preprocessing = published.fetch(source)
+    else:
+        checkpoint = read(source)
     if source.suffix == ".safetensors" and description.is_file():
         described, preprocessing = encoders.read_description(description)
         known = described if variant is None else known
@@ -143,4 +150,5 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    streams.protect()
     main()

@@ -24,6 +24,7 @@ from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches, require_labels
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
 from data.workers import free_cores
+from encoders import published
 from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.images import Images
 from runtime.collectives import all_gather, all_reduce_sum
@@ -41,7 +42,8 @@ class EncoderSettings(Settings):
     """Settings of every command that encodes images."""
 
     checkpoint: str
-    """run folder, checkpoint in a run folder, exported encoder, or `pixels` to use the pixels as features"""
+    """run folder, checkpoint in a run folder, exported encoder, `timm:NAME` for a pretrained model of timm, or `pixels`
+    to use the pixels as features"""
     image_size: int | None = Field(None, ge=1)
     """side of the images in pixels; default: the size that the encoder was built for"""
     channels: int = Field(3, ge=1)
@@ -159,7 +161,9 @@ def resolve_checkpoint(path: str | Path) -> Path:
 
 
 def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
-    """Return the encoder of `--checkpoint` in eval mode, and the encoder's file. The file is None for `pixels`.
+    """Return the encoder of `--checkpoint` in eval mode, and the encoder's file.
+
+    The file is None for `pixels` and for `timm:NAME`.
 
     Raises:
         EvaluationError: the encoder cannot be found or loaded.
@@ -170,6 +174,8 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
         half = (0.5,) * settings.channels
         preprocessing = IMAGENET if settings.channels == IMAGENET.channels else Preprocessing(half, half)
         return Pixels(settings.image_size, preprocessing).eval(), None
+    if published.is_name(settings.checkpoint):
+        return encoders.load(settings.checkpoint), None
     file = resolve_checkpoint(settings.checkpoint)
     try:
         return encoders.load(file), file

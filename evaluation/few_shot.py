@@ -57,7 +57,7 @@ class FewShotSettings(FeatureSettings):
     """number of neighbours of k-NN, but at most the number of drawn images in the largest class"""
     temperature: float = Field(0.07, gt=0)
     """temperature of the vote of k-NN; each neighbour has the weight exp(similarity / temperature)"""
-    strength: float = Field(0.0025, gt=0)
+    strength: float = Field(logistic.STRENGTH, gt=0)
     """weight of half the squared L2 norm of the weights, beside the sum of the cross-entropy over the drawn images; it
     is 1 / C of scikit-learn's LogisticRegression"""
     iterations: int = Field(1000, ge=1)

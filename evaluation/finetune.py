@@ -2,8 +2,8 @@
 
     accelerate launch evaluation/finetune.py --checkpoint RUN --train SHARDS --val SHARDS [settings of pretrain/run.py]
 
-    --checkpoint PATH   run folder, checkpoint in a run folder, exported encoder, or published weight file; a published
-                        weight file also needs --encoder VARIANT
+    --checkpoint PATH   run folder, checkpoint in a run folder, exported encoder, `timm:NAME` for a pretrained model of
+                        timm, or published weight file; a published weight file also needs --encoder VARIANT
     --train SHARDS      labelled SHARDS to train on
     --val SHARDS        labelled SHARDS that are scored after each epoch
     --output FOLDER     folder of this run; default: RUN/finetune, or RUN/finetune-step-00001000 for a checkpoint
@@ -55,7 +55,10 @@ def default_output(checkpoint: Path) -> Path:
     | run folder, or its encoder.safetensors | RUN/finetune |
     | checkpoint of a run, or its encoder.safetensors | RUN/finetune-step-00001000 |
     | any other weight file | FILE without its suffix, with the ending -finetune |
+    | timm:NAME | NAME-finetune |
     """
+    if str(checkpoint).startswith("timm:"):  # this script imports nothing, to start quickly
+        return Path(f"{str(checkpoint).removeprefix('timm:')}-finetune")
     path = checkpoint.expanduser().resolve()  # `latest` is a symbolic link to the folder of a step
     if path.is_file() and path.name != "encoder.safetensors":
         return path.with_name(f"{path.stem}-finetune")

@@ -7,7 +7,9 @@ labels y_i, it minimises
 
     sum_i cross_entropy(W x_i, y_i) + strength / 2 * |W|^2
 
-MSN minimises the same function divided by the number of images.
+MSN minimises the same function divided by the number of images. The probe that a run fits during pretraining (`probe`)
+standardises the features in place of the subtraction, because it ends after few iterations: features that share a large
+mean need many more of them.
 
 Shape letters: N images of this process, b of them in one chunk, D features per image, C classes.
 """
@@ -19,10 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evaluation.features import LabelledFeatures
+from evaluation.heads import normaliser
 from evaluation.labelled import full_float32
 from evaluation.results import true_class_rank
-from runtime.collectives import all_reduce_sum
+from runtime.collectives import all_gather, all_reduce_sum
 
+STRENGTH = 0.0025
+"""Weight of the L2 penalty in the README of MSN's code, for a loss that is summed over the images."""
 HISTORY = 10
 """Number of past gradients from which L-BFGS estimates the curvature."""
 TOLERANCE = 1e-6
@@ -46,11 +52,40 @@ def normalised(features: Tensor) -> Tensor:
     return F.normalize(features - features.mean(1, keepdim=True), dim=1)
 
 
+def probe(train: LabelledFeatures, val: LabelledFeatures, iterations: int, device: torch.device) -> float:
+    """Return the top-1 accuracy (0 to 1) on `val` of a classifier that is fitted on `train`.
+
+    Each feature is normalised to mean 0 and variance 1 over the training images, and then each feature vector to
+    length 1. The L2 penalty has the weight `STRENGTH`. Call this function on all processes. Beside the features, the
+    memory on `device` does not grow with the number of images.
+
+    Args:
+        train: features (N, D) and labels (N,) of this process's part of the training set.
+        val: features (M, D) and labels (M,) of this process's part of the images that are scored.
+        iterations: largest number of iterations of L-BFGS.
+        device: device of the computation. The features may be on another device.
+    """
+    inputs, scored = train.features.clone(), val.features.clone()
+    normalise = normaliser(inputs)
+    inputs, scored = (F.normalize(normalise(part), dim=1) for part in (inputs, scored))
+    classes = int(torch.cat(all_gather(train.labels)).max()) + 1
+    classifier = fit(inputs, train.labels, classes, STRENGTH, iterations, device=device)
+    return accuracy(classifier, scored, val.labels)[0]
+
+
 @torch.no_grad()
-def fit(features: Tensor, labels: Tensor, classes: int, strength: float, iterations: int) -> Classifier:
+def fit(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    strength: float,
+    iterations: int,
+    *,
+    device: torch.device | None = None,
+) -> Classifier:
     """Fit the classifier. Call this function on all processes. All processes return the same classifier.
 
-    The computation is in float32 on the device of the features. Losses and gradients of chunks are summed in
+    The computation is in float32. Losses and gradients of chunks are summed in
     float64, so that the number of processes changes the result only by rounding.
 
     Args:
@@ -59,15 +94,16 @@ def fit(features: Tensor, labels: Tensor, classes: int, strength: float, iterati
         classes: number of classes C.
         strength: weight of the L2 penalty for a loss that is summed over the images.
         iterations: largest number of iterations.
+        device: device of the computation. None selects the device of the features.
     """
     images = int(all_reduce_sum(torch.tensor(len(labels))))
-    weight = features.new_zeros(features.shape[1], classes)
+    weight = torch.zeros(features.shape[1], classes, device=device or features.device)
 
     def objective() -> float:
         """Set the gradient of `weight` and return the loss, both divided by the number of images."""
         loss = torch.zeros((), dtype=torch.float64, device=weight.device)
         gradient = torch.zeros_like(weight, dtype=torch.float64)
-        for x, y in _chunks(features, labels):
+        for x, y in _chunks(features, labels, weight.device):
             scores = (x @ weight).log_softmax(1)  # (b, C)
             loss -= scores.gather(1, y[:, None]).sum(dtype=torch.float64)
             error = scores.exp_().scatter_add_(1, y[:, None], scores.new_full((len(y), 1), -1.0))
@@ -92,8 +128,9 @@ def fit(features: Tensor, labels: Tensor, classes: int, strength: float, iterati
     return Classifier(weight, solver.state[weight]["n_iter"])
 
 
-def _chunks(features: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(features.split(CHUNK), labels.split(CHUNK), strict=True)
+def _chunks(features: Tensor, labels: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    for x, y in zip(features.split(CHUNK), labels.split(CHUNK), strict=True):
+        yield x.to(device), y.to(device)
 
 
 @torch.no_grad()
@@ -105,9 +142,10 @@ def accuracy(classifier: Classifier, features: Tensor, labels: Tensor) -> tuple[
         features: normalised features (N, D) of this process's part of the scored images.
         labels: labels (N,) of these images.
     """
-    counts = torch.zeros(3, dtype=torch.int64, device=features.device)
+    device = classifier.weight.device
+    counts = torch.zeros(3, dtype=torch.int64, device=device)
     with full_float32():
-        for x, y in _chunks(features, labels):
+        for x, y in _chunks(features, labels, device):
             place = true_class_rank(x @ classifier.weight, y)
             counts += torch.stack([(place < 1).sum(), (place < 5).sum(), place.new_tensor(len(place))])
     top1, top5, images = all_reduce_sum(counts).tolist()

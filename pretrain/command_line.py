@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import encoders
+from encoders import published
 from pretrain.config import RunConfig, settings_model
 from pretrain.methods import METHODS
 from runtime.errors import printable
@@ -171,13 +172,14 @@ def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def started_encoder(init_from: str | None) -> dict[str, Any]:
-    """Return the settings of the encoder that `init_from` names, if its weights were written by this project.
+    """Return the settings of the encoder that `init_from` names, if its weights are of this project or of timm.
 
-    The entry "data" holds the number of channels and the normalisation of the images. For a published weight file and
-    for None, return an empty dictionary.
+    The entry "data" holds the number of channels and the normalisation of the images. For other weight files and for
+    None, return an empty dictionary.
 
     Raises:
-        SettingsError: the folder `init_from` holds no encoder, or the description of the encoder cannot be read.
+        SettingsError: the folder `init_from` holds no encoder, the description of the encoder cannot be read, or timm
+            has no weights of this name.
     """
     if init_from is None:
         return {}
@@ -185,11 +187,14 @@ def started_encoder(init_from: str | None) -> dict[str, Any]:
     from evaluation.features import resolve_checkpoint
 
     try:
-        file = resolve_checkpoint(init_from) if Path(init_from).is_dir() else Path(init_from)
-        description = file.with_suffix(".json")
-        if file.suffix != ".safetensors" or not description.is_file():
-            return {}
-        settings, preprocessing = encoders.read_description(description)
+        if published.is_name(init_from):
+            settings, preprocessing = encoders.describe_published(init_from)
+        else:
+            file = resolve_checkpoint(init_from) if Path(init_from).is_dir() else Path(init_from)
+            description = file.with_suffix(".json")
+            if file.suffix != ".safetensors" or not description.is_file():
+                return {}
+            settings, preprocessing = encoders.read_description(description)
     except (ValueError, OSError) as error:
         raise SettingsError(f"init_from: {error}") from error
     settings.pop("channels", None)  # data.channels sets the number of channels

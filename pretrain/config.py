@@ -106,12 +106,15 @@ class EvaluationConfig(Section):
     """Settings of the evaluation and the pictures during training."""
 
     train: str | list[str] | None = None
-    """labelled SHARDS in which neighbours are searched (the bank); default: the training shards"""
+    """labelled SHARDS in which neighbours are searched (the bank) and on which the linear probe is fitted; default: the
+    training shards"""
     val: str | list[str] | None = None
-    """labelled SHARDS whose images are classified: by their neighbours, or by the classifier of --method finetune;
-    default: no evaluation"""
+    """labelled SHARDS whose images are classified: by their neighbours and a linear probe, or by the classifier of
+    --method finetune; default: no evaluation"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
+    linear_iterations: int = Field(default=100, ge=0)
+    """largest number of L-BFGS iterations of the linear probe; 0: no linear probe"""
     batch_size: int = Field(default=256, ge=1)
     """number of images per forward pass of the evaluation, in each process"""
     pictures: int = Field(default=8, ge=0)
@@ -168,8 +171,9 @@ class RunConfig(Settings, frozen=True):
     """print the values of all settings for this data and encoder, and the run's length, memory and shards per worker;
     then exit without training"""
     init_from: str | None = None
-    """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
-    folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
+    """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
+    of timm, or a published weight file; all but the last also give the defaults of encoder and data.channels,
+    data.mean, data.std"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
     faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else

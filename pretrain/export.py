@@ -25,6 +25,7 @@ from pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_
 from pretrain.engines.local_state import read, unsharded
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from runtime import streams
 from runtime.collectives import RankError, run_on_all_ranks
 from runtime.errors import UserError, printable
 from runtime.files import atomic_write, read_bounded
@@ -195,4 +196,5 @@ def _save(method: nn.Module, described: dict[str, Any], output: Path) -> None:
 
 
 if __name__ == "__main__":
+    streams.protect()
     main()

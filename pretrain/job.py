@@ -34,7 +34,7 @@ from pretrain.monitoring.accuracy import Accuracy, write_result
 from pretrain.monitoring.machine import record_start
 from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
-from pretrain.monitoring.verdict import Scores, baselines
+from pretrain.monitoring.verdict import Scores, baselines, linear
 from pretrain.precision import with_precision
 from pretrain.preflight import Plan, dry_forward, report
 from runtime import processes
@@ -308,7 +308,7 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 def evaluations(
     config: ResolvedRun, method: Method, shards: WeightedShards, accelerator: Accelerator
 ) -> tuple[OnlineKNN | None, Accuracy | None]:
-    """Return the k-NN evaluation of the run, or the accuracy of a supervised method. Both are None without
+    """Return the k-NN and linear probe of the run, or the accuracy of a supervised method. Both are None without
     `evaluation.val`."""
     if config.evaluation.val is None:
         return None, None
@@ -363,7 +363,7 @@ def finish_run(run: Run) -> None:
     train, val = (shards if isinstance(shards, str) else "SHARDS" for shards in (train_shards, val_shards))
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
-        print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)})")
+        print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")
     script = os.path.relpath(Path(__file__).parent.parent / "evaluation" / "linear_probe.py")
     command = f"accelerate launch {script} --checkpoint {run.output} --train '{train}' --val '{val}'"
     if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit

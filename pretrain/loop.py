@@ -53,7 +53,7 @@ class Run:
     recorder: Recorder | None
     """Recorder of metrics and pictures; None except on the main process."""
     online_knn: OnlineKNN | None
-    """Online k-NN evaluation; None if the settings name no evaluation shards."""
+    """Online k-NN and linear probe; None if the settings name no evaluation shards."""
     saver: Saver
     images: int
     """Number of images of the data set."""
@@ -150,14 +150,12 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     """
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
-    score, metric = ("top-1", "val_top1") if run.method.supervised else ("k-NN", "knn_top1")
-    progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process, score=score)
+    progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
     window, save_due, micro_batches = Window(), False, list[Batch]()
     if state.step == 0 or state.unscored:
         _record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
-    scores = verdict.Scores(state.scores).history
-    progress.scored(scores[-1].accuracy if scores else None)
+    progress.scored(verdict.Scores(state.scores).newest)
     with progress:
         while state.step < run.steps:
             started = time.perf_counter()
@@ -181,7 +179,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     state.unscored = record
                 else:
                     _record_and_score(run, record, micro_batches[0], alarm)
-                progress.scored(record.get(metric))
+                progress.scored(record)
                 progress.line(record)
                 for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
@@ -341,7 +339,7 @@ def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: Col
     step, scores = run.state.step, verdict.Scores(run.state.scores)
     scores.add(step, record)
     if step == 0:
-        return f"step 0: {online_knn.config.k}-NN accuracy {verdict.baselines(scores)}"
+        return f"step 0: {online_knn.config.k}-NN accuracy {verdict.baselines(scores)}{verdict.linear(scores)}"
     signs = alarm.signs(record, run.method.collapse_signs(record))
     early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
     found = verdict.outcome(scores.history, online_knn.queries, early, signs)

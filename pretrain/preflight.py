@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -122,7 +123,7 @@ def report(config: ResolvedRun, method: Method, run: Plan) -> None:
     rows = {
         "trained parameters": f"{trained:,}",
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
-        "images": f"{run.images:,} in {count:,} shards, {size / 1e9:.2f} GB",
+        "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}",
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
         "processes x loader workers": f"{run.processes} x {run.workers}",
         "shards per worker": f"{shares} (any number works)",

@@ -9,6 +9,7 @@ from runtime import preemption, streams
 
 if __name__ == "__main__":
     streams.protect()
+    preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
 
 # OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.

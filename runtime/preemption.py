@@ -1,12 +1,16 @@
 """Preemption: on SIGTERM, SIGUSR1, SIGHUP or a first Ctrl-C, a run finishes the current step, saves a checkpoint and
 exits with `EXIT_CODE`."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 from runtime.errors import UserError
 from runtime.streams import tell
@@ -17,6 +21,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that stop a run. A terminal that is closed sends SIGHUP."""
 LONGEST_WAIT = 10.0
 """Seconds that a process that was asked to stop waits for data before it gives up the wait."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux' prctl: the signal that this process receives when its parent ends."""
 _received: list[signal.Signals] = []
 
 
@@ -57,6 +63,32 @@ def ignore() -> None:
     """Ignore the signals that stop a run from now on, so that they do not change the exit code of this process."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_launcher() -> None:
+    """Receive SIGTERM when `accelerate launch` ends, if it has started this process as its only one.
+
+    For a single process, `accelerate launch` does not forward signals: SIGTERM would end the launcher and leave this
+    process running. For several processes, torch's elastic agent forwards SIGTERM. launch/accelerate_launch.py replaces
+    itself by this process, which then has another parent. Only Linux has such a signal.
+    """
+    parent = os.getppid()
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" in os.environ or not _is_accelerate(parent):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # the launcher ended before the call above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_accelerate(process: int) -> bool:
+    """Return True if a process runs `accelerate launch`, under any of its three names."""
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")[:4]
+    except OSError:  # the process has ended, or belongs to another user
+        return False
+    if any(word == "accelerate.commands.launch" or Path(word).name == "accelerate-launch" for word in words):
+        return True
+    return any(Path(a).name == "accelerate" and b == "launch" for a, b in pairwise(words))
 
 
 @contextmanager

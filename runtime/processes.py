@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
-from runtime import streams, watchdog
+from runtime import preemption, streams, watchdog
 from runtime.errors import UserError, without_controls
 from runtime.rendezvous import naming_missing_processes
 from runtime.threads import set_threads
@@ -59,10 +59,13 @@ def make_accelerator(**settings: Any) -> Accelerator:
 def exit_on_user_error() -> Iterator[None]:
     """Run the watchdog in the block, from `make_accelerator` on, and destroy the process group at the end of the block.
 
+    SIGTERM to `accelerate launch` also ends this process.
+
     Standard streams that are closed, or whose readers go away, do not end the command. If the block raises a
     `UserError`, print its message without a traceback and exit with code 2. The process group is
     not destroyed in this case. If another process is lost, exit with code 69.
     """
+    preemption.end_with_launcher()
     if sys.argv[0] == getattr(sys.modules["__main__"], "__file__", ""):  # not in a test or a notebook
         streams.protect()
     try:

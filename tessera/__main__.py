@@ -7,6 +7,7 @@ The second form starts several processes, for example `tessera --multi_gpu --num
 forwards SIGTERM, and nothing is printed after the last message of the command.
 """
 
+import difflib
 import os
 import runpy
 import sys
@@ -42,6 +43,8 @@ def main() -> None:
     if place is None:
         asked_for_help = not words or words[0] in ("-h", "--help")
         print(help_text(), file=sys.stdout if asked_for_help else sys.stderr)
+        if not asked_for_help:
+            print(f"\ntessera: {unknown(words)}", file=sys.stderr)
         raise SystemExit(0 if asked_for_help else 2)
     module = COMMANDS[words[place]][0]
     if place == 0:
@@ -59,6 +62,14 @@ def main() -> None:
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
     sys.argv = ["tessera", *launcher, "--module", module, *words[place + 1 :]]
     accelerate_launch.main()
+
+
+def unknown(words: list[str]) -> str:
+    """Return a message about a command line without a command: the nearest command of the first mistyped word."""
+    for word in words:
+        if close := difflib.get_close_matches(word, COMMANDS, n=1):
+            return f"{word!r} is not a command. Did you mean {close[0]!r}?"
+    return f"{words[0]!r} is not a command."
 
 
 def help_text() -> str:

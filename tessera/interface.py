@@ -23,6 +23,7 @@ from data.batch import Batch
 from data.crops import CenterCrop
 from data.resample import cut
 from data.shards import open_shards
+from encoders import published
 from encoders.base import Encoder
 from evaluation.features import Extraction, LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from pretrain import job
@@ -91,12 +92,13 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
 
 
 def load(path: str | Path) -> Encoder:
-    """Return the encoder of a run folder, of a checkpoint or of an exported encoder, in eval mode.
+    """Return the encoder of a run folder, of a checkpoint, of an exported encoder or of `timm:NAME`, in eval mode.
 
     Raises:
         EvaluationError: there is no encoder at `path`.
+        WeightsError: timm has no weights of this name.
     """
-    return encoders.load(resolve_checkpoint(path)).eval()
+    return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
 
 
 def embed(encoder: Encoder, data: Any, extraction: Extraction | None = None) -> LabelledFeatures:
@@ -118,7 +120,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
     The result is also written to a file, as by the command.
 
     Args:
-        checkpoint: run folder, checkpoint in a run folder, exported encoder, or `pixels`.
+        checkpoint: run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`.
         train: labelled SHARDS in which neighbours are searched.
         val: labelled SHARDS that are classified.
         settings: further settings of `evaluation/knn.py`.

@@ -66,7 +66,7 @@ class Cache:
     """
 
     def __init__(self, folder: Path, limit: int):
-        self.folder, self.limit = folder, limit
+        self.folder, self.limit, self._folder = folder, limit, str(folder)
 
     def find(self, name: str, size: int | None = None) -> int | None:
         """Return a file descriptor of an entry, which the caller closes. Return None if the entry does not exist.
@@ -74,7 +74,8 @@ class Cache:
         If `size` is given and the entry does not have this size in bytes, the entry is removed and None is returned.
         """
         try:
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+            # a plain string, because this function runs for every sample, and making a Path is slow
+            descriptor = os.open(f"{self._folder}/{name[:2]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         if size is not None and os.fstat(descriptor).st_size != size:  # the file was changed by another program
@@ -100,9 +101,11 @@ class Cache:
         Raises:
             CacheError: the entry does not fit into the cache, or the folder cannot be written.
         """
-        path = self._path(name)
-        part = path.with_name(name + PART)
         try:
+            if (found := self.find(name, size)) is not None:
+                return found
+            path = self._path(name)
+            part = path.with_name(name + PART)
             while (found := self.find(name, size)) is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -168,8 +168,11 @@ class Reader:
             return
         with ThreadPoolExecutor(FETCHERS) as pool:
             self._map(pool, self._index, {(shard,) for shard, _ in wanted})
-            ranges = {(shard, *span) for (shard, _), span in self._map(pool, self._request, set(wanted))}
-            self._map(pool, lambda *span: os.close(self._open(*span)[0]), ranges)
+            fetched = self._map(pool, self._has_whole, {(shard,) for shard, _ in wanted})
+            in_parts = {shard for (shard,), whole in fetched if not whole}
+            requests = {(shard, sample) for shard, sample in wanted if shard in in_parts}
+            ranges = {(shard, *span) for (shard, _), span in self._map(pool, self._request, requests)}
+            self._map(pool, lambda shard, *span: os.close(self._shards.shards[shard].open_range(*span)), ranges)
 
     def _map(self, pool: ThreadPoolExecutor, do: Callable[..., T], calls: set[Any]) -> list[tuple[Any, T]]:
         """Call `do(*call)` in the thread pool for each tuple in `calls`. Return each tuple with the result of its call.
@@ -213,7 +216,9 @@ class Reader:
         key = index.raw_key(sample)
         for _ in range(1 if local else 2):
             header, data, name = (self._read_local if local else self._read_cached)(shard, sample, offset, wanted)
-            if len(data) == wanted and (is_member(header, key, size) or self._is_described(shard, offset, key, size)):
+            if len(data) == wanted and (
+                is_member(header, key, size) or self._is_described(shard, sample, offset, size)
+            ):
                 return data
             if not local:
                 self._shards.shards[shard].cache.remove(name)  # the cached copy may be damaged, so download again
@@ -222,11 +227,12 @@ class Reader:
             f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
         )
 
-    def _is_described(self, shard: int, offset: int, key: bytes, size: int) -> bool:
+    def _is_described(self, shard: int, sample: int, offset: int, size: int) -> bool:
         """Return True if additional headers before the header of a member state the key of its sample and its size."""
+        key = self._index(shard).raw_key(sample)
         if self._is_local(shard):
             return is_described(self._file(shard).descriptor, offset, key, size)
-        descriptor, first, _ = self._open(shard, max(offset - MOST_HEADERS, 0), offset)
+        descriptor, first, _ = self._open(shard, sample, max(offset - MOST_HEADERS, 0), offset)
         try:
             return is_described(descriptor, offset - first, key, size)
         finally:
@@ -234,11 +240,7 @@ class Reader:
 
     def _read_cached(self, shard: int, sample: int, offset: int, wanted: int) -> tuple[bytes, bytes, str]:
         """Return a member's header, the beginning of its content, and the name of the cache entry that holds them."""
-        start, end = offset - HEADER, offset + wanted
-        span = self._request(shard, sample)
-        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label or map
-            span = (start, end)
-        descriptor, first, name = self._open(shard, *span)
+        descriptor, first, name = self._open(shard, sample, offset - HEADER, offset + wanted)
         try:
             return *_read_member(descriptor, offset - first, wanted), name
         finally:
@@ -280,20 +282,34 @@ class Reader:
             return offset - HEADER, offset + size
         return span
 
-    def _open(self, shard: int, start: int, end: int) -> tuple[int, int, str]:
-        """Open a cached file that holds a byte range of a shard.
+    def _open(self, shard: int, sample: int, start: int, end: int) -> tuple[int, int, str]:
+        """Open a cached file that holds the byte range of a member of a sample.
 
         Return the descriptor of the file, the byte of the shard at which the file begins, and the name of the cache
         entry.
         """
         opened = self._shards.shards[shard]
-        whole = opened.cache_name("whole")
-        if not opened.supports_ranges:
-            return opened.open(), 0, whole
-        descriptor = opened.cache.find(whole)  # found if the complete shard was downloaded to read its headers
+        descriptor = self._whole(shard)
         if descriptor is not None:
-            return descriptor, 0, whole
-        return opened.open_range(start, end), start, opened.cache_name(f"{start}-{end}")
+            return descriptor, 0, opened.cache_name("whole")
+        span = self._request(shard, sample)
+        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label or map
+            span = (start, end)
+        return opened.open_range(*span), span[0], opened.cache_name(f"{span[0]}-{span[1]}")
+
+    def _whole(self, shard: int) -> int | None:
+        """Open the cached copy of a complete shard. Return None if byte ranges of the shard are read instead."""
+        opened = self._shards.shards[shard]
+        if not opened.supports_ranges:
+            return opened.open()
+        return opened.cache.find(opened.cache_name("whole"))  # found if it was downloaded to read its headers
+
+    def _has_whole(self, shard: int) -> bool:
+        """Return True if the cache holds a complete shard. It is downloaded if byte ranges cannot be read."""
+        descriptor = self._whole(shard)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is not None
 
 
 def warn_of_small_cache(sources: Sequence[ShardList], spans: Sequence[int]) -> None:

@@ -35,6 +35,18 @@ class _NoTableError(Exception):
     """Raised if no table exists beside a remote shard."""
 
 
+@functools.lru_cache(maxsize=4096)
+def _resolved(path: str) -> str:
+    """Return an absolute path without symbolic links. The path of a shard is resolved for every sample."""
+    return os.path.realpath(path)
+
+
+@functools.lru_cache(maxsize=16)
+def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
+    """Return the cache of shard data. The first arguments are the variables that `cache_folder` reads."""
+    return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A shard with its size and version at the time of opening.
@@ -69,6 +81,8 @@ class Shard:
         if path.endswith("/") and not remote.is_remote(path):
             return cls._of_folder(path, source)
         if not remote.without_query(path).endswith(ENDINGS):
+            if not remote.is_remote(path) and not os.path.exists(path):
+                raise ShardError(f"{path}: does not exist. Check the name of the file or folder.")
             raise ShardError(
                 f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
             )
@@ -129,11 +143,11 @@ class Shard:
     @property
     def cache(self) -> Cache:
         """Cache of downloaded and decompressed shard data."""
-        return Cache(cache_folder() / "pieces-v1", int(self.source.cache_gb * 1e9))
+        return _cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), self.source.cache_gb)
 
     def cache_name(self, part: str) -> str:
         """Return the name of the cache entry for a part of this shard, for example for a byte range."""
-        path = self.path if remote.is_remote(self.path) else os.path.realpath(self.path)
+        path = self.path if remote.is_remote(self.path) else _resolved(os.path.abspath(self.path))
         identity = f"{path}\n{self.size}\n{self.version}\n{part}"
         return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
 

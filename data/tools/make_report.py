@@ -24,6 +24,7 @@ from data.tools.split import same
 from runtime.files import atomic_write
 
 MOST_REASONS = 100  # maximum number of different reasons that are counted separately in report.json
+HELD_OUT = ("val", "valid", "validation", "test", "held-out")  # names of folders of images that score a run
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
 
@@ -203,4 +204,6 @@ def show_report(report: dict[str, Any], folder: Folder) -> None:
     if report["other_files"]:
         kinds = [f"{count:,} {kind}" for kind, count in [*report["other_files"].items()][:MOST_SHOWN]]
         say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
-    say("\nnext", f"accelerate launch pretrain/run.py --method dino --data {shlex.quote(str(path))}")
+    name = shlex.quote(str(path))
+    data = f"TRAIN_SHARDS --evaluation.val {name}" if path.name.lower() in HELD_OUT else name
+    say("\nnext", f"accelerate launch pretrain/run.py --method dino --data {data}")

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from encoders import published
 from encoders.base import Encoder
 from encoders.errors import WeightsError
 from encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
@@ -115,7 +116,8 @@ def load_weights(
 
     Args:
         encoder: encoder that receives the weights.
-        path_or_state_dict: path of a weight file, or the content of such a file.
+        path_or_state_dict: path of a weight file, the content of such a file, or `timm:NAME` for a pretrained model of
+            timm.
         source: project that wrote the file. The source determines the key under which the file stores the weights.
             "auto" tries the keys of all sources. With "ours", a position table that has as many rows as the encoder's
             table is assumed to have the encoder's grid.
@@ -177,11 +179,16 @@ def format_of(encoder: Encoder) -> Format:
 
 
 def read(path: str | Path) -> Any:
-    """Read a .safetensors file, or a file written by `torch.save`. Pickled code is never executed.
+    """Read a .safetensors file, a file written by `torch.save`, or weights of timm named `timm:NAME`.
+
+    Pickled code of a file is never executed.
 
     Raises:
-        WeightsError: the file is not a weight file, or it holds pickled objects other than plain data.
+        WeightsError: the file is not a weight file, it holds pickled objects other than plain data, or timm has no
+            weights of this name.
     """
+    if published.is_name(path):
+        return published.fetch(path)[0]
     path = Path(path)
     _check_file(path)
     try:

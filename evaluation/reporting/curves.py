@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation.reporting.runs import Run
-from evaluation.reporting.table import knn_protocol, knn_title
+from evaluation.reporting.table import online_evaluations
 
 PALETTE = ("#3b6fb6", "#d1722e", "#3f9160", "#b04a7c", "#8267b8", "#a8862b", "#3c97a8", "#8a6a5a")
 """Colours of runs. Each is readable on white and on dark gray."""
@@ -69,26 +69,24 @@ def looks(runs: Sequence[Run]) -> dict[str, Look]:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return the charts of some runs: k-NN accuracy during training, scores of checkpoints, loss.
+    """Return the charts of some runs: accuracies during training, scores of checkpoints, loss.
 
     Values that cannot be compared are in different charts: accuracies on different images, and losses of different
     methods.
     """
-    found = knn_charts(runs) + checkpoint_charts(runs)
+    found = online_charts(runs) + checkpoint_charts(runs)
     for method in dict.fromkeys(run.method for run in runs):
         found.append(Chart(f"loss of {method}", {run.name: run.curve("loss") for run in runs if run.method == method}))
     return [chart for chart in found if any(chart.lines.values())]
 
 
-def knn_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return a chart of the k-NN accuracy during training for each set of images."""
-    protocols = dict.fromkeys(knn_protocol(run) for run in runs if run.curve("knn_top1"))
+def online_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return a chart of each evaluation during training. That of k-NN also shows the accuracy of the raw pixels."""
     found = []
-    for protocol in protocols:
-        of_protocol = [run for run in runs if knn_protocol(run) == protocol]
-        lines = {run.name: _percent(run.curve("knn_top1")) for run in of_protocol}
-        pixels = [value for run in of_protocol for value in run.curve("knn_pixels").values()]
-        title = knn_title(protocol, several=len(protocols) > 1)
+    for title, metric, curves in online_evaluations(runs):
+        scored = [(run, curve) for run, curve in zip(runs, curves, strict=True) if curve]
+        pixels = [value for run, _ in scored for value in run.curve("knn_pixels").values() if metric == "knn_top1"]
+        lines = {run.name: _percent(curve) for run, curve in scored}
         found.append(Chart(title, lines, "%", reference=100 * pixels[0] if pixels else None))
     return found
 

@@ -131,15 +131,12 @@ def evaluation_columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def training_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return columns with the newest values of the metrics of training: k-NN accuracies and loss.
+    """Return columns with the newest values of the metrics of training: accuracies of evaluations, and loss.
 
-    Accuracies on different images, or with another number of neighbours, are in different columns.
+    Accuracies on different images, or with another protocol, are in different columns.
     """
-    protocols = dict.fromkeys(knn_protocol(run) for run in runs if run.curve("knn_top1"))
     columns = []
-    for protocol in protocols:
-        curves = [run.curve("knn_top1") if knn_protocol(run) == protocol else {} for run in runs]
-        name = knn_title(protocol, several=len(protocols) > 1)
+    for name, _, curves in online_evaluations(runs):
         last = [percent(list(curve.values())[-1]) if curve else Cell() for curve in curves]
         first = [percent(curve[0]) if 0 in curve else Cell() for curve in curves]
         columns.append(Column(f"{name}, %", "result", last))
@@ -150,15 +147,36 @@ def training_columns(runs: Sequence[Run]) -> list[Column]:
     return [column for column in columns if column.count]
 
 
-def knn_protocol(run: Run) -> tuple[str, str]:
-    """Return the number of neighbours and the name of the validation shards, by which k-NN accuracies are compared."""
-    return str(run.settings.get("evaluation.k", "k")), data_name(run.settings.get("evaluation.val") or "")
+class OnlineEvaluation(NamedTuple):
+    """Accuracies of one evaluation during training."""
+
+    title: str
+    """Name of the evaluation. It names the images if the runs were evaluated in several ways."""
+    metric: str
+    """Name of the metric in metrics.jsonl."""
+    curves: list[dict[int, float]]
+    """Accuracies of each run by step. Empty for a run that lacks this evaluation."""
 
 
-def knn_title(protocol: tuple[str, str], *, several: bool) -> str:
-    """Return the name of a k-NN evaluation during training. With `several` of them, it names the shards."""
-    k, shards = protocol
-    return f"{k}-NN in training, {shards}" if several else f"{k}-NN in training"
+def online_evaluations(runs: Sequence[Run]) -> list[OnlineEvaluation]:
+    """Return the evaluations during training.
+
+    Accuracies on images of another name, of another number of neighbours, or of another number of iterations, belong
+    to different evaluations.
+    """
+    found = []
+    for metric, setting, name in (
+        ("knn_top1", "evaluation.k", "{}-NN in training"),
+        ("linear_top1", "evaluation.linear_iterations", "linear probe of {} iterations in training"),
+    ):
+        curves = [run.curve(metric) for run in runs]
+        kinds = [(run.settings.get(setting), data_name(run.settings.get("evaluation.val") or "")) for run in runs]
+        different = list(dict.fromkeys(kind for kind, curve in zip(kinds, curves, strict=True) if curve))
+        for number, shards in different:
+            title = name.format("k" if number is None else number) + (f", {shards}" if len(different) > 1 else "")
+            of_kind = [c if kind == (number, shards) else {} for kind, c in zip(kinds, curves, strict=True)]
+            found.append(OnlineEvaluation(title, metric, of_kind))
+    return found
 
 
 def percent(score: float) -> Cell:

@@ -15,6 +15,9 @@ from rich.progress import Progress as RichProgress
 
 from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, open_sinks
 
+ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1"}
+"""Names of the accuracies in the progress, by metric."""
+
 
 class Recorder:
     """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
@@ -68,8 +71,8 @@ class Recorder:
 class Progress:
     """Progress of a run on stderr. A terminal shows a bar; a file, such as a log, has one line per record."""
 
-    def __init__(self, steps: int, done: int, *, enabled: bool, score: str = "k-NN") -> None:
-        """Set up the progress of a run of `steps` steps, of which `done` are done. `score` names its accuracy."""
+    def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
+        """Set up the progress of a run of `steps` steps, of which `done` are done."""
         console = Console(stderr=True)
         self.console, self.enabled, self.bar = console, enabled, enabled and console.is_terminal
         columns = (
@@ -83,7 +86,7 @@ class Progress:
         self.progress = RichProgress(*columns, console=console, disable=not self.bar)
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
         self.steps, self.first, self.started = steps, done, time.perf_counter()
-        self.score, self.accuracy = score, ""  # name of the accuracy, and the newest accuracy as text
+        self.accuracy = ""  # newest accuracies as text
 
     def __enter__(self) -> "Progress":
         self.progress.start()
@@ -93,14 +96,15 @@ class Progress:
         self.progress.stop()
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
-        """Move the progress bar to `step`, and show the given numbers and the newest accuracy next to the bar."""
+        """Move the progress bar to `step`, and show the given numbers and the newest accuracies next to the bar."""
         numbers = f"loss {loss:.4f}  {self.accuracy}{images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
         self.progress.update(self.task, completed=step, numbers=numbers)
 
-    def scored(self, accuracy: float | None) -> None:
-        """Set the accuracy (0 to 1) that is shown next to the bar. Do nothing if `accuracy` is None."""
-        if accuracy is not None:
-            self.accuracy = f"{self.score} {100 * accuracy:.1f} %  "
+    def scored(self, record: Mapping[str, Any]) -> None:
+        """Show the accuracies (0 to 1) in a record of metrics from now on. Do nothing if it has none."""
+        found = [f"{name} {100 * record[metric]:.1f} %  " for metric, name in ACCURACIES.items() if metric in record]
+        if found:
+            self.accuracy = "".join(found)
 
     def line(self, record: dict[str, Any]) -> None:
         """Print a record of metrics as one line, unless a progress bar is shown."""

@@ -1,4 +1,4 @@
-"""Online k-NN: k-nearest-neighbour accuracy of the encoder's features during pretraining."""
+"""Online k-NN and linear probe: accuracies of the encoder's features during pretraining."""
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from data.crops import CenterCrop
 from data.loader import Reading, evaluation_batches
 from data.shards import DEFAULT, SourceConfig
 from encoders.base import Encoder, Preprocessing
+from evaluation import logistic
 from evaluation.classes import open_labelled_pair
 from evaluation.features import (
     Extraction,
@@ -30,7 +31,10 @@ PIXEL_SIDE = 32
 
 
 class OnlineKNN:
-    """k-NN evaluation of an encoder on labelled shards. All processes must create the object and call `evaluate`."""
+    """k-NN and linear probe of an encoder on labelled shards, with the same features.
+
+    All processes must create the object and call `evaluate`.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class OnlineKNN:
 
         Args:
             config: settings of the evaluation. `config.val` names the labelled SHARDS of the query images.
-            bank: labelled SHARDS in which neighbours are searched.
+            bank: labelled SHARDS in which neighbours are searched, and on which the linear probe is fitted.
             image_size: side of the images in pixels.
             accelerator: accelerator of the run, which knows the processes and the device.
             source: options for reading remote shards.
@@ -73,8 +77,9 @@ class OnlineKNN:
         return self._first
 
     def evaluate(self, encoder: Encoder, *, pixels: bool = False) -> dict[str, float]:
-        """Return the top-1 accuracy, 0 to 1, under the name `knn_top1`.
+        """Return the top-1 accuracies, 0 to 1: of k-NN as `knn_top1`, and of the linear probe as `linear_top1`.
 
+        The linear probe is left out if `config.linear_iterations` is 0.
         The encoder's mode (train or eval) and the random states are the same afterwards.
 
         Args:
@@ -102,6 +107,8 @@ class OnlineKNN:
             check_labels(bank, queries, self.bank.classes)
         self.queries = int(all_reduce_sum(torch.tensor(len(val.labels))))
         scores = {"knn_top1": self._accuracy(train, val, slice(encoder.dim))}
+        if self.config.linear_iterations:
+            scores["linear_top1"] = self._linear(train, val, slice(encoder.dim))
         if pixels:
             scores["knn_pixels"] = self._accuracy(train, val, slice(encoder.dim, None), centred=True)
         return scores
@@ -116,6 +123,11 @@ class OnlineKNN:
             bank, queries = subtract_mean(bank, queries)
         bank, queries = train._replace(features=bank), val._replace(features=queries)
         return knn_accuracy(bank, queries, KNNProtocol(k=(self.config.k,)), self.accelerator)[self.config.k][0]
+
+    def _linear(self, train: LabelledFeatures, val: LabelledFeatures, columns: slice) -> float:
+        """Return the accuracy of the linear probe on some columns of the features."""
+        train, val = (part._replace(features=part.features[:, columns]) for part in (train, val))
+        return logistic.probe(train, val, self.config.linear_iterations, self.accelerator.device)
 
 
 def pooled_and_pixels(encoder: Encoder, images: Tensor) -> Tensor:

@@ -39,10 +39,24 @@ class Scores:
         """k-NN accuracy with raw pixels as features, or None if it was not measured."""
         return self.memory.get("pixels")
 
+    @property
+    def linear(self) -> list[Score]:
+        """Accuracies of the linear probe, oldest first."""
+        return [Score(int(step), accuracy) for step, accuracy in self.memory.get("linear", [])]
+
+    @property
+    def newest(self) -> dict[str, float]:
+        """Accuracies of the newest evaluation by metric. Empty before the first evaluation."""
+        return self.memory.get("newest", {})
+
     def add(self, step: int, record: Mapping[str, float]) -> None:
-        """Add the accuracies of an evaluation: `knn_top1` and, if it was measured, `knn_pixels`; or `val_top1`."""
+        """Add the accuracies of an evaluation: `knn_top1` and, if measured, `linear_top1` and `knn_pixels`; or
+        `val_top1`."""
         accuracy = record["knn_top1"] if "knn_top1" in record else record["val_top1"]
+        self.memory["newest"] = {name: value for name, value in record.items() if name.endswith("_top1")}
         self.memory.setdefault("history", []).append([step, accuracy])
+        if "linear_top1" in record:
+            self.memory.setdefault("linear", []).append([step, record["linear_top1"]])
         if "knn_pixels" in record:
             self.memory["pixels"] = record["knn_pixels"]
 
@@ -99,6 +113,22 @@ def baselines(scores: Scores) -> str:
     return text if scores.pixels is None else f"{text}, raw pixels {100 * scores.pixels:.1f} %"
 
 
+def linear(scores: Scores) -> str:
+    """Return the newest accuracy of the linear probe as text, beside its first one, with a comma in front.
+
+    The text is empty if the newest evaluation had no linear probe.
+    """
+    found = scores.linear
+    if not found or found[-1].step != scores.history[-1].step:
+        return ""
+    first, now = found[0], found[-1]
+    text = f", linear probe {100 * now.accuracy:.1f} %"
+    if first.step == now.step:
+        return text
+    when = "before training" if first.step == 0 else f"step {first.step}"
+    return f"{text} ({when} {100 * first.accuracy:.1f} %)"
+
+
 def line(scores: Scores, k: int, found: Outcome, advice: Sequence[str]) -> str:
     """Return the verdict in words: the accuracy beside its baselines, the outcome, and settings to try.
 
@@ -110,7 +140,7 @@ def line(scores: Scores, k: int, found: Outcome, advice: Sequence[str]) -> str:
     """
     history = scores.history
     now = history[-1]
-    text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}): {found}"
+    text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}){linear(scores)}: {found}"
     if len(history) > 1:
         before = history[-2]
         text += f", {100 * (now.accuracy - before.accuracy):+.1f} points since step {before.step}"

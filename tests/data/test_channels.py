@@ -106,6 +106,20 @@ def test_sixteen_bit_gray_is_divided_by_257():
     assert np.array_equal(array(tiff(values), 1)[..., 0], expected)
 
 
+@pytest.mark.parametrize("encode", [lambda values: saved(values, "PNG"), tiff])
+def test_sixteen_bit_images_that_would_keep_few_gray_levels_are_refused(encode):
+    values = RNG.integers(0, 4096, (9, 11)).astype(np.uint16)  # a camera of 12 bits
+    values[0, 0] = 4095
+    with pytest.raises(
+        ImageError, match=r"values end at 4095 of 65535. At most 17 of 256 gray levels .*Scale the values"
+    ):
+        array(encode(values), 1)
+    values[0, 0] = 4096
+    assert np.array_equal(array(encode(values), 1)[..., 0], np.round(values / 257).astype(np.uint8))
+    for blank in (0, 300):
+        assert np.array_equal(np.unique(array(encode(np.full_like(values, blank)), 1)), [round(blank / 257)])
+
+
 @pytest.mark.parametrize("compression", [None, "lzw", "deflate", "adobe_deflate", "packbits"])
 @pytest.mark.parametrize("layout", ["interleaved", "separate", "tiled"])
 @pytest.mark.parametrize("bits", [8, 16])

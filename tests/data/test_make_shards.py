@@ -51,6 +51,11 @@ def test_every_image_with_its_label_and_what_the_index_says(animals, tmp_path, c
     assert f"--data {out}\n" in text
 
 
+def test_shards_of_held_out_images_are_not_proposed_for_training(animals, tmp_path, capsys):
+    make(animals, tmp_path / "val", SMALL)
+    assert f"--data TRAIN_SHARDS --evaluation.val {tmp_path / 'val'}\n" in capsys.readouterr().out
+
+
 def test_a_run_reads_them(animals, tmp_path):
     make(animals, tmp_path / "out", SMALL)
     opened = open_shards(str(tmp_path / "out" / "*.tar"))

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import sys
 import tarfile
 import threading
 import time
@@ -66,6 +67,42 @@ def test_the_first_interrupt_saves_and_the_second_ends_at_once(launch, tmp_path:
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
+def test_sigterm_to_accelerate_launch_saves_and_ends_the_trainer(launch, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    given = [*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)]
+    run = launch(given, direct=False)
+    run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
+    (trainer,) = run.children()
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.process.wait(60)
+    end = time.monotonic() + 60
+    while Path(f"/proc/{trainer}/cmdline").exists() and Path(f"/proc/{trainer}/cmdline").read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    log = run.log.read_text()
+    assert "stopped by SIGTERM" in log
+    assert "Traceback" not in log
+    saved = int((output / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
+    assert saved == records(output)[-1]["step"] < 5000
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python\0/venv/bin/accelerate\0launch\0pretrain/run.py\0", True),
+        ("python3\0-m\0accelerate.commands.launch\0pretrain/run.py\0", True),
+        ("/venv/bin/python\0/venv/bin/accelerate-launch\0pretrain/run.py\0", True),
+        ("python\0launch/accelerate_launch.py\0pretrain/run.py\0", False),
+        ("bash\0-c\0accelerate launch pretrain/run.py\0", False),
+    ],
+)
+def test_only_the_launcher_of_accelerate_is_followed(command, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: command)
+    assert preemption._is_accelerate(1) is expected
 
 
 def test_a_signal_that_came_before_the_run_began_counts() -> None:

@@ -120,4 +120,5 @@ def test_unknown_commands_and_help(crowded: Path) -> None:
     for name in ("pretrain", "linear_probe", "make_shards"):
         assert name in helped.stdout
         assert name in unknown.stderr
+    assert unknown.stderr.endswith("'pretrian' is not a command. Did you mean 'pretrain'?\n")
     assert "unknown flag --stps" in called(crowded, "-m", "tessera", "pretrain", "--stps", "3").stderr

@@ -82,15 +82,17 @@ def test_all_bad_shards_are_named(write_shards, tmp_path):
     paths = write_shards([2] * 30)
     for path in paths[:25]:
         Path(path).write_bytes(b"text" * 1000)
-    others = [str(tmp_path / name) for name in ("gone.tar", "notes.txt")]
+    (tmp_path / "notes.txt").write_text("no shard")
+    others = [str(tmp_path / name) for name in ("gone.tar", "notes.txt", "mistyped")]
     with pytest.raises(ShardError) as caught:
         open_shards(others + paths)
     message = str(caught.value)
-    assert message.startswith("27 of 32 shards cannot be used:")
-    assert message.endswith("and 7 more")
+    assert message.startswith("28 of 33 shards cannot be used:")
+    assert message.endswith("and 8 more")
     assert "gone.tar: No such file" in message
     assert "notes.txt: the file name must end in .tar" in message
-    assert [path for path in paths if path in message] == paths[:18]
+    assert "mistyped: does not exist. Check the name" in message
+    assert [path for path in paths if path in message] == paths[:17]
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz"])

@@ -14,12 +14,17 @@ from tests.evaluation.reporting.made import add_result, make_run, record
 
 
 def test_charts_hold_the_metrics_of_the_runs(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", [{"step": 0, "knn_top1": 0.1, "knn_pixels": 0.8}, record(20, 2.0, knn_top1=0.5)])
+    both = {"knn_top1": 0.1, "linear_top1": 0.2}
+    last = record(20, 2.0, knn_top1=0.5, linear_top1=0.75)
+    settings = {"evaluation": {"val": "val.tar", "k": 20, "linear_iterations": 100}}
+    make_run(tmp_path / "a", [{"step": 0, "knn_pixels": 0.8, **both}, last], **settings)
     make_run(tmp_path / "b", [record(10, 3.0)])
     make_run(tmp_path / "c", [record(10, 0.7)], method="mae")
     runs, _ = read_runs([tmp_path])
-    knn, dino, mae = charts(runs)
+    knn, linear, dino, mae = charts(runs)
     assert (knn.title, knn.lines["a"], knn.reference) == ("20-NN in training", {0: 10.0, 20: 50.0}, 80.0)
+    assert linear.title == "linear probe of 100 iterations in training"
+    assert (linear.lines, linear.reference) == ({"a": {0: 20.0, 20: 75.0}}, None)
     assert (dino.title, dino.lines) == ("loss of dino", {"a": {20: 2.0}, "b": {10: 3.0}})
     assert (mae.title, mae.lines) == ("loss of mae", {"c": {10: 0.7}})
     figure = Figure()

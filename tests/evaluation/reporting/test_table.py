@@ -36,6 +36,7 @@ def test_best_first_and_runs_without_result_last(tmp_path: Path) -> None:
     assert column(table, "20-NN in training, at step 0, %") == ["10.00", "10.00", "10.00", "–"]
     assert column(table, "steps done") == ["20", "20", "20", "5 of 20"]
     assert column(table, "training, h:mm:ss") == ["0:00:40", "0:00:40", "0:00:40", "0:00:10"]
+    assert "linear" not in " ".join(table.titles)
     losses = make_table(table.runs, "loss")
     assert column(losses, "loss") == ["2.0000", "2.0000", "2.0000", "2.5000"]
     with pytest.raises(ReportError, match="20-NN in training"):

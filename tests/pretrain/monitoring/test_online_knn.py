@@ -1,4 +1,4 @@
-"""The k-NN inside a run against scikit-learn, alone and over two processes."""
+"""The k-NN and the linear probe inside a run against scikit-learn, alone and over two processes."""
 
 import io
 import os
@@ -11,7 +11,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from PIL import Image
+from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import Normalizer, StandardScaler
+from threadpoolctl import threadpool_limits
 
 import encoders
 from encoders.base import IMAGENET, Encoder, Preprocessing
@@ -44,10 +48,10 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, s
     return paths, found
 
 
-def make(paths: dict[str, str], pictures: int = 2) -> tuple[OnlineKNN, Encoder]:
+def make(paths: dict[str, str], pictures: int = 2, **settings: Any) -> tuple[OnlineKNN, Encoder]:
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=1, dim=24, heads=2, image_size=SIDE, drop_path=0.5)
-    config = EvaluationConfig(val=paths["val"], k=K, batch_size=8, pictures=pictures)
+    config = EvaluationConfig(val=paths["val"], k=K, batch_size=8, pictures=pictures, **settings)
     return OnlineKNN(config, paths["train"], SIDE, make_accelerator()), encoder
 
 
@@ -67,7 +71,16 @@ def test_equals_scikit_learn(shards, preprocessing: Preprocessing) -> None:
     oracle = KNeighborsClassifier(K, metric="cosine", weights=votes)
     expected = oracle.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
     assert 0.34 < expected < 1  # else the test could not see a mistake
-    assert online_knn.evaluate(encoder) == {"knn_top1": pytest.approx(expected)}
+    probe = make_pipeline(
+        StandardScaler(), Normalizer(), LogisticRegression(C=1 / 0.0025, fit_intercept=False, tol=1e-8, max_iter=5000)
+    )
+    with threadpool_limits(1):  # its threads wait for each other on busy cores
+        linear = probe.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
+    assert 0.34 < linear < 1
+    scores = online_knn.evaluate(encoder)
+    assert scores == {"knn_top1": pytest.approx(expected), "linear_top1": pytest.approx(linear)}
+    assert online_knn.evaluate(encoder) == scores
+    assert make(paths, linear_iterations=0)[0].evaluate(encoder) == {"knn_top1": scores["knn_top1"]}
     shown = online_knn.first_images(preprocessing)
     torch.testing.assert_close(shown, normalised(images["val"][:2], preprocessing), rtol=1e-5, atol=1e-5)
 

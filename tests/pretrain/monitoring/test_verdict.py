@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pretrain.monitoring.metrics import duration
-from pretrain.monitoring.verdict import Score, Scores, baselines, line, noise, outcome
+from pretrain.monitoring.verdict import Score, Scores, baselines, line, linear, noise, outcome
 
 QUERIES = 1800  # two standard errors of a difference near 50 % are 3.3 points
 
@@ -60,6 +60,19 @@ def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
     assert line(scores, 20, "falling", ["Seen that.", "Try this."]).endswith(
         "falling, -6.8 points since step 100, best 58.0 % at step 100. Seen that. Try this."
     )
+
+
+def test_line_shows_the_linear_probe_of_the_same_step() -> None:
+    scores = Scores()
+    scores.add(0, {"knn_top1": 0.5, "linear_top1": 0.6, "knn_pixels": 0.55})
+    assert linear(scores) == ", linear probe 60.0 %"
+    scores.add(100, {"knn_top1": 0.7, "linear_top1": 0.812})
+    assert line(Scores(json.loads(json.dumps(scores.memory))), 20, "learning", []) == (
+        "step 100: 20-NN 70.0 % (before training 50.0 %, raw pixels 55.0 %), linear probe 81.2 % "
+        "(before training 60.0 %): learning, +20.0 points since step 0"
+    )
+    scores.add(200, {"knn_top1": 0.7})  # resumed without the linear probe
+    assert linear(scores) == ""
 
 
 def test_scores_survive_a_checkpoint() -> None:
