@@ -25,6 +25,8 @@ LOOSE = 3e-4
 SMALL = {
     "dino": "--dino.global_size 16 --dino.local_size 12 --dino.local_crops 2 --dino.hidden_dim 32 "
     "--dino.bottleneck_dim 16 --dino.prototypes 64",
+    "dinov2": "--dinov2.global_size 16 --dinov2.local_size 12 --dinov2.local_crops 2 --dinov2.hidden_dim 32 "
+    "--dinov2.bottleneck_dim 16 --dinov2.prototypes 64",
     "mae": "--mae.size 16 --mae.decoder_dim 16 --mae.decoder_heads 2 --mae.decoder_depth 2",
     "finetune": "--finetune.size 16",
 }
@@ -39,14 +41,15 @@ def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | N
         "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
     )
     encoder = "" if "--encoder " in more else f"--encoder vit_micro {NARROW}"
-    if method == "dino" and "batch_norm" not in more:
-        more += " --dino.batch_norm false"  # with it, AdamW moves some biases by rounding errors
+    if method in ("dino", "dinov2") and "batch_norm" not in more:
+        more += f" --{method}.batch_norm false"  # with it, AdamW moves some biases by rounding errors
     words = f"--method {method} {SMALL[method]} {encoder} {common} --evaluation.pictures 0 --steps {steps} {more}"
     return ["--data", shards, *words.split()], poison or {}
 
 
 RUNS: dict[str, Run] = {
     "dino": run("dino", "--optim.clip 0.1 --optim.clip_by module --dino.freeze_steps 4 --optim.weight_decay 0.5"),
+    "dinov2": run("dinov2", "--optim.clip 0.1 --dinov2.freeze_steps 4"),
     "mae": run("mae", "--optim.clip 0.05 --optim.clip_by tensor"),
     "dino, skipped": run(
         "dino",
@@ -60,6 +63,9 @@ RUNS: dict[str, Run] = {
 }
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
     "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=4),
+    "dinov2, over all": run(
+        "dinov2", "--dinov2.batch_norm true --dinov2.centering sinkhorn --dinov2.separate_head true", steps=4
+    ),
     "dino, checkpointed": run("dino", "--encoder.checkpoint_activations true", steps=4),
     "mae, checkpointed": run("mae", "--encoder.checkpoint_activations true", steps=4),
     "navit, native": run(
