@@ -168,7 +168,8 @@ class RunConfig(Settings, frozen=True):
     then exit without training"""
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, or a published weight file; a run
-    folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std"""
+    folder and a weight file of this project also give the defaults of encoder and data.channels, data.mean, data.std; a
+    run of dinov2 or dinov3 gives a run of these methods the weights of student, teacher and heads too"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 on a GPU that
     supports bf16, else fp32"""

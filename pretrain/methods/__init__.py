@@ -3,10 +3,11 @@
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.methods.dinov2 import DINOv2
+from pretrain.methods.dinov3 import DINOv3
 from pretrain.methods.finetune import Finetune
 from pretrain.methods.mae import MAE
 
-METHODS: dict[str, type[Method]] = {"dino": DINO, "dinov2": DINOv2, "mae": MAE, "finetune": Finetune}
+METHODS: dict[str, type[Method]] = {"dino": DINO, "dinov2": DINOv2, "dinov3": DINOv3, "mae": MAE, "finetune": Finetune}
 """Classes of methods by name.
 
 To add a method from another package, add it to this dictionary before the settings are read.

@@ -10,7 +10,7 @@ crops, M of them hidden; D width of the encoder; K prototypes.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from data.batch import Batch, View
 from data.crops import Areas, MultiCrop
 from data.masking import MaskedMultiCrop
 from encoders.base import Encoder
+from encoders.formats.checkpoint import load_weights
 from encoders.images import Mask
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
@@ -33,7 +34,7 @@ from pretrain.methods.teacher_student import (
     HeadShape,
     PendingCenter,
     encode,
-    output_collapse,
+    output_signs,
     teacher_distribution,
 )
 from pretrain.monitoring.collapse import effective_rank
@@ -56,6 +57,10 @@ class DINOv2Config(DINOConfig, frozen=True):
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
     local_scale: Areas = (0.05, 0.32)
     """smallest and largest area of a local crop before the resize, as a share of the image's area"""
+    blur_global1: Share = 0.0
+    """probability that the first global crop is blurred; the paper means 1, but the official code inverts it"""
+    blur_global2: Share = 0.9
+    """probability that the second global crop is blurred; the paper means 0.1, but the official code inverts it"""
     norm_last_layer: bool = False
     """fix the norm of every prototype vector at 1"""
     ibot_weight: float = Field(default=1.0, ge=0)
@@ -148,6 +153,7 @@ class DINOv2(Method):
 
     Config = DINOv2Config
     resolve = staticmethod(resolve)
+    continues = ("dinov2", "dinov3")
     section: ClassVar[str] = "dinov2"
     """name of the method in messages"""
     small_settings: ClassVar[dict[str, Any]] = {
@@ -212,28 +218,40 @@ class DINOv2(Method):
 
         The loss is the sum of the metrics `dino_loss`, `ibot_loss` and `koleo_loss`.
         """
-        c, view = self.config, batch.views[0]
+        terms, metrics, _ = self._terms(batch.views, step)
+        return torch.stack(list(terms.values())).sum(), metrics
+
+    def _terms(
+        self, views: Sequence[View], step: int, local_weight: float = 1.0
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """Return the weighted terms of the loss by name, the metrics, and the student's token features of the global
+        crops (T, D).
+
+        Args:
+            views: global crops with their mask, and local crops.
+            local_weight: weight of the pairs of a global and a local crop in the DINO loss.
+        """
+        c, view = self.config, views[0]
         (mask,) = view.masks
         weights = copy_to_device(token_weights(mask), mask.hidden.device)  # (M,)
         targets = self._targets(view, mask, weights, step)
-        pooled, tokens = encode(self.student["encoder"], [one.images for one in batch.views], mask)
+        pooled, tokens = encode(self.student["encoder"], [one.images for one in views], mask)
         logits = self.student["head"](pooled)  # (S * B, K)
         token_logits = self._token_head(self.student)(tokens.index_select(0, mask.hidden_indices))  # (M, K)
         with full_precision(logits):
             crops, hidden = (
                 F.log_softmax(one.float() / c.student_temperature, dim=-1) for one in (logits, token_logits)
             )
-            crops = crops.unflatten(0, (sum(one.crops for one in batch.views), -1))  # (S, B, K)
+            crops = crops.unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
             terms = {
-                "dino_loss": dino_loss(crops, targets.crops),
+                "dino_loss": dino_loss(crops, targets.crops, local_weight),
                 "ibot_loss": c.ibot_weight * ibot_loss(hidden, targets.tokens, weights),
             }
             if c.koleo_weight > 0:
-                features = pooled.float().split(len(batch))[: view.crops]  # G times (B, D)
+                features = pooled.float().split(crops.shape[1])[: view.crops]  # G times (B, D)
                 terms["koleo_loss"] = c.koleo_weight * torch.stack([koleo_loss(crop) for crop in features]).sum()
         metrics = {name: term.detach() for name, term in terms.items()} | targets.metrics
-        metrics["teacher_student_kl"] = metrics["dino_loss"] - metrics["teacher_entropy"]
-        return torch.stack(list(terms.values())).sum(), metrics
+        return terms, metrics, tokens[: len(mask.hidden)]
 
     @staticmethod
     def _token_head(half: nn.ModuleDict) -> nn.Module:
@@ -273,13 +291,26 @@ class DINOv2(Method):
         c = self.config
         return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
 
+    def momentum(self, step: int) -> float:
+        """Return the momentum of the teacher's moving average at a step."""
+        return cosine(step, self.steps, self.config.momentum, 1.0)
+
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Move the teacher towards the student, and the centres towards the means of this step's teacher logits."""
         self._pending.move(self.center, self.config.center_momentum)
         self._ibot_pending.move(self.ibot_center, self.config.center_momentum)
-        momentum = cosine(step, self.steps, self.config.momentum, 1.0)
-        ema.update(self.teacher.parameters(), self.student.parameters(), momentum)
+        ema.update(self.teacher.parameters(), self.student.parameters(), self.momentum(step))
+
+    def start_from(self, other: Method) -> None:
+        for name in ("student", "teacher"):
+            own, theirs = getattr(self, name), getattr(other, name)
+            load_weights(own["encoder"], theirs["encoder"].state_dict(), "ours")
+            for part in set(own) - {"encoder"}:
+                # a second head without a model starts as a copy of the shared head
+                own[part].load_state_dict(theirs[part if part in theirs else "head"].state_dict())
+        self.center.copy_(other.center)  # pyright: ignore[reportArgumentType]
+        self.ibot_center.copy_(other.ibot_center)  # pyright: ignore[reportArgumentType]
 
     def trained_encoder(self) -> Encoder:
         return self.teacher["encoder"]  # pyright: ignore[reportReturnType]
@@ -325,13 +356,13 @@ class DINOv2(Method):
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         c = self.config
-        signs = _output_signs(
+        signs = output_signs(
             self.section, "dino", record["dino_loss"], record["teacher_entropy"], math.log(c.prototypes)
         )
         share = c.ibot_weight * record["masked_crops"]
         if share > 0:
             loss, entropy = record["ibot_loss"] / share, record["ibot_teacher_entropy"]
-            signs |= _output_signs(self.section, "ibot", loss, entropy, math.log(c.ibot_prototypes))
+            signs |= output_signs(self.section, "ibot", loss, entropy, math.log(c.ibot_prototypes))
         if c.koleo_weight > 0 and (koleo := record["koleo_loss"] / (2 * c.koleo_weight)) > SAME_FEATURES:
             signs["equal features"] = (
                 f"KoLeo is {koleo:.2f}: the distance between the features of an image and those of the nearest image "
@@ -345,33 +376,6 @@ def ibot_head_shape(config: ResolvedDINOv2) -> HeadShape:
     """Return the shape of the second head."""
     widths = (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
     return HeadShape(*widths, config.head_layers, config.batch_norm, config.norm_last_layer)
-
-
-def _output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:
-    """Return the signs of collapse in the teacher's output for one term of the loss: kind of collapse -> message.
-
-    Args:
-        loss: cross-entropy per crop or per hidden token, in nats.
-        entropy: entropy of the teacher's distributions, in nats.
-        most: entropy of the uniform distribution over the prototypes, ln K, in nats.
-    """
-    kind = output_collapse(loss, entropy, most)
-    if kind is None:
-        return {}
-    what, prototypes = ("image", "prototypes") if term == "dino" else ("hidden token", "ibot_prototypes")
-    if kind == "uniform":
-        message = (
-            f"{term} cross-entropy {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {most:.3f}: the "
-            f"teacher's output is uniform for every {what}. Try {section}.batch_norm, encoder.init xavier, fewer "
-            f"{section}.{prototypes}, a lower {section}.teacher_temperature_start, or larger crops."
-        )
-    else:
-        message = (
-            f"{term} teacher entropy {entropy:.4f} and cross-entropy {loss:.4f} are near 0: the teacher assigns every "
-            f"{what} to one prototype. Try {section}.centering sinkhorn, a lower {section}.center_momentum, a higher "
-            f"{section}.teacher_temperature, or a lower optim.lr."
-        )
-    return {f"{term} {kind}": message}
 
 
 def _check(encoder: Encoder, config: ResolvedDINOv2, grid: tuple[int, int]) -> None:

@@ -1,7 +1,7 @@
-"""Losses of DINO (2104.14294), iBOT (2111.07832) and KoLeo (1806.03198), in float32.
+"""Losses of DINO (2104.14294), iBOT (2111.07832), KoLeo (1806.03198) and Gram anchoring (2508.10104), in float32.
 
-Shape letters: B images per process; G global crops and S crops of an image; M hidden tokens; D width of the encoder; K
-prototypes.
+Shape letters: B images per process; G global crops and S crops of an image; N crops; P tokens of a crop; M hidden
+tokens; D width of the encoder; K prototypes.
 """
 
 import torch
@@ -16,7 +16,7 @@ NEAREST = 1e-4
 """smallest distance between normalised features that KoLeo distinguishes; the gradient of a smaller distance is 0"""
 
 
-def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
+def dino_loss(student: Tensor, teacher: Tensor, local_weight: float = 1.0) -> Tensor:
     """Return the cross-entropy between teacher and student, averaged over images and over pairs of different crops.
 
         loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
@@ -24,9 +24,12 @@ def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
     Args:
         student: (S, B, K) log-probabilities of all crops, global crops first.
         teacher: (G, B, K) probabilities of the global crops.
+        local_weight: factor of the pairs with a local crop s. The mean still divides by the number of all pairs.
     """
     crops, images, _ = student.shape
     pairs = torch.einsum("gbk,sbk->gs", teacher, student)  # (G, S)
+    if local_weight != 1:
+        pairs = torch.cat([pairs[:, : len(teacher)], local_weight * pairs[:, len(teacher) :]], 1)
     skipped = pairs.diagonal().sum()
     return (skipped - pairs.sum()) / (images * (len(teacher) * crops - len(teacher)))
 
@@ -82,3 +85,17 @@ def koleo_loss(features: Tensor) -> Tensor:
         nearest = similarity.argmax(1)  # (B,)
     squares = (own - everyone.index_select(0, nearest)).square().sum(1)  # (B,)
     return -0.5 * squares.clamp(min=NEAREST**2).log().mean()
+
+
+def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference between the cosine similarities of tokens of the student and of a teacher.
+
+        loss = mean over crops n, over tokens p, q of n, of  (cos(student[n, p], student[n, q]) - cos(teacher[n, p],
+        teacher[n, q])) ** 2
+
+    Args:
+        student: (N, P, D) float32 token features.
+        teacher: (N, P, D) float32 token features of the same crops.
+    """
+    student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
+    return (student @ student.mT - teacher @ teacher.mT).square().mean()

@@ -184,3 +184,30 @@ def output_collapse(loss: float, entropy: float, max_entropy: float) -> str | No
     if entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
         return "one prototype"
     return None
+
+
+def output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:
+    """Return the signs of collapse in the teacher's output for one term of the loss: kind of collapse -> message.
+
+    Args:
+        loss: cross-entropy per crop or per hidden token, in nats.
+        entropy: entropy of the teacher's distributions, in nats.
+        most: entropy of the uniform distribution over the prototypes, ln K, in nats.
+    """
+    kind = output_collapse(loss, entropy, most)
+    if kind is None:
+        return {}
+    what, prototypes = ("image", "prototypes") if term == "dino" else ("hidden token", "ibot_prototypes")
+    if kind == "uniform":
+        message = (
+            f"{term} cross-entropy {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {most:.3f}: the "
+            f"teacher's output is uniform for every {what}. Try {section}.batch_norm, encoder.init xavier, fewer "
+            f"{section}.{prototypes}, a lower {section}.teacher_temperature_start, or larger crops."
+        )
+    else:
+        message = (
+            f"{term} teacher entropy {entropy:.4f} and cross-entropy {loss:.4f} are near 0: the teacher assigns every "
+            f"{what} to one prototype. Try {section}.centering sinkhorn, a lower {section}.center_momentum, a higher "
+            f"{section}.teacher_temperature, or a lower optim.lr."
+        )
+    return {f"{term} {kind}": message}

@@ -16,7 +16,7 @@ from pretrain.methods import METHODS
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 
-@pytest.fixture(params=["dino", "dinov2", "mae"])
+@pytest.fixture(params=["dino", "dinov2", "dinov3", "mae"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
     """Return a run folder with two checkpoints, the method's name, and the tensors of the newer checkpoint."""
     accelerator, engine = make(0, request.param)
@@ -44,6 +44,9 @@ PARTS = {
     ("dinov2", "encoder"): "teacher.encoder.",
     ("dinov2", "student"): "student.encoder.",
     ("dinov2", "teacher"): "teacher.encoder.",
+    ("dinov3", "encoder"): "teacher.encoder.",
+    ("dinov3", "student"): "student.encoder.",
+    ("dinov3", "teacher"): "teacher.encoder.",
     ("mae", "encoder"): "encoder.",
 }
 
