@@ -118,12 +118,6 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
     return fill(config, ResolvedDINO, defaults), fill(optim, ResolvedOptim, optim_defaults)
 
 
-def head_shape(config: ResolvedDINO) -> HeadShape:
-    """Return the shape of the head that the settings describe."""
-    widths = (config.prototypes, config.hidden_dim, config.bottleneck_dim)
-    return HeadShape(*widths, config.head_layers, config.batch_norm, config.norm_last_layer)
-
-
 def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str, str]:
     """Return signs that the teacher's output is the same for every image: kind of collapse -> message.
 
@@ -170,7 +164,9 @@ class DINO(Method):
         self.steps = steps
         self.image_size = config.global_size
         freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
-        self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, head_shape(config))})
+        widths = (config.prototypes, config.hidden_dim, config.bottleneck_dim)
+        shape = HeadShape(*widths, config.head_layers, config.batch_norm, config.norm_last_layer)
+        self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, shape)})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from data.augment import Share
 from data.batch import Batch, View
+from data.collate import Transform
 from data.crops import Areas, MultiCrop
 from data.masking import MaskedMultiCrop
 from encoders.base import Encoder
@@ -27,7 +28,7 @@ from encoders.formats.checkpoint import load_weights
 from encoders.images import Mask
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
-from pretrain.methods.dino import DINOConfig, head_shape
+from pretrain.methods.dino import DINOConfig
 from pretrain.methods.losses import dino_loss, ibot_loss, koleo_loss, token_weights
 from pretrain.methods.teacher_student import (
     Head,
@@ -63,6 +64,8 @@ class DINOv2Config(DINOConfig, frozen=True):
     """probability that the second global crop is blurred; the paper means 0.1, but the official code inverts it"""
     norm_last_layer: bool = False
     """fix the norm of every prototype vector at 1"""
+    linear_last_layer: bool | None = None
+    """use prototypes without weight norm, as DINOv3 does; needs `norm_last_layer` false; default: false"""
     ibot_weight: float = Field(default=1.0, ge=0)
     """weight of the iBOT loss, the cross-entropy between teacher and student for hidden tokens"""
     koleo_weight: float = Field(default=0.1, ge=0)
@@ -97,6 +100,7 @@ class ResolvedDINOv2(DINOv2Config, frozen=True):
     ibot_prototypes: int = Field()
     ibot_hidden_dim: int = Field()
     ibot_bottleneck_dim: int = Field()
+    linear_last_layer: bool = Field()
 
 
 def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[ResolvedDINOv2, ResolvedOptim]:
@@ -125,6 +129,7 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "hidden_dim": 2048 if size.large else 512,
         "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,
+        "linear_last_layer": False,
         "freeze_steps": steps // 100,
         "teacher_temperature": 0.07 if long else 0.04,
         "teacher_temperature_steps": 3 * steps // 10,
@@ -180,10 +185,12 @@ class DINOv2(Method):
         self.grid = encoder.grid(config.global_size, config.global_size)
         _check(encoder, config, self.grid)
         freeze(encoder, ("pre_logits", "head", "head_dist"))
-        shape = head_shape(config)
-        student: dict[str, nn.Module] = {"encoder": encoder, "head": Head(encoder.dim, shape)}
+        c, second = config, (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
+        kinds = (c.head_layers, c.batch_norm, c.norm_last_layer, c.linear_last_layer)
+        first = HeadShape(c.prototypes, c.hidden_dim, c.bottleneck_dim, *kinds)
+        student: dict[str, nn.Module] = {"encoder": encoder, "head": Head(encoder.dim, first)}
         if config.separate_head:
-            student["ibot_head"] = Head(encoder.dim, ibot_head_shape(config))
+            student["ibot_head"] = Head(encoder.dim, HeadShape(*second, *kinds))
         self.student = nn.ModuleDict(student)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
@@ -203,7 +210,7 @@ class DINOv2(Method):
         both = {"image_size": config.global_size, "mask_token": True}
         return supported(family, both | (published if size.large else small))
 
-    def transform(self) -> MaskedMultiCrop:
+    def transform(self) -> Transform:
         c = self.config
         return MaskedMultiCrop(MultiCrop(c), self.grid, c.mask_probability, c.mask_ratio, fill=c.fill_masks)
 
@@ -346,9 +353,10 @@ class DINOv2(Method):
                 f"and should be above 1. Try {settings if c.batch_norm else f'{name}.batch_norm, {settings}'}."
             )
         if record["prototypes_used"] < c.prototypes / 16:
+            sinkhorn = f", or {name}.centering sinkhorn" if c.centering == "mean" else ""
             found.append(
                 f"The images of the batch fall on {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
-                f"fewer {name}.prototypes, or {name}.centering sinkhorn."
+                f"fewer {name}.prototypes{sinkhorn}."
             )
         terms = ", ".join(f"{term} {record[term]:.3f}" for term in TERMS if term in record)
         found.append(f"The terms of the loss are {terms}. The rank of the features is {record['feature_rank']:.1f}.")
@@ -372,12 +380,6 @@ class DINOv2(Method):
         return signs
 
 
-def ibot_head_shape(config: ResolvedDINOv2) -> HeadShape:
-    """Return the shape of the second head."""
-    widths = (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
-    return HeadShape(*widths, config.head_layers, config.batch_norm, config.norm_last_layer)
-
-
 def _check(encoder: Encoder, config: ResolvedDINOv2, grid: tuple[int, int]) -> None:
     """Raise `ValueError` if the encoder does not support the settings, or two settings contradict each other."""
     name = type(encoder).__name__
@@ -388,6 +390,8 @@ def _check(encoder: Encoder, config: ResolvedDINOv2, grid: tuple[int, int]) -> N
             f"A global crop of {config.global_size} pixels is one token of {name}, so that hiding it would leave "
             f"nothing visible. Set global_size to at least {2 * encoder.stride}."
         )
+    if config.linear_last_layer and config.norm_last_layer:
+        raise ValueError("norm_last_layer needs prototypes with weight norm. Set linear_last_layer to false.")
     second = (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
     if not config.separate_head and second != (config.prototypes, config.hidden_dim, config.bottleneck_dim):
         raise ValueError(

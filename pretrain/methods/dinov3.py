@@ -41,6 +41,8 @@ class DINOv3Config(DINOv2Config, frozen=True):
     SwAV, 2006.09882)"""
     separate_head: bool = True
     """use a second head for the iBOT loss; otherwise both losses share one head"""
+    linear_last_layer: bool | None = None
+    """use prototypes without weight norm; default: true from 100,000 images on"""
     fill_masks: bool = True
     """hide single tokens at random until a mask has exactly the drawn share of hidden tokens"""
     gram_weight: float = Field(default=2.0, ge=0)
@@ -75,6 +77,7 @@ class ResolvedDINOv3(DINOv3Config, frozen=True):
     ibot_prototypes: int = Field()
     ibot_hidden_dim: int = Field()
     ibot_bottleneck_dim: int = Field()
+    linear_last_layer: bool = Field()
     gram_start: int = Field()
     gram_warmup_steps: int = Field()
     gram_refresh_steps: int = Field()
@@ -109,6 +112,7 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "hidden_dim": 2048 if size.large else 512,
         "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,
+        "linear_last_layer": size.large and not config.norm_last_layer,
         "freeze_steps": steps // 100,
         "teacher_temperature": 0.07 if size.large else 0.04,
         "teacher_temperature_steps": steps // 10,
@@ -152,7 +156,7 @@ class DINOv3(DINOv2):
         self.train()
 
     @staticmethod
-    def encoder_defaults(config: DINOv3Config, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    def encoder_defaults(config: DINOv2Config, family: type[Encoder], size: RunSize) -> dict[str, Any]:
         defaults = DINOv2.encoder_defaults(config, family, size)
         published = {"drop_path": 0.4, "rope_rescale": 2.0} if size.large else {}
         return defaults | supported(family, published)
@@ -164,8 +168,9 @@ class DINOv3(DINOv2):
 
     def train(self, mode: bool = True) -> "DINOv3":
         super().train(mode)
-        if getattr(self, "gram_teacher", None) is not None:
-            self.gram_teacher.eval()
+        gram_teacher = getattr(self, "gram_teacher", None)  # absent while `DINOv2` is constructed
+        if gram_teacher is not None:
+            gram_teacher.eval()
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:

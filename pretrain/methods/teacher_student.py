@@ -37,6 +37,8 @@ class HeadShape:
     """True for batch norm after each linear layer except the last."""
     fixed_length: bool = True
     """True to fix the norm of every prototype vector at 1."""
+    linear: bool = False
+    """True for prototypes without weight norm, as in DINOv3; `fixed_length` is then not used."""
 
 
 class Prototypes(nn.Module):
@@ -95,7 +97,11 @@ class Head(nn.Module):
             if i < shape.layers - 1:
                 layers += [BatchNorm(width_out)] * shape.batch_norm + [nn.GELU()]
         self.mlp = nn.Sequential(*layers)
-        self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
+        if shape.linear:
+            self.last_layer = nn.Linear(shape.bottleneck_dim, shape.prototypes, bias=False)
+            nn.init.trunc_normal_(self.last_layer.weight, std=0.02)
+        else:
+            self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
 
     def forward(self, x: Tensor) -> Tensor:
         # The epsilon is larger in low precision, because 1e-12 is 0 in float16.

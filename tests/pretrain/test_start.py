@@ -7,6 +7,9 @@ import torch
 
 import encoders
 from pretrain.checkpoints.resume import TrainState
+from pretrain.command_line import load
+from pretrain.config import resolve
+from pretrain.job import build_method
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig
@@ -52,9 +55,21 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         start_from_run(_with(prototypes=16), tmp_path / "run")
 
 
+def test_init_from_a_run_fills_the_method_and_a_weight_file_only_its_encoder(tmp_path: Path) -> None:
+    held = finished(tmp_path / "run", "dinov2")
+    flags = [f"--dinov2.{name}={value}" for name, value in METHODS["dinov2"].small_settings.items()]
+    for source, whole in (("run", True), ("run/checkpoints/latest/encoder.safetensors", False)):
+        words = ["--data", "a.tar", "--method", "dinov2", "--init_from", str(tmp_path / source), *flags]
+        started = build_method(resolve(load(words), 1000), fresh=True).state_dict()
+        assert torch.equal(started["teacher.encoder.cls_token"], held["teacher.encoder.cls_token"])
+        assert torch.equal(started["student.head.mlp.0.weight"], held["student.head.mlp.0.weight"]) == whole
+        resumed = build_method(resolve(load(words), 1000), fresh=False).state_dict()
+        assert not torch.equal(resumed["teacher.encoder.cls_token"], held["teacher.encoder.cls_token"])
+
+
 def _with(**settings) -> Method:
     chosen = METHODS["dinov2"]
     config, _ = chosen.resolve(
         chosen.Config(**chosen.small_settings | settings), OptimConfig(), RunSize(1000, 4, STEPS)
     )
-    return chosen(encoders.build(**ENCODER), config, STEPS)  # pyright: ignore[reportCallIssue]
+    return chosen(encoders.build(**ENCODER), config, STEPS)

@@ -83,7 +83,7 @@ def naive_terms(method: DINOv2, given: Batch, step: int) -> dict[str, Tensor]:
     for crop in pooled[:2]:
         x = crop / crop.norm(dim=1, keepdim=True)
         for i in range(images):
-            koleo.append(-min((x[i] - x[j]).norm() for j in range(images) if j != i).log())  # pyright: ignore
+            koleo.append(-min((x[i] - x[j]).norm() for j in range(images) if j != i).log())
     return {
         "dino_loss": torch.stack(pairs).mean(),
         "ibot_loss": torch.stack(per_crop).sum() / (2 * images),
@@ -103,7 +103,7 @@ def test_loss_and_gradients_equal_naive_float64(separate: bool, centering: str) 
     twin, _ = make(centering=centering, **second)
     twin.load_state_dict(method.state_dict())
     twin.double()
-    views = [view.images.double() for view in given.views]  # pyright: ignore[reportAttributeAccessIssue]
+    views = [view.images.double() for view in given.views]
     terms = naive_terms(twin, Batch([View(v, w.crops, w.masks) for v, w in zip(views, given.views, strict=True)]), 3)
     torch.stack(list(terms.values())).sum().backward()
     for name, term in terms.items():
@@ -179,7 +179,7 @@ def test_every_encoder_trains_all_its_parameters(variant: str) -> None:
 def test_nothing_hidden_leaves_dino_and_koleo() -> None:
     method, given = make(batch_norm=True, separate_head=True)
     views = [view.images for view in given.views]
-    loss, metrics = method(batch(views, torch.zeros(8, 16, dtype=torch.bool), method), 0)  # pyright: ignore
+    loss, metrics = method(batch(views, torch.zeros(8, 16, dtype=torch.bool), method), 0)
     loss.backward()
     method.after_step(0)
     assert metrics["ibot_loss"] == 0
@@ -204,6 +204,8 @@ def test_settings_scale_with_the_data() -> None:
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="Set separate_head to true"):
         make(ibot_prototypes=7)
+    with pytest.raises(ValueError, match="Set linear_last_layer to false"):
+        make(linear_last_layer=True, norm_last_layer=True)
     config, _ = resolve(DINOv2Config(global_size=16), OptimConfig(), RunSize(1000, 4, 10))
     with pytest.raises(ValueError, match=r"Set encoder\.mask_token to true"):
         DINOv2(encoders.build("vit_micro"), config, 10)
@@ -216,7 +218,7 @@ def _two_ranks(rank: int, port: int, centering: str, folder: str) -> None:
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
     method, given = make(images=6, batch_norm=True, centering=centering)
     half = slice(rank * 3, rank * 3 + 3)
-    own = [view.images.unflatten(0, (view.crops, -1))[:, half].flatten(0, 1) for view in given.views]  # pyright: ignore
+    own = [view.images.unflatten(0, (view.crops, -1))[:, half].flatten(0, 1) for view in given.views]
     hidden = given.views[0].masks[0].hidden.view(2, 6, -1)[:, half].flatten(0, 1)
     loss, _ = method(batch(own, hidden, method), 0)
     loss.backward()

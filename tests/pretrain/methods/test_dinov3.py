@@ -70,14 +70,14 @@ def test_gram_loss_and_its_gradient_equal_naive_float64() -> None:
 def test_the_gram_term_compares_masked_tokens_with_the_gram_teachers(variant: str, size: int) -> None:
     method, given = make(variant=variant, gram_size=size, gram_start=0, gram_warmup_steps=0, local_weight=0.5)
     with torch.no_grad():
-        for p in method.gram_teacher.parameters():  # pyright: ignore[reportOptionalMemberAccess]
+        for p in method.gram_teacher.parameters():
             p.add_(0.1 * torch.randn_like(p))
     loss, metrics = method(given, 0)
     loss.backward()
     first, seen = given.views[0], given.views[-1 if size > 16 else 0]
     with torch.no_grad():
         tokens = method.student["encoder"](first.images, first.masks[0]).tokens.unflatten(0, (8, -1))
-        anchors = method.gram_teacher(seen.images).tokens.unflatten(0, (8, -1))  # pyright: ignore[reportOptionalCall]
+        anchors = method.gram_teacher(seen.images).tokens.unflatten(0, (8, -1))
     side = round(anchors.shape[1] ** 0.5)
     maps = anchors.mT.unflatten(2, (side, side))
     small = torch.nn.functional.interpolate(maps, size=method.grid, mode="bicubic").flatten(2).mT
@@ -86,7 +86,7 @@ def test_the_gram_term_compares_masked_tokens_with_the_gram_teachers(variant: st
     total = sum(metrics[name].item() for name in ("dino_loss", "ibot_loss", "koleo_loss", "gram_loss"))
     assert loss.item() == pytest.approx(total, rel=1e-5)
     assert [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
-    assert all(not p.requires_grad for p in method.gram_teacher.parameters())  # pyright: ignore
+    assert all(not p.requires_grad for p in method.gram_teacher.parameters())
 
 
 def test_local_crops_count_less_once_the_gram_loss_is_warm() -> None:
@@ -113,7 +113,7 @@ def test_the_gram_teacher_is_replaced_when_it_is_due() -> None:
         optimizer.step()
         optimizer.zero_grad()
         method.after_step(step)
-        pairs = zip(method.gram_teacher.parameters(), method.teacher["encoder"].parameters(), strict=True)  # pyright: ignore
+        pairs = zip(method.gram_teacher.parameters(), method.teacher["encoder"].parameters(), strict=True)
         same.append(all(torch.equal(a, b) for a, b in pairs))
     assert same == [False, False, True, False, True, False, False]
     assert weights == [0, 0, 0, 0, 1.0, 2.0, 2.0]
@@ -127,7 +127,7 @@ def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colo
     assert np.array_equal(drawn[0].boxes.boxes, drawn[-1].boxes.boxes)
     assert np.array_equal(drawn[0].boxes.flips, drawn[-1].boxes.flips)
     given = collate(transform, [image], [np.random.default_rng(3)])
-    assert [tuple(view.images.shape) for view in given.views] == [(2, 3, 16, 16), (3, 3, 8, 8), (2, 3, 32, 32)]  # pyright: ignore
+    assert [tuple(view.images.shape) for view in given.views] == [(2, 3, 16, 16), (3, 3, 8, 8), (2, 3, 32, 32)]
     assert given.views[-1].color is None
     assert given.views[-1].masks == ()
     plain, _ = make()
@@ -137,6 +137,7 @@ def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colo
 def test_schedules_are_constant_after_the_warm_up() -> None:
     config, optim = resolve(DINOv3Config(), OptimConfig(), RunSize(20_000_000, 4096, 1_000_000))
     assert (config.momentum, config.teacher_temperature_steps, config.gram_start) == (0.994, 100_000, 833_333)
+    assert config.linear_last_layer
     assert optim.scaled_lr(4096) == pytest.approx(4e-4)
     method, _ = make()
     optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1.0)

@@ -6,7 +6,7 @@ import torch
 
 import encoders
 from encoders.images import Mask
-from pretrain.methods.teacher_student import BatchNorm, PendingCenter, encode, sinkhorn
+from pretrain.methods.teacher_student import BatchNorm, Head, HeadShape, PendingCenter, encode, sinkhorn
 from tests.pretrain.small import on_processes
 
 
@@ -35,6 +35,16 @@ def test_batch_norm_equals_torch() -> None:
         torch.autograd.grad(m(v).square().sum() + m(v).exp().sum(), v) for m, v in ((ours, x1), (theirs, x2))
     )
     torch.testing.assert_close(g1, g2, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_may_have_prototypes_without_weight_norm() -> None:
+    torch.manual_seed(0)
+    head, x = Head(6, HeadShape(9, 8, 5, layers=2, linear=True)), torch.randn(4, 6)
+    weight = {name: p.detach().double() for name, p in head.named_parameters()}
+    hidden = torch.nn.functional.gelu(x.double() @ weight["mlp.0.weight"].T + weight["mlp.0.bias"])
+    hidden = hidden @ weight["mlp.2.weight"].T + weight["mlp.2.bias"]
+    expected = hidden / hidden.norm(dim=1, keepdim=True) @ weight["last_layer.weight"].T
+    torch.testing.assert_close(head(x).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_no_rows_leave_batch_norm_and_sinkhorn_finite() -> None:
