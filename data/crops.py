@@ -9,6 +9,7 @@ Shapes: an image has H x W pixels; n crops have S x S pixels.
 """
 
 import math
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, Field
 
 from data.augment import ColorConfig, Share, ascending, draw_colors
 from data.batch import CropParameters, Packing, ViewParameters
-from data.collate import ViewShape
+from data.collate import Transform, ViewShape
 from runtime.settings import Section
 
 TRIES = 10
@@ -109,6 +110,23 @@ class MultiCrop:
             ViewParameters(random_boxes(size, rng, shape.crops, boxes), draw_colors(rng, self.config, blur, solarize))
             for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False)
         ]
+
+
+class ResizedView:
+    """Adds a view to the views of a transform: the boxes of the first view, resized to `size` x `size` pixels, without
+    colour changes and masks.
+
+    DINOv3 (2508.10104) shows these crops to its Gram teacher.
+    """
+
+    def __init__(self, transform: Transform, size: int) -> None:
+        self.transform, self.size, self.packing = transform, size, transform.packing
+        self.views = (*transform.views, ViewShape(transform.views[0].crops, size))
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw the parameters of the transform's views and of the added view, for an image of `size` (H, W)."""
+        views = self.transform.draw(size, rng)
+        return [*views, ViewParameters(replace(views[0].boxes, size=(self.size, self.size)))]
 
 
 class RandomCrop:

@@ -1,4 +1,4 @@
-"""Random masks that hide single tokens (MAE, 2111.06377) or blocks of tokens (BEiT, 2106.08254) of an image.
+"""Random masks that hide single tokens (MAE, 2111.06377) or blocks of tokens (BEiT, 2106.08254) of an image or crop.
 
 Shapes: the tokens of an image form a grid of h x w tokens.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from data.batch import ViewParameters
-from data.crops import NativeCrop, RandomCrop
+from data.crops import MultiCrop, NativeCrop, RandomCrop
 
 MaskKind = Literal["random", "block"]
 
@@ -18,6 +18,10 @@ LEAST_BLOCK = 0.08
 """Area of the smallest block, as a share of the grid. It corresponds to BEiT's 16 of 196 tokens."""
 BLOCK_RATIO = 0.3
 """Smallest ratio of a block's height to its width. Ratios are log-uniform between this number and its inverse."""
+SEARCHES = 10
+"""Number of random blocks that `block_search_mask` tries in a row before it gives up."""
+BLOCK_TOKENS = 4
+"""Smallest area in tokens that `block_search_mask` draws for a block."""
 
 
 def hidden_count(tokens: int, ratio: float) -> int:
@@ -65,6 +69,36 @@ def block_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) ->
     return hidden
 
 
+def block_search_mask(grid: tuple[int, int], wanted: int, rng: np.random.Generator, *, fill: bool) -> np.ndarray:
+    """Return a mask (h, w) bool that hides about `wanted` tokens in rectangles, as for iBOT in DINOv2 (2304.07193).
+
+    Each rectangle is smaller than the grid in both directions, covers at most half of the grid, and is discarded if it
+    hides no new token or more new tokens than are missing. After `SEARCHES` discarded rectangles in a row, the search
+    ends, so that a mask may hide fewer tokens. Then single tokens are hidden at random: until `wanted` tokens are
+    hidden if `fill` is true, as in DINOv3 (2508.10104), and otherwise only if no token is hidden.
+    """
+    rows, columns = grid
+    hidden = np.zeros(grid, dtype=bool)
+    tries = 0
+    while tries < SEARCHES and (missing := wanted - int(hidden.sum())) > 0:
+        tries += 1
+        most = min(missing, hidden.size / 2)
+        area = BLOCK_TOKENS + (most - BLOCK_TOKENS) * rng.random()
+        shape = math.exp(rng.uniform(math.log(BLOCK_RATIO), -math.log(BLOCK_RATIO)))
+        height, width = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if not (height < rows and width < columns):
+            continue
+        top, left = int(rng.integers(rows - height + 1)), int(rng.integers(columns - width + 1))
+        block = hidden[top : top + height, left : left + width]
+        if 0 < block.size - int(block.sum()) <= most:
+            block[:] = True
+            tries = 0
+    missing = (wanted if fill else min(wanted, 1)) - int(hidden.sum())
+    if missing > 0:
+        hidden.flat[rng.permutation(np.flatnonzero(~hidden))[:missing]] = True
+    return hidden
+
+
 MASKS = {"random": random_mask, "block": block_mask}
 
 
@@ -91,3 +125,42 @@ class MaskedCrop:
         rows, columns = (side // self.stride for side in view.boxes.shape)
         hidden = MASKS[self.kind]((rows, columns), self.ratio, rng)
         return [replace(view, masks=(hidden[None],))]
+
+
+class MaskedMultiCrop:
+    """Draws global and local crops of an image, and masks that hide blocks of tokens of some global crops, as DINOv2
+    (2304.07193) does for iBOT.
+
+    DINOv2 masks a fixed number of the global crops of a batch, and spreads the shares of hidden tokens evenly over
+    them. Here, masks depend on one sample alone, so that they depend neither on the batch nor on the number of
+    processes. With a probability of 0.5, one of the two global crops of every image is masked, and so exactly half of
+    the global crops of any batch.
+
+    Args:
+        crop: draws the crops. The global crops are the first view.
+        grid: number of token rows and of token columns of a global crop.
+        probability: share of the global crops that are masked.
+        ratio: smallest and largest share of hidden tokens of a masked crop. Shares are uniform in this range. At least
+            one token of a masked crop is hidden.
+        fill: True to hide single tokens until a mask hides exactly the drawn share of tokens.
+    """
+
+    def __init__(
+        self, crop: MultiCrop, grid: tuple[int, int], probability: float, ratio: tuple[float, float], *, fill: bool
+    ) -> None:
+        self.crop, self.grid, self.probability, self.ratio, self.fill = crop, grid, probability, ratio, fill
+        self.packing, self.views = crop.packing, crop.views
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw the crops of an image of `size` (H, W), and masks (n, h, w) of the n global crops."""
+        first, *others = self.crop.draw(size, rng)
+        crops = self.views[0].crops
+        # equidistant instead of independent numbers, so that the share of masked crops varies as little as possible
+        turns = (rng.random() + np.arange(crops) / crops) % 1
+        masks = [self._mask(rng) if turn < self.probability else np.zeros(self.grid, dtype=bool) for turn in turns]
+        return [replace(first, masks=(np.stack(masks),)), *others]
+
+    def _mask(self, rng: np.random.Generator) -> np.ndarray:
+        least, most = self.ratio
+        wanted = int((least + (most - least) * rng.random()) * self.grid[0] * self.grid[1])
+        return block_search_mask(self.grid, max(wanted, 1), rng, fill=self.fill)

@@ -112,6 +112,18 @@ class Mask:
                 "the image has tokens. Make the mask with Mask.from_hidden(hidden, encoder.grids(images))."
             )
 
+    def extended(self, grids: Tensor) -> "Mask":
+        """Return the mask of images with these `grids` (n, 2). The first B images have this mask, and no token of the
+        other images is hidden."""
+        counts = grids[len(self.lengths) :].prod(1)
+        tokens, more = len(self.hidden), int(counts.sum())
+        return Mask(
+            torch.cat([self.hidden, self.hidden.new_zeros(more)]),
+            torch.cat([self.visible, torch.arange(tokens, tokens + more, device=self.visible.device)]),
+            self.hidden_indices,
+            torch.cat([self.lengths, counts]),
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Mask":
         """Return a copy on `device`, except that `lengths` stays on the CPU, where tensor shapes are computed."""
         moved = (self.hidden, self.visible, self.hidden_indices)

@@ -173,7 +173,8 @@ class RunConfig(Settings, frozen=True):
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
     of timm, or a published weight file; all but the last also give the defaults of encoder and data.channels,
-    data.mean, data.std"""
+    data.mean, data.std; a run of dinov2 or dinov3 gives a run of these methods the weights of student, teacher and
+    heads too"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
     faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else

@@ -10,6 +10,7 @@ decoder for MAE. The optimizer is not exported.
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,28 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
         _save(module, described, output)
         use = f'pretrain.export.load("{output}")'
     return f"wrote {output}: {part} of {settings['method']} after {described['step']} steps, from {checkpoint}: {use}"
+
+
+def load_run(path: Path, methods: Sequence[str]) -> Method | None:
+    """Return the method of a run folder or a checkpoint, with its weights. Collective.
+
+    Return None if the run trained with none of `methods`, or the folder has no checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or was written by another version of this program.
+    """
+    try:
+        checkpoint = find(path)
+    except ValueError:
+        return None
+    settings = read_trainer(checkpoint)["settings"]
+    if settings["method"] not in methods:
+        return None
+    verify(checkpoint)
+    with torch.device("meta"):
+        method = build(settings)
+    _fill(method, "method.", checkpoint)
+    return method
 
 
 def find(path: Path) -> Path:

@@ -37,6 +37,7 @@ from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines, linear
 from pretrain.precision import with_precision
 from pretrain.preflight import Plan, dry_forward, report
+from pretrain.start import start_from_run
 from runtime import processes
 from runtime.collectives import gather_objects, run_on_all_ranks
 from runtime.files import atomic_write
@@ -230,6 +231,8 @@ def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
         raise SettingsError(f"encoder: {error}") from error
     try:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
+        if config.init_from and fresh and method.continues:
+            start_from_run(method, Path(config.init_from))
         dry_forward(method)
     except ValueError as error:
         raise SettingsError(f"{config.method}: {error}") from error

@@ -59,6 +59,20 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     return x if world_size() == 1 or x.is_meta else _AllReduceSum.apply(x)  # pyright: ignore[reportReturnType]
 
 
+def all_gather_rows(x: Tensor) -> Tensor:
+    """Return the rows `x` (n, ...) of all ranks in rank order, (ranks * n, ...). The number n is equal on all ranks.
+
+    The result is differentiable: the backward pass sums the gradients over ranks, as that of `all_reduce_sum`. The
+    function does not wait for the device.
+    """
+    if world_size() == 1 or x.is_meta:
+        return x
+    before, after = rank(), world_size() - rank() - 1
+    return all_reduce_sum(
+        torch.cat([x.new_zeros(before * len(x), *x.shape[1:]), x, x.new_zeros(after * len(x), *x.shape[1:])])
+    )
+
+
 @torch.no_grad()
 def all_reduce_max(x: Tensor) -> Tensor:
     """Return the elementwise maximum of `x` over ranks. With one process or on the meta device, return `x` itself."""

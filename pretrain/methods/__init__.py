@@ -2,6 +2,8 @@
 
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
+from pretrain.methods.dinov2 import DINOv2
+from pretrain.methods.dinov3 import DINOv3
 from pretrain.methods.distill import Distill
 from pretrain.methods.finetune import Finetune
 from pretrain.methods.lejepa import LeJEPA
@@ -9,6 +11,8 @@ from pretrain.methods.mae import MAE
 
 METHODS: dict[str, type[Method]] = {
     "dino": DINO,
+    "dinov2": DINOv2,
+    "dinov3": DINOv3,
     "distill": Distill,
     "lejepa": LeJEPA,
     "mae": MAE,

@@ -71,6 +71,8 @@ class Method(nn.Module):
     """number of classes of the labels in training batches; None if the method uses no labels"""
     drop: bool = False
     """True if the encoder drops hidden tokens, False if the encoder replaces hidden tokens by a mask token"""
+    continues: ClassVar[tuple[str, ...]] = ()
+    """names of methods from whose runs `init_from` takes all weights (`start_from`), not only those of the encoder"""
     small_settings: ClassVar[dict[str, Any]] = {}
     """method settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
@@ -119,6 +121,15 @@ class Method(nn.Module):
 
         The training loop does not call this function after a skipped step.
         """
+
+    def start_from(self, other: "Method") -> None:
+        """Take the weights of all parts from a method of `continues`.
+
+        Raises:
+            ValueError: the weights of the encoder do not fit.
+            RuntimeError: the weights of a head do not fit.
+        """
+        raise NotImplementedError
 
     def trained_encoder(self) -> Encoder:
         """Return the encoder that is evaluated and exported."""

@@ -7,10 +7,9 @@ encoder; K prototypes.
 """
 
 import copy
-import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,22 @@ from torch import Tensor, nn
 from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
-from encoders.images import Images, can_pack, pack
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.methods.losses import dino_loss
+from pretrain.methods.teacher_student import (
+    Centering,
+    Head,
+    HeadShape,
+    PendingCenter,
+    encode,
+    output_collapse,
+    teacher_distribution,
+)
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim import ema
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from pretrain.optim.schedules import cosine, linear
-from runtime.collectives import all_reduce_max, all_reduce_sum
+from runtime.collectives import all_reduce_sum
 
 
 class DINOConfig(MultiCropConfig, frozen=True):
@@ -59,7 +67,7 @@ class DINOConfig(MultiCropConfig, frozen=True):
     """number of steps of the linear warm-up of the teacher's temperature"""
     momentum: float | None = Field(default=None, ge=0, le=1)
     """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine"""
-    centering: Literal["mean", "sinkhorn"] = "mean"
+    centering: Centering = "mean"
     """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
     SwAV, 2006.09882)"""
     center_momentum: float = Field(default=0.9, ge=0, le=1)
@@ -110,103 +118,6 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
     return fill(config, ResolvedDINO, defaults), fill(optim, ResolvedOptim, optim_defaults)
 
 
-class Prototypes(nn.Module):
-    """Weight-normed linear layer without bias: (N, D) -> (N, K).
-
-    For an input of norm 1, each output is the cosine between the input and a learned direction, times a learned length.
-    The parameters are named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
-    """
-
-    def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
-        super().__init__()
-        self.weight_v = nn.Parameter(nn.Linear(dim, prototypes, bias=False).weight.detach().clone())
-        self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=not fixed_length)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight_g * F.normalize(self.weight_v, dim=1))
-
-
-class BatchNorm(nn.Module):
-    """Batch norm over the rows of all processes.
-
-    This module always uses the statistics of the batch and keeps no running statistics, because heads are not used for
-    inference. Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm`, this module also runs on
-    the CPU.
-    """
-
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        with full_precision(x):
-            x32 = x.float()
-            rows = all_reduce_sum(x32.new_full((), len(x)))
-            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 would cancel most digits of float32.
-            centred = x32 - all_reduce_sum(x32.sum(0)) / rows
-            variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
-            return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
-
-
-class Head(nn.Module):
-    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K)."""
-
-    def __init__(self, dim: int, config: ResolvedDINO) -> None:
-        super().__init__()
-        widths = [dim] + [config.hidden_dim] * (config.head_layers - 1) + [config.bottleneck_dim]
-        layers: list[nn.Module] = []
-        for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
-            linear = nn.Linear(width_in, width_out)
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-            layers.append(linear)
-            if i < config.head_layers - 1:
-                layers += [BatchNorm(width_out)] * config.batch_norm + [nn.GELU()]
-        self.mlp = nn.Sequential(*layers)
-        self.last_layer = Prototypes(config.bottleneck_dim, config.prototypes, fixed_length=config.norm_last_layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # The epsilon is larger in low precision, because 1e-12 is 0 in float16.
-        return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
-
-
-def dino_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross-entropy between teacher and student, averaged over images and over pairs of different crops.
-
-        loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
-
-    Args:
-        student: (S, B, K) log-probabilities of all crops, global crops first.
-        teacher: (G, B, K) probabilities of the global crops.
-    """
-    crops, images, _ = student.shape
-    pairs = torch.einsum("gbk,sbk->gs", teacher, student)  # (G, S)
-    skipped = pairs.diagonal().sum()
-    return (skipped - pairs.sum()) / (images * (len(teacher) * crops - len(teacher)))
-
-
-@torch.no_grad()
-def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
-
-    Each row of the result is a distribution over the prototypes. Summed over all rows, all prototypes have about the
-    same weight.
-
-    Args:
-        logits: (N, K) float32; N may differ between processes.
-    """
-    scaled = logits / temperature
-    peak = all_reduce_max(scaled.max())  # subtract the maximum, so that exp does not overflow
-    assignment = (scaled - peak).exp()  # (N, K)
-    rows = all_reduce_sum(scaled.new_full((), len(logits)))
-    for _ in range(iterations):
-        assignment = assignment / all_reduce_sum(assignment.sum(0)).clamp(min=1e-30) / logits.shape[1]
-        assignment = assignment / assignment.sum(1, keepdim=True).clamp(min=1e-30) / rows
-    return assignment * rows
-
-
 def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str, str]:
     """Return signs that the teacher's output is the same for every image: kind of collapse -> message.
 
@@ -215,19 +126,20 @@ def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str,
         max_entropy: entropy of the uniform distribution over the prototypes, ln K, in nats.
     """
     entropy, loss = record["teacher_entropy"], record["loss"]
-    if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
+    kind = output_collapse(loss, entropy, max_entropy)
+    if kind is None:
+        return {}
+    if kind == "uniform":
         return {
-            "uniform": f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
+            kind: f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
             "teacher's output is uniform for every image. Try dino.batch_norm, encoder.init xavier, fewer "
             "dino.prototypes, a lower dino.teacher_temperature_start, or larger crops."
         }
-    if entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
-        return {
-            "one prototype": f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: the teacher assigns every "
-            "image to one prototype. Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower "
-            "optim.lr."
-        }
-    return {}
+    return {
+        kind: f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: the teacher assigns every "
+        "image to one prototype. Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower "
+        "optim.lr."
+    }
 
 
 class DINO(Method):
@@ -253,13 +165,13 @@ class DINO(Method):
         self.image_size = config.global_size
         patch_norm = ("norm",) if getattr(encoder, "cls_norm", None) is not None else ()  # only `pooled` is used
         freeze(encoder, (*patch_norm, "mask_token", "pre_logits", "head", "head_dist"))
-        self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, config)})
+        widths = (config.prototypes, config.hidden_dim, config.bottleneck_dim)
+        shape = HeadShape(*widths, config.head_layers, config.batch_norm, config.norm_last_layer)
+        self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, shape)})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(self.config.prototypes))
-        # the step of the last forward pass, and a vector (K + 1,). Its first K elements are the teacher's logits summed
-        # over the rows, and its last element is the number of rows.
-        self._sums: tuple[int, Tensor] | None = None
+        self._pending = PendingCenter()
         # the teacher's pooled features in the last forward pass, and each row's most probable prototype; for health()
         self._last: tuple[Tensor, Tensor] | None = None
         self.train()
@@ -281,7 +193,7 @@ class DINO(Method):
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
         target, spread = self._targets(batch.views[0], step)  # (G, B, K)
-        pooled = self._pooled(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
+        pooled, _ = encode(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
         with full_precision(logits):
             log_probabilities = F.log_softmax(logits.float() / self.config.student_temperature, dim=-1)
@@ -289,16 +201,6 @@ class DINO(Method):
         entropy = -torch.special.xlogy(target, target).sum(-1).mean()
         metrics = {"teacher_entropy": entropy, "teacher_student_kl": loss.detach() - entropy, "teacher_spread": spread}
         return loss, metrics
-
-    @staticmethod
-    def _pooled(encoder: nn.Module, views: list[Images]) -> Tensor:
-        """Return the pooled features of all views, (S * B, D).
-
-        An encoder that takes packed images gets all views in one call, if its patches divide their sides.
-        """
-        if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
-            return encoder(pack(views, encoder.stride)).pooled
-        return torch.cat([encoder(view).pooled for view in views])
 
     @torch.no_grad()
     def _targets(self, view: View, step: int) -> tuple[Tensor, Tensor]:
@@ -311,13 +213,8 @@ class DINO(Method):
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
         temperature = self.temperature(step)
         with full_precision(logits):
-            if self.config.centering == "sinkhorn":
-                target = sinkhorn(logits, temperature)
-            else:
-                target = F.softmax((logits - self.center) / temperature, dim=-1)
-        sums = torch.cat([logits.sum(0), logits.new_full((1,), len(logits))])  # (K + 1,)
-        # Sums of an earlier step are discarded, because that step was skipped.
-        self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
+            target = teacher_distribution(logits, self.center, temperature, self.config.centering)
+        self._pending.add(step, logits)
         # Keep the indices instead of `target`, which would occupy memory until the next step.
         self._last = (pooled.float(), target.argmax(-1))
         spread = (logits - self.center).std(0).mean() / temperature
@@ -331,14 +228,9 @@ class DINO(Method):
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Move the teacher towards the student, and the centre towards the mean of this step's teacher logits."""
-        if self._sums is None:
-            raise RuntimeError("after_step was called without a forward pass of the same step.")
-        ema.update(
-            self.teacher.parameters(), self.student.parameters(), cosine(step, self.steps, self.config.momentum, 1.0)
-        )
-        sums = all_reduce_sum(self._sums[1])  # (K + 1,)
-        self.center.lerp_(sums[:-1] / sums[-1], 1 - self.config.center_momentum)
-        self._sums = None
+        self._pending.move(self.center, self.config.center_momentum)
+        momentum = cosine(step, self.steps, self.config.momentum, 1.0)
+        ema.update(self.teacher.parameters(), self.student.parameters(), momentum)
 
     def trained_encoder(self) -> Encoder:
         return self.teacher["encoder"]  # pyright: ignore[reportReturnType]

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.crops import Areas, MultiCrop, MultiCropConfig
 from encoders.base import Encoder
-from encoders.images import Images, pack
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
-from pretrain.methods.dino import BatchNorm
+from pretrain.methods.teacher_student import BatchNorm, encode
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.collectives import all_reduce_sum, world_size
@@ -209,7 +208,7 @@ class LeJEPA(Method):
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
-        pooled = self._encode([view.images for view in batch.views])  # (V * B, encoder width)
+        pooled, _ = encode(self.encoder, [view.images for view in batch.views])  # (V * B, encoder width)
         self._pooled = pooled[: len(batch.views[0].images)].detach().float()
         crops = sum(view.crops for view in batch.views)
         embeddings = self.projector(pooled).float().unflatten(0, (crops, -1))  # (V, B, D)
@@ -224,15 +223,6 @@ class LeJEPA(Method):
         unrelated = (1 - 1 / crops) * variance
         metrics = {"sigreg": normality.detach(), "invariance": invariance.detach(), "embedding_std": variance.sqrt()}
         return loss, metrics | {"view_difference": invariance.detach() / unrelated.clamp(min=1e-12)}
-
-    def _encode(self, views: list[Images]) -> Tensor:
-        """Return the pooled features of all views, (V * B, encoder width).
-
-        An encoder that takes packed images gets all views in one call.
-        """
-        if self.encoder.takes_packed:
-            return self.encoder(pack(views, self.encoder.stride)).pooled
-        return torch.cat([self.encoder(view).pooled for view in views])
 
     def trained_encoder(self) -> Encoder:
         return self.encoder

@@ -7,8 +7,8 @@ from scipy import stats
 
 from data.batch import Packing
 from data.collate import Collator, Sample, collate
-from data.crops import NativeCrop, RandomCrop, RandomCropConfig, native_grid
-from data.masking import MASKS, MaskedCrop, block_mask, hidden_count, random_mask
+from data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig, native_grid
+from data.masking import MASKS, MaskedCrop, MaskedMultiCrop, block_mask, block_search_mask, hidden_count, random_mask
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -132,3 +132,51 @@ def test_packed_batches_hold_every_image_with_its_name_label_and_mask():
     sums = [int(part.sum()) for part in packed.lengths.split(packed.sequences.tolist())]
     assert max(sums) <= 100
     assert sum(sums) == len(packed.patches)
+
+
+def test_searched_blocks_are_those_of_dinov2():
+    """Facts measured on the official code: shares of masks and of places at 77 of 256 tokens."""
+    masks = np.stack([block_search_mask((16, 16), 77, rng(seed), fill=False) for seed in range(2000)])
+    counts = masks.sum((1, 2))
+    assert counts.max() == 77
+    assert counts.min() >= 74  # the search gives up at most a few tokens early
+    assert 0.9 <= (counts == 77).mean() <= 0.98
+    places = masks.mean(0)
+    assert np.mean(places[[0, 0, -1, -1], [0, -1, 0, -1]]) == pytest.approx(0.03, abs=0.015)
+    assert np.mean([places[0, 7:9], places[-1, 7:9], places[7:9, 0], places[7:9, -1]]) == pytest.approx(0.14, abs=0.02)
+    assert places[7:9, 7:9].mean() == pytest.approx(0.55, abs=0.03)
+    filled = np.stack([block_search_mask((16, 16), 77, rng(seed), fill=True) for seed in range(200)])
+    assert set(filled.sum((1, 2)).tolist()) == {77}
+    assert (filled >= masks[:200]).all()  # single tokens are only added
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (1, 7), (4, 4)])
+def test_searched_blocks_hide_a_token_of_the_smallest_grids(grid):
+    for wanted in (1, grid[0] * grid[1] // 2):
+        for seed in range(20):
+            assert 1 <= block_search_mask(grid, wanted, rng(seed), fill=False).sum() <= wanted
+            assert block_search_mask(grid, wanted, rng(seed), fill=True).sum() == wanted
+
+
+def test_half_of_the_global_crops_of_any_batch_are_masked():
+    config = MultiCropConfig(global_size=32, local_size=16, local_crops=3)
+    plain = MultiCrop(config)
+    transform = MaskedMultiCrop(plain, (8, 8), 0.5, (0.1, 0.5), fill=True)
+    batch = collate(transform, [noise(40, 60, seed) for seed in range(40)], [rng(seed) for seed in range(40)])
+    (mask,) = batch.views[0].masks
+    hidden = mask.hidden.view(2, 40, 64).sum(2)  # crop-major
+    assert ((hidden > 0).sum(0) == 1).all()
+    assert 12 <= (hidden[0] > 0).sum() <= 28  # either crop
+    assert 6 <= hidden[hidden > 0].min() <= 8
+    assert 28 <= hidden[hidden > 0].max() <= 31  # int(64 * share) with shares below 0.5
+    assert batch.views[1].masks == ()
+    without = collate(plain, [noise(40, 60, 5)], [rng(5)])  # masks do not change what is drawn for the crops
+    assert isinstance(batch.views[0].images, torch.Tensor)
+    assert isinstance(without.views[0].images, torch.Tensor)
+    assert torch.equal(batch.views[0].images[5::40], without.views[0].images)
+    for probability, crops in ((0.0, {0}), (1.0, {2}), (0.25, {0, 1}), (0.75, {1, 2})):
+        drawn = [MaskedMultiCrop(plain, (8, 8), probability, (0.1, 0.5), fill=False).draw((40, 60), rng(seed))[0]
+                 for seed in range(60)]  # fmt: skip
+        counts = [int(view.masks[0].any((1, 2)).sum()) for view in drawn]
+        assert set(counts) == crops
+        assert np.mean(counts) / 2 == pytest.approx(probability, abs=0.1)

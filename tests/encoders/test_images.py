@@ -24,6 +24,16 @@ def test_mask_lists_the_visible_places_and_counts_them_for_each_image():
     assert moved.lengths.tolist() == [2, 0, 1]  # they decide shapes: reading them must not wait for a device
 
 
+def test_an_extended_mask_hides_nothing_in_further_images():
+    grids, more = torch.tensor([[2, 2], [1, 3]]), torch.tensor([[2, 2], [1, 3], [1, 1], [3, 1]])
+    hidden = torch.tensor([True, False, False, True, True, False, False])
+    extended = Mask.from_hidden(hidden, grids).extended(more)
+    expected = Mask.from_hidden(torch.cat([hidden, torch.zeros(4, dtype=torch.bool)]), more)
+    extended.check(more)
+    for name, tensor in vars(expected).items():
+        assert torch.equal(getattr(extended, name), tensor), name
+
+
 def test_a_mask_may_hide_nothing_in_an_image():
     grids = torch.tensor([[2, 2], [1, 3]])
     mask = Mask.from_hidden(torch.tensor([False, False, False, False, True, False, False]), grids)

@@ -26,7 +26,7 @@ _resolved = {
 }
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}
 OPTIM = _resolved["dino"][1]
-ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2}
+ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2, "mask_token": True}
 
 
 def settings(name: str = "dino") -> dict[str, Any]:

@@ -17,11 +17,8 @@ STEPS = 10
 # the engine, its processes, and up to which step its checkpoints are left to the next one
 CHAIN = [("zero2", 2, 2), (None, 1, 4), ("zero3", 2, 6), ("fsdp2", 2, 8), (None, 1, 10)]
 MORE = {"--steps": str(STEPS), "--checkpoint_every": "2", "--checkpoint.keep": "9"}
-# with batch norm, some biases do not matter, and AdamW moves them by rounding errors
-OWN = {
-    "dino": {"--dino.freeze_steps": "1", "--dino.batch_norm": "false"},
-    "lejepa": {"--lejepa.batch_norm": "false"},
-}
+OWN = {"freeze_steps": "1", "batch_norm": "false"}
+"""of methods that have them; under batch norm some biases do not matter, and AdamW moves them by rounding errors"""
 IN_TURN = """
 import json, sys
 from accelerate.state import AcceleratorState, GradientState
@@ -35,9 +32,10 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def command(method: str, output: Path, *more: str) -> list[str]:
+    own = {f"--{method}.{name}": value for name, value in OWN.items() if name in METHODS[method].Config.model_fields}
     return [
         *arguments({"--method": method, "--encoder": "vit_micro"}, output),
-        *(word for pair in (MORE | OWN.get(method, {})).items() for word in pair),
+        *(word for pair in (MORE | own).items() for word in pair),
         *more,
     ]
 

@@ -11,6 +11,7 @@ from runtime import collectives
 from runtime.collectives import (
     RankError,
     all_gather,
+    all_gather_rows,
     all_reduce_max,
     all_reduce_sum,
     broadcast_object,
@@ -33,6 +34,7 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     assert all_reduce_sum(x) is x
     assert all_reduce_max(x) is x
     assert all_gather(x)[0] is x
+    assert all_gather_rows(x) is x
     assert gather_objects("a") == ["a"]
     assert broadcast_object("a") == "a"
     assert run_on_all_ranks(lambda: 7) == 7

@@ -28,6 +28,10 @@ SMALL = {
     "--dino.bottleneck_dim 16 --dino.prototypes 64",
     "lejepa": "--lejepa.global_size 16 --lejepa.local_size 12 --lejepa.local_crops 2 --lejepa.hidden_dim 32 "
     "--lejepa.output_dim 8 --lejepa.directions 32",
+    "dinov2": "--dinov2.global_size 16 --dinov2.local_size 12 --dinov2.local_crops 2 --dinov2.hidden_dim 32 "
+    "--dinov2.bottleneck_dim 16 --dinov2.prototypes 64",
+    "dinov3": "--dinov3.global_size 16 --dinov3.local_size 12 --dinov3.local_crops 2 --dinov3.hidden_dim 32 "
+    "--dinov3.bottleneck_dim 16 --dinov3.prototypes 64 --dinov3.gram_start 1 --dinov3.gram_refresh_steps 1",
     "mae": "--mae.size 16 --mae.decoder_dim 16 --mae.decoder_heads 2 --mae.decoder_depth 2",
     "distill": f"--distill.size 16 --distill.teacher {small_teacher()}",
     "finetune": "--finetune.size 16",
@@ -43,7 +47,7 @@ def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | N
         "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
     )
     encoder = "" if "--encoder " in more else f"--encoder vit_micro {NARROW}"
-    if method in ("dino", "lejepa") and "batch_norm" not in more:
+    if (method.startswith("dino") or method == "lejepa") and "batch_norm" not in more:
         more += f" --{method}.batch_norm false"  # with it, AdamW moves some biases by rounding errors
     words = f"--method {method} {SMALL[method]} {encoder} {common} --evaluation.pictures 0 --steps {steps} {more}"
     return ["--data", shards, *words.split()], poison or {}
@@ -53,6 +57,8 @@ RUNS: dict[str, Run] = {
     "dino": run("dino", "--optim.clip 0.1 --optim.clip_by module --dino.freeze_steps 4 --optim.weight_decay 0.5"),
     "distill": run("distill"),
     "lejepa": run("lejepa", "--optim.clip 0.1 --optim.clip_by module"),
+    "dinov2": run("dinov2", "--optim.clip 0.1 --dinov2.freeze_steps 4"),
+    "dinov3": run("dinov3", "--dinov3.gram_size 24 --dinov3.gram_refreshes 2"),
     "mae": run("mae", "--optim.clip 0.05 --optim.clip_by tensor"),
     "dino, skipped": run(
         "dino",
@@ -67,6 +73,9 @@ RUNS: dict[str, Run] = {
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
     "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=4),
     "lejepa, over all": run("lejepa", "--lejepa.batch_norm true", steps=4),
+    "dinov2, over all": run(
+        "dinov2", "--dinov2.batch_norm true --dinov2.centering sinkhorn --dinov2.separate_head true", steps=4
+    ),
     "dino, checkpointed": run("dino", "--encoder.checkpoint_activations true", steps=4),
     "mae, checkpointed": run("mae", "--encoder.checkpoint_activations true", steps=4),
     "navit, native": run(
@@ -75,6 +84,7 @@ SHARDED: dict[str, Run] = {  # what only engines that gather weights could get w
 } | {
     f"{method} of {variant}": run(method, f"--encoder {variant} --optim.lr 3e-4", steps=4)
     for method in SMALL
+    if method != "dinov3"  # its Gram teacher is one more encoder, as the teacher of DINOv2
     for variant in OTHERS
 }
 BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16") for method in SMALL}
@@ -153,7 +163,8 @@ def state(folder: Path) -> dict[str, Tensor]:
 def noise(reference: dict[str, Tensor], name: str) -> Tensor:
     """Where a gradient is nothing but rounding (of a bias that is subtracted again): AdamW makes whole steps of it."""
     _, _, parameter = name.partition(".")
-    squares = reference.get(f"exp_avg_sq.{parameter.replace('teacher.', 'student.')}")
+    student = parameter.replace("gram_teacher.", "student.encoder.").replace("teacher.", "student.")
+    squares = reference.get(f"exp_avg_sq.{student}")
     largest = max(float(t.max()) for key, t in reference.items() if key.startswith("exp_avg_sq.") and t.numel())
     return torch.zeros_like(reference[name], dtype=torch.bool) if squares is None else squares < 1e-8 * largest
 

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 import encoders
 from data.batch import Batch
 from pretrain.methods.base import RunSize
-from pretrain.methods.dino import DINO, BatchNorm, DINOConfig, Head, dino_loss, resolve, sinkhorn
+from pretrain.methods.dino import DINO, DINOConfig, resolve
+from pretrain.methods.losses import dino_loss
+from pretrain.methods.teacher_student import Head
 from pretrain.optim.adamw import OptimConfig, parameter_groups
 from tests.views import batch_of, crops_of
 
@@ -165,33 +167,6 @@ def test_train_never_wakes_the_teacher() -> None:
     assert method.train().student.training
     assert not method.teacher.training
     assert not method.eval().student.training
-
-
-def test_sinkhorn_balances_rows_and_prototypes() -> None:
-    logits = torch.randn(24, 8, generator=torch.Generator().manual_seed(0)) * 3
-    many = sinkhorn(logits, 0.5, iterations=100)
-    torch.testing.assert_close(many.sum(1), torch.ones(24), rtol=1e-5, atol=0)
-    torch.testing.assert_close(many.sum(0), torch.full((8,), 3.0), rtol=1e-3, atol=0)
-    q = np.exp(logits.double().numpy() / 0.5)  # three iterations, naively
-    for _ in range(3):
-        q = q / q.sum(0, keepdims=True) / 8
-        q = q / q.sum(1, keepdims=True) / 24
-    torch.testing.assert_close(sinkhorn(logits, 0.5).double().numpy(), q * 24, rtol=1e-4, atol=1e-6)
-    assert sinkhorn(logits * 1000, 0.04).isfinite().all()
-
-
-def test_batch_norm_equals_torch() -> None:
-    ours, theirs = BatchNorm(6), torch.nn.BatchNorm1d(6)
-    with torch.no_grad():
-        ours.weight.normal_()
-        theirs.weight.copy_(ours.weight)
-    x = torch.randn(10, 6)
-    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
-    torch.testing.assert_close(ours(x1), theirs(x2))
-    (g1,), (g2,) = (
-        torch.autograd.grad(m(v).square().sum() + m(v).exp().sum(), v) for m, v in ((ours, x1), (theirs, x2))
-    )
-    torch.testing.assert_close(g1, g2, rtol=1e-4, atol=1e-5)
 
 
 def test_settings_scale_with_the_data() -> None:

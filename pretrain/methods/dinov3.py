@@ -1,0 +1,253 @@
+"""DINOv3 (2508.10104): DINOv2 with Sinkhorn-Knopp centring, constant schedules, and Gram anchoring.
+
+In a long run, the patch tokens of DINOv2 lose their local detail. In the last part of a run, Gram anchoring keeps the
+similarities between the student's tokens of a crop near those of an earlier teacher, the Gram teacher, which is frozen
+and is replaced a few times by the current teacher.
+
+Shape letters: as in `pretrain.methods.dinov2`; P tokens of a global crop.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from data.batch import Batch, View
+from data.collate import Transform
+from data.crops import ResizedView
+from encoders.base import Encoder
+from pretrain.methods.base import Method, RunSize, fill, full_precision, supported
+from pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config
+from pretrain.methods.losses import gram_loss
+from pretrain.methods.teacher_student import Centering
+from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from pretrain.optim.schedules import linear
+from runtime.collectives import local
+
+
+class DINOv3Config(DINOv2Config, frozen=True):
+    """Settings of DINOv3. Missing values are derived from the number of images, the batch size and the length of the
+    run."""
+
+    momentum: float | None = Field(default=None, ge=0, le=1)
+    """momentum of the teacher's moving average, constant over the run"""
+    centering: Centering = "sinkhorn"
+    """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
+    SwAV, 2006.09882)"""
+    separate_head: bool = True
+    """use a second head for the iBOT loss; otherwise both losses share one head"""
+    linear_last_layer: bool | None = None
+    """use prototypes without weight norm; default: true from 100,000 images on"""
+    fill_masks: bool = True
+    """hide single tokens at random until a mask has exactly the drawn share of hidden tokens"""
+    gram_weight: float = Field(default=2.0, ge=0)
+    """weight of the Gram loss after its warm-up; 0: no Gram loss and no Gram teacher"""
+    gram_start: int | None = Field(default=None, ge=0)
+    """step at which the Gram teacher becomes a copy of the teacher and the Gram loss starts; 0: the Gram teacher is the
+    teacher of the run in `init_from`; default: after five sixths of the run"""
+    gram_warmup_steps: int | None = Field(default=None, ge=0)
+    """number of steps after gram_start over which the weights of the Gram loss and of local crops change linearly"""
+    gram_refresh_steps: int | None = Field(default=None, ge=1)
+    """number of steps after which the Gram teacher again becomes a copy of the teacher"""
+    gram_refreshes: int = Field(default=3, ge=0)
+    """number of times that the Gram teacher is replaced after gram_start"""
+    gram_size: int | None = Field(default=None, ge=1)
+    """side of the crops that the Gram teacher sees, in pixels; its tokens are resized to the student's grid; default:
+    global_size, so that it sees the student's crops without masks"""
+    local_weight: float = Field(default=0.5, ge=0)
+    """factor of the DINO loss of local crops after the warm-up of the Gram loss; before, the factor is 1"""
+
+
+class ResolvedDINOv3(DINOv3Config, frozen=True):
+    """Settings of DINOv3 with all values set, as returned by `resolve`."""
+
+    prototypes: int = Field()
+    hidden_dim: int = Field()
+    bottleneck_dim: int = Field()
+    batch_norm: bool = Field()
+    freeze_steps: int = Field()
+    teacher_temperature: float = Field()
+    teacher_temperature_steps: int = Field()
+    momentum: float = Field()
+    ibot_prototypes: int = Field()
+    ibot_hidden_dim: int = Field()
+    ibot_bottleneck_dim: int = Field()
+    linear_last_layer: bool = Field()
+    gram_start: int = Field()
+    gram_warmup_steps: int = Field()
+    gram_refresh_steps: int = Field()
+    gram_size: int = Field()
+
+
+def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[ResolvedDINOv3, ResolvedOptim]:
+    """Return the settings of DINOv3 and of the optimizer, with derived values for settings that are not given.
+
+    For data sets of ImageNet's size, the schedules are those of the published ViT-7B, as shares of the run, and the
+    heads are those of the recipe for ImageNet-1k. For smaller data sets, the values are derived as those of DINOv2.
+    """
+    steps = size.steps
+    start = 5 * steps // 6 if config.gram_start is None else config.gram_start
+    optim_defaults = {
+        "lr": 2e-4 if size.large else 4e-3,
+        "lr_scaling": "sqrt",
+        "min_lr": 0.0,
+        "warmup_steps": steps // 10,
+        "layer_decay": 0.98 if size.large else 0.9,
+        "patch_embed_lr_factor": 0.2,
+        "weight_decay": 0.04,
+        "weight_decay_end": 0.04,
+        "betas": (0.9, 0.99),
+        "clip": 30.0 if size.large else 3.0,
+        "clip_by": "module",
+    }
+    rows = 2 * size.batch_size
+    prototypes = 2 ** round(math.log2(min(max(size.images / 8, 256), 65536)))
+    defaults = {
+        "prototypes": prototypes if size.large else min(prototypes, 2 ** round(math.log2(8 * rows))),
+        "hidden_dim": 2048 if size.large else 512,
+        "bottleneck_dim": 256 if size.large else 128,
+        "batch_norm": not size.large,
+        "linear_last_layer": size.large and not config.norm_last_layer,
+        "freeze_steps": steps // 100,
+        "teacher_temperature": 0.07 if size.large else 0.04,
+        "teacher_temperature_steps": steps // 10,
+        "momentum": round(1 - 1 / min(max(steps / 6, 10), 500 / 3), 6),
+        "gram_start": start,
+        "gram_warmup_steps": max(steps - start, 0) // 200,
+        "gram_refresh_steps": max((steps - start) // 20, 1),
+        "gram_size": config.global_size,
+    }
+    for name in ("prototypes", "hidden_dim", "bottleneck_dim"):
+        given = getattr(config, name)
+        defaults[f"ibot_{name}"] = defaults[name] if given is None else given
+    filled = fill(optim, ResolvedOptim, optim_defaults)
+    if optim.min_lr is None:  # a constant learning rate after the warm-up
+        filled = filled.model_copy(update={"min_lr": filled.scaled_lr(size.batch_size)})
+    return fill(config, ResolvedDINOv3, defaults), filled
+
+
+class DINOv3(DINOv2):
+    """The DINOv3 method: DINOv2, and the Gram teacher, an encoder without heads."""
+
+    Config = DINOv3Config
+    resolve = staticmethod(resolve)
+    section: ClassVar[str] = "dinov3"
+    rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dinov3.momentum."
+
+    def __init__(self, encoder: Encoder, config: ResolvedDINOv3, steps: int) -> None:
+        """Build student, teacher and Gram teacher. `steps` is the length of the run.
+
+        Raises:
+            ValueError: see `DINOv2`; or the crops of the Gram teacher are smaller than those of the student.
+        """
+        if config.gram_size < config.global_size:
+            raise ValueError(
+                f"gram_size {config.gram_size} is less than global_size {config.global_size}. Raise gram_size."
+            )
+        super().__init__(encoder, config, steps)  # pyright: ignore[reportArgumentType]
+        self.gram: ResolvedDINOv3 = config
+        self.gram_grid = encoder.grid(config.gram_size, config.gram_size)
+        self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
+        self.train()
+
+    @staticmethod
+    def encoder_defaults(config: DINOv2Config, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+        defaults = DINOv2.encoder_defaults(config, family, size)
+        published = {"drop_path": 0.4, "rope_rescale": 2.0} if size.large else {}
+        return defaults | supported(family, published)
+
+    def transform(self) -> Transform:
+        crops = super().transform()
+        larger = self.gram_teacher is not None and self.gram.gram_size > self.gram.global_size
+        return ResizedView(crops, self.gram.gram_size) if larger else crops
+
+    def train(self, mode: bool = True) -> "DINOv3":
+        super().train(mode)
+        gram_teacher = getattr(self, "gram_teacher", None)  # absent while `DINOv2` is constructed
+        if gram_teacher is not None:
+            gram_teacher.eval()
+        return self
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of a batch as for DINOv2, which has one more view if the Gram teacher sees larger
+        crops: the global crops without colour changes (G * B, C, gram_size, gram_size).
+
+        The loss is the sum of the metrics `dino_loss`, `ibot_loss`, `koleo_loss` and `gram_loss`.
+        """
+        c, views = self.gram, batch.views
+        if c.gram_weight == 0:
+            return super().forward(batch, step)
+        larger = c.gram_size > c.global_size
+        weight = self.gram_weight(step)
+        local_weight = 1 + (c.local_weight - 1) * weight / c.gram_weight
+        terms, metrics, tokens = self._terms(views[:-1] if larger else views, step, local_weight)
+        terms["gram_loss"] = tokens.new_zeros((), dtype=torch.float32)
+        if weight > 0:
+            terms["gram_loss"] = weight * self._gram_loss(tokens, views[-1] if larger else views[0])
+        metrics["gram_loss"] = terms["gram_loss"].detach()
+        return torch.stack(list(terms.values())).sum(), metrics
+
+    def gram_weight(self, step: int) -> float:
+        """Return the weight of the Gram loss at a step: 0 before `gram_start`, then a linear rise."""
+        since = step - self.gram.gram_start
+        return linear(since, self.gram.gram_warmup_steps, 0.0, self.gram.gram_weight) if since >= 0 else 0.0
+
+    def _gram_loss(self, tokens: Tensor, view: View) -> Tensor:
+        """Return the Gram loss of the student's tokens (T, D) of the global crops, which the Gram teacher sees in
+        `view`."""
+        assert self.gram_teacher is not None
+        with torch.no_grad():
+            anchor = self.gram_teacher(view.images).tokens  # tokens of the Gram teacher's grid
+        with full_precision(tokens):
+            crops = tokens.float().unflatten(0, (-1, self.grid[0] * self.grid[1]))  # (G * B, P, D)
+            anchors = resized(anchor.float().unflatten(0, (len(crops), -1)), self.gram_grid, self.grid)
+            return gram_loss(crops, anchors)
+
+    def momentum(self, step: int) -> float:
+        return self.config.momentum
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Move the teacher and the centres as for DINOv2, and replace the Gram teacher when it is due."""
+        super().after_step(step)
+        if self.gram_teacher is not None and self.replaces_gram_teacher(step):
+            pairs = zip(self.gram_teacher.parameters(), self.teacher["encoder"].parameters(), strict=True)
+            for old, new in pairs:
+                local(old).copy_(local(new))
+
+    def replaces_gram_teacher(self, step: int) -> bool:
+        """Return True if the Gram teacher becomes a copy of the teacher after a step."""
+        since = step + 1 - self.gram.gram_start
+        if since == 0:
+            return True
+        number, rest = divmod(since, self.gram.gram_refresh_steps)
+        return rest == 0 and 0 < number <= self.gram.gram_refreshes
+
+    def start_from(self, other: Method) -> None:
+        super().start_from(other)
+        if self.gram_teacher is not None:
+            self.gram_teacher.load_state_dict(self.teacher["encoder"].state_dict())
+
+    def advice(self, record: Mapping[str, float]) -> list[str]:
+        found = super().advice(record)
+        if record.get("gram_loss", 0) > sum(record[term] for term in TERMS if term in record):
+            found.insert(0, "The Gram loss is larger than all other terms. Try a lower dinov3.gram_weight.")
+        return found
+
+
+def resized(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
+    """Resize maps of tokens with bicubic interpolation: (N, h * w, D) -> (N, H * W, D).
+
+    Args:
+        grid: rows and columns of tokens (h, w).
+        to: rows and columns of the resized maps (H, W).
+    """
+    if grid == to:
+        return tokens
+    maps = tokens.mT.unflatten(2, grid)  # (N, D, h, w)
+    return F.interpolate(maps, size=to, mode="bicubic", align_corners=False).flatten(2).mT

@@ -1,0 +1,101 @@
+"""Losses of DINO (2104.14294), iBOT (2111.07832), KoLeo (1806.03198) and Gram anchoring (2508.10104), in float32.
+
+Shape letters: B images per process; G global crops and S crops of an image; N crops; P tokens of a crop; M hidden
+tokens; D width of the encoder; K prototypes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from encoders.images import Mask
+from runtime.collectives import all_gather_rows, rank
+from runtime.errors import UserError
+
+NEAREST = 1e-4
+"""smallest distance between normalised features that KoLeo distinguishes; the gradient of a smaller distance is 0"""
+
+
+def dino_loss(student: Tensor, teacher: Tensor, local_weight: float = 1.0) -> Tensor:
+    """Return the cross-entropy between teacher and student, averaged over images and over pairs of different crops.
+
+        loss = mean over pairs (g, s), s != g, over images b, of  - sum_k teacher[g, b, k] * student[s, b, k]
+
+    Args:
+        student: (S, B, K) log-probabilities of all crops, global crops first.
+        teacher: (G, B, K) probabilities of the global crops.
+        local_weight: factor of the pairs with a local crop s. The mean still divides by the number of all pairs.
+    """
+    crops, images, _ = student.shape
+    pairs = torch.einsum("gbk,sbk->gs", teacher, student)  # (G, S)
+    if local_weight != 1:
+        pairs = torch.cat([pairs[:, : len(teacher)], local_weight * pairs[:, len(teacher) :]], 1)
+    skipped = pairs.diagonal().sum()
+    return (skipped - pairs.sum()) / (images * (len(teacher) * crops - len(teacher)))
+
+
+def ibot_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted cross-entropy between teacher and student over hidden tokens.
+
+        loss = - sum over hidden tokens m of  weights[m] * sum_k teacher[m, k] * student[m, k]
+
+    Args:
+        student: (M, K) log-probabilities.
+        teacher: (M, K) probabilities.
+        weights: (M,) weight of each token, as returned by `token_weights`.
+    """
+    return -((teacher * student).sum(1) * weights).sum()
+
+
+def token_weights(mask: Mask) -> Tensor:
+    """Return the weight of each hidden token in the iBOT loss: (M,) float32 on the CPU.
+
+    The weight of a token is 1 / (number of hidden tokens of its crop * number of crops). All masked crops thus have the
+    same weight, and crops without hidden tokens count as crops whose loss is 0, as in the official code. The crops of
+    the mask all have the same number of tokens.
+    """
+    hidden = len(mask.hidden) // len(mask.lengths) - mask.lengths  # (G * B,)
+    return torch.repeat_interleave(1 / (hidden.clamp(min=1) * len(hidden)), hidden)
+
+
+def koleo_loss(features: Tensor) -> Tensor:
+    """Return the KoLeo loss of normalised features, over the features of all processes.
+
+        loss = - mean over i of  log max(min over j != i of |x[i] - x[j]|, NEAREST),  x[i] = features[i] / |features[i]|
+
+    The official code searches the neighbour of an image among the images of the same process, and adds 1e-8 to the
+    distance, which float16 rounds to 0.
+
+    Args:
+        features: (B, D) float32, one row per image of this process. B is equal on all processes.
+
+    Raises:
+        UserError: all processes together have only one image.
+    """
+    own = F.normalize(features, dim=1, eps=1e-8)
+    everyone = all_gather_rows(own)  # (processes * B, D)
+    if len(everyone) < 2:
+        raise UserError(
+            "The KoLeo loss needs at least two images per forward pass. Raise --batch_size, or set koleo_weight to 0."
+        )
+    with torch.no_grad():
+        similarity = own @ everyone.T  # (B, processes * B)
+        first = 0 if len(everyone) == len(own) else rank() * len(own)
+        similarity[:, first : first + len(own)].fill_diagonal_(-torch.inf)
+        nearest = similarity.argmax(1)  # (B,)
+    squares = (own - everyone.index_select(0, nearest)).square().sum(1)  # (B,)
+    return -0.5 * squares.clamp(min=NEAREST**2).log().mean()
+
+
+def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference between the cosine similarities of tokens of the student and of a teacher.
+
+        loss = mean over crops n, over tokens p, q of n, of  (cos(student[n, p], student[n, q]) - cos(teacher[n, p],
+        teacher[n, q])) ** 2
+
+    Args:
+        student: (N, P, D) float32 token features.
+        teacher: (N, P, D) float32 token features of the same crops.
+    """
+    student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
+    return (student @ student.mT - teacher @ teacher.mT).square().mean()

@@ -1,0 +1,220 @@
+"""Parts of methods in which a student learns from a teacher, the moving average of the student (DINO, 2104.14294).
+
+Shape letters: N rows of this process (images or tokens); B images; S crops of an image; T tokens; D width of the
+encoder; K prototypes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from encoders.base import Encoder
+from encoders.images import Images, Mask, can_pack, pack
+from pretrain.methods.base import full_precision
+from runtime.collectives import all_reduce_max, all_reduce_sum
+
+Centering = Literal["mean", "sinkhorn"]
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes and kinds of the layers of a head."""
+
+    prototypes: int
+    """Number of outputs (K)."""
+    hidden_dim: int
+    """Width of the hidden layers."""
+    bottleneck_dim: int
+    """Width of the last layer before the prototypes."""
+    layers: int = 3
+    """Number of linear layers before the prototypes."""
+    batch_norm: bool = False
+    """True for batch norm after each linear layer except the last."""
+    fixed_length: bool = True
+    """True to fix the norm of every prototype vector at 1."""
+    linear: bool = False
+    """True for prototypes without weight norm, as in DINOv3; `fixed_length` is then not used."""
+
+
+class Prototypes(nn.Module):
+    """Weight-normed linear layer without bias: (N, D) -> (N, K).
+
+    For an input of norm 1, each output is the cosine between the input and a learned direction, times a learned length.
+    The parameters are named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
+    """
+
+    def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
+        super().__init__()
+        self.weight_v = nn.Parameter(nn.Linear(dim, prototypes, bias=False).weight.detach().clone())
+        self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=not fixed_length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight_g * F.normalize(self.weight_v, dim=1))
+
+
+class BatchNorm(nn.Module):
+    """Batch norm over the rows of all processes.
+
+    This module always uses the statistics of the batch and keeps no running statistics, because heads are not used for
+    inference. Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm`, this module also runs on
+    the CPU.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        with full_precision(x):
+            x32 = x.float()
+            # Without any row, the mean must not be 0 / 0, or the gradient of the weight would not be finite.
+            rows = all_reduce_sum(x32.new_full((), len(x))).clamp(min=1)
+            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 would cancel most digits of float32.
+            centred = x32 - all_reduce_sum(x32.sum(0)) / rows
+            variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
+            return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
+
+
+class Head(nn.Module):
+    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K)."""
+
+    def __init__(self, dim: int, shape: HeadShape) -> None:
+        super().__init__()
+        widths = [dim] + [shape.hidden_dim] * (shape.layers - 1) + [shape.bottleneck_dim]
+        layers: list[nn.Module] = []
+        for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
+            linear = nn.Linear(width_in, width_out)
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+            layers.append(linear)
+            if i < shape.layers - 1:
+                layers += [BatchNorm(width_out)] * shape.batch_norm + [nn.GELU()]
+        self.mlp = nn.Sequential(*layers)
+        if shape.linear:
+            self.last_layer = nn.Linear(shape.bottleneck_dim, shape.prototypes, bias=False)
+            nn.init.trunc_normal_(self.last_layer.weight, std=0.02)
+        else:
+            self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The epsilon is larger in low precision, because 1e-12 is 0 in float16.
+        return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
+
+
+def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:
+    """Return the pooled features of all views, (S * B, D), and token features whose first rows are those of the first
+    view, (T, D).
+
+    An encoder that takes packed images gets all views in one call, if its patches divide their sides. `mask` hides
+    tokens of the first view.
+    """
+    if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
+        packed = pack(views, encoder.stride)
+        features = encoder(packed, None if mask is None else mask.extended(packed.grids))
+        return features.pooled, features.tokens
+    first = encoder(views[0]) if mask is None else encoder(views[0], mask)
+    return torch.cat([first.pooled, *(encoder(view).pooled for view in views[1:])]), first.tokens
+
+
+def teacher_distribution(logits: Tensor, center: Tensor, temperature: float, centering: Centering) -> Tensor:
+    """Return the centred and sharpened distributions of a teacher with the given float32 logits: (N, K) -> (N, K)."""
+    if centering == "sinkhorn":
+        return sinkhorn(logits, temperature)
+    return F.softmax((logits - center) / temperature, dim=-1)
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
+    """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
+
+    Each row of the result is a distribution over the prototypes. Summed over all rows, all prototypes have about the
+    same weight.
+
+    Args:
+        logits: (N, K) float32; N may differ between processes, and may be 0.
+    """
+    scaled = logits / temperature
+    own_peak = scaled.max() if len(scaled) else scaled.new_full((), -torch.inf)
+    peak = all_reduce_max(own_peak)  # subtract the maximum, so that exp does not overflow
+    assignment = (scaled - peak).exp()  # (N, K)
+    rows = all_reduce_sum(scaled.new_full((), len(logits)))
+    for _ in range(iterations):
+        assignment = assignment / all_reduce_sum(assignment.sum(0)).clamp(min=1e-30) / logits.shape[1]
+        assignment = assignment / assignment.sum(1, keepdim=True).clamp(min=1e-30) / rows
+    return assignment * rows
+
+
+class PendingCenter:
+    """Sums of the teacher's logits over the forward passes of one step, of which the centre needs the mean."""
+
+    def __init__(self) -> None:
+        # the step, and a vector (K + 1,): the sum of the logits over the rows, and the number of rows
+        self._sums: tuple[int, Tensor] | None = None
+
+    def add(self, step: int, logits: Tensor) -> None:
+        """Add the logits (N, K) of a forward pass. Sums of an earlier step are discarded: that step was skipped."""
+        sums = torch.cat([logits.sum(0), logits.new_full((1,), len(logits))])  # (K + 1,)
+        self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
+
+    def move(self, center: Tensor, momentum: float) -> None:
+        """Move `center` (K,) towards the mean of the step's logits over the rows of all processes. Collective.
+
+        Without any row, the centre stays where it is.
+
+        Raises:
+            RuntimeError: no logits were added in this step.
+        """
+        if self._sums is None:
+            raise RuntimeError("after_step was called without a forward pass of the same step.")
+        sums = all_reduce_sum(self._sums[1])  # (K + 1,)
+        center.lerp_(torch.where(sums[-1] > 0, sums[:-1] / sums[-1], center), 1 - momentum)
+        self._sums = None
+
+
+def output_collapse(loss: float, entropy: float, max_entropy: float) -> str | None:
+    """Return the kind of collapse of a teacher's output, `uniform` or `one prototype`, or None.
+
+    Args:
+        loss: cross-entropy between teacher and student, in nats.
+        entropy: mean entropy of the teacher's distributions, in nats.
+        max_entropy: entropy of the uniform distribution over the prototypes, ln K, in nats.
+    """
+    if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
+        return "uniform"
+    if entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
+        return "one prototype"
+    return None
+
+
+def output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:
+    """Return the signs of collapse in the teacher's output for one term of the loss: kind of collapse -> message.
+
+    Args:
+        loss: cross-entropy per crop or per hidden token, in nats.
+        entropy: entropy of the teacher's distributions, in nats.
+        most: entropy of the uniform distribution over the prototypes, ln K, in nats.
+    """
+    kind = output_collapse(loss, entropy, most)
+    if kind is None:
+        return {}
+    what, prototypes = ("image", "prototypes") if term == "dino" else ("hidden token", "ibot_prototypes")
+    if kind == "uniform":
+        message = (
+            f"{term} cross-entropy {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {most:.3f}: the "
+            f"teacher's output is uniform for every {what}. Try {section}.batch_norm, encoder.init xavier, fewer "
+            f"{section}.{prototypes}, a lower {section}.teacher_temperature_start, or larger crops."
+        )
+    else:
+        message = (
+            f"{term} teacher entropy {entropy:.4f} and cross-entropy {loss:.4f} are near 0: the teacher assigns every "
+            f"{what} to one prototype. Try {section}.centering sinkhorn, a lower {section}.center_momentum, a higher "
+            f"{section}.teacher_temperature, or a lower optim.lr."
+        )
+    return {f"{term} {kind}": message}

@@ -1,0 +1,28 @@
+"""The start of a run from the weights of another run."""
+
+import logging
+from pathlib import Path
+
+from pretrain.export import load_run
+from pretrain.methods.base import Method
+
+log = logging.getLogger(__name__)
+
+
+def start_from_run(method: Method, folder: Path) -> None:
+    """Fill a method with all weights of the run in `folder`, if it is a run of a method that the method continues.
+
+    Raises:
+        ValueError: the weights do not fit.
+    """
+    other = load_run(folder, method.continues) if folder.is_dir() else None
+    if other is None:
+        return
+    try:
+        method.start_from(other)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The heads of the run {folder} do not fit the settings ({error}). Set the settings of the heads as in "
+            f"{folder / 'config.yaml'}, or start from its encoder alone: --init_from {folder / 'encoder.safetensors'}."
+        ) from error
+    log.info("student, teacher and heads start from %s", folder)

@@ -1,0 +1,254 @@
+"""DINOv2 against its formulas written out in float64, and over two processes with uneven masks."""
+
+import math
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import encoders
+from data.batch import Batch, View
+from encoders.images import Mask
+from pretrain.methods.base import RunSize
+from pretrain.methods.dinov2 import DINOv2, DINOv2Config, resolve
+from pretrain.optim.adamw import OptimConfig, parameter_groups
+
+TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
+
+
+def make(steps: int = 10, images: int = 4, variant: str = "vit_micro", **settings) -> tuple[DINOv2, Batch]:
+    torch.manual_seed(0)
+    given = {
+        "prototypes": 32,
+        "hidden_dim": 24,
+        "bottleneck_dim": 12,
+        "global_size": 16,
+        "local_size": 8,
+        "local_crops": 3,
+        "batch_norm": False,
+    }
+    config, _ = resolve(DINOv2Config(**(given | settings)), OptimConfig(), RunSize(1000, images, steps))
+    narrow = {"depth": 2, "dim": 24, "heads": 2} if variant == "vit_micro" else {}
+    method = DINOv2(encoders.build(variant, mask_token=True, **narrow), config, steps)
+    generator = torch.Generator().manual_seed(1)
+    views = [torch.randn(n * images, 3, s, s, generator=generator) for n, s in ((2, 16), (config.local_crops, 8))]
+    tokens = method.grid[0] * method.grid[1]
+    hidden = torch.rand(2 * images, tokens, generator=generator) < torch.linspace(0.1, 0.7, 2 * images)[:, None]
+    hidden[::3] = False  # crops without hidden tokens
+    return method, batch(views, hidden, method)
+
+
+def batch(views: list[Tensor], hidden: Tensor, method: DINOv2) -> Batch:
+    """A batch of global and local crops, with `hidden` tokens of the global crops, (2 * B, tokens)."""
+    mask = Mask.from_hidden(hidden.flatten(), torch.tensor([method.grid]).expand(len(hidden), 2))
+    images = len(hidden) // 2
+    return Batch([View(views[0], 2, (mask,)), View(views[1], len(views[1]) // images)])
+
+
+def naive_terms(method: DINOv2, given: Batch, step: int) -> dict[str, Tensor]:
+    """The terms of the loss as loops over pairs, crops, tokens and images, for a method in float64."""
+    c, (first, local) = method.config, given.views
+    assert isinstance(first.images, Tensor)
+    assert isinstance(local.images, Tensor)
+    (mask,) = first.masks
+    heads = {name: half["ibot_head" if c.separate_head else "head"]
+             for name, half in (("student", method.student), ("teacher", method.teacher))}  # fmt: skip
+    tau, images = method.temperature(step), len(first.images) // 2
+
+    def probabilities(logits: Tensor, center: Tensor) -> Tensor:
+        if c.centering == "mean":
+            return torch.softmax((logits - center) / tau, dim=-1)
+        q = (logits / tau - (logits / tau).max()).exp()
+        for _ in range(3):
+            q = q / q.sum(0, keepdim=True) / q.shape[1]
+            q = q / q.sum(1, keepdim=True) / len(q)
+        return q * len(q)
+
+    with torch.no_grad():
+        seen = method.teacher["encoder"](first.images)
+        teacher = probabilities(method.teacher["head"](seen.pooled), method.center).chunk(2)
+        all_hidden = heads["teacher"](seen.tokens[mask.hidden])
+        teacher_tokens = probabilities(all_hidden, method.ibot_center)
+    student = method.student["encoder"](first.images, mask)
+    pooled = [*student.pooled.chunk(2), *method.student["encoder"](local.images).pooled.chunk(local.crops)]
+    logits = [method.student["head"](crop) / c.student_temperature for crop in pooled]
+    pairs = [-(teacher[g] * logits[s].log_softmax(1)).sum(1).mean()
+             for g in range(2) for s in range(len(logits)) if s != g]  # fmt: skip
+    token_logits = heads["student"](student.tokens[mask.hidden]) / c.student_temperature
+    per_token = -(teacher_tokens * token_logits.log_softmax(1)).sum(1)
+    counts = mask.hidden.view(2 * images, -1).sum(1).tolist()
+    per_crop = [part.mean() for part in per_token.split(counts) if len(part)]
+    koleo = []
+    for crop in pooled[:2]:
+        x = crop / crop.norm(dim=1, keepdim=True)
+        for i in range(images):
+            koleo.append(-min((x[i] - x[j]).norm() for j in range(images) if j != i).log())
+    return {
+        "dino_loss": torch.stack(pairs).mean(),
+        "ibot_loss": torch.stack(per_crop).sum() / (2 * images),
+        "koleo_loss": 0.1 * 2 * torch.stack(koleo).mean(),
+    }
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
+def test_loss_and_gradients_equal_naive_float64(separate: bool, centering: str) -> None:
+    second = {"separate_head": True, "ibot_prototypes": 20, "ibot_bottleneck_dim": 10} if separate else {}
+    method, given = make(centering=centering, **second)
+    method.center.normal_()
+    method.ibot_center.normal_()
+    loss, metrics = method(given, 3)
+    loss.backward()
+    twin, _ = make(centering=centering, **second)
+    twin.load_state_dict(method.state_dict())
+    twin.double()
+    views = [view.images.double() for view in given.views]
+    terms = naive_terms(twin, Batch([View(v, w.crops, w.masks) for v, w in zip(views, given.views, strict=True)]), 3)
+    torch.stack(list(terms.values())).sum().backward()
+    for name, term in terms.items():
+        torch.testing.assert_close(metrics[name].double(), term.detach(), rtol=1e-5, atol=0, msg=name)
+    assert loss.item() == pytest.approx(sum(term.item() for term in terms.values()), rel=1e-5)
+    assert metrics["masked_crops"].item() == pytest.approx(5 / 8)
+    for (name, p), q in zip(method.student.named_parameters(), twin.student.named_parameters(), strict=True):
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad.double(), q[1].grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_uniform_output_shows_in_each_term() -> None:
+    """A uniform teacher and student: ln K for DINO, and ln K times the share of masked crops for iBOT."""
+    method, given = make(norm_last_layer=False)
+    with torch.no_grad():
+        for half in (method.student, method.teacher):
+            half["head"].last_layer.weight_g.zero_()
+    _, metrics = method(given, 0)
+    record = {name: value.item() for name, value in metrics.items()}
+    assert record["dino_loss"] == pytest.approx(math.log(32), rel=1e-5)
+    assert record["ibot_loss"] == pytest.approx(math.log(32) * 5 / 8, rel=1e-5)
+    signs = method.collapse_signs(record | {"loss": 0.0})
+    assert {"dino uniform", "ibot uniform"} == signs.keys()
+    assert "dinov2.batch_norm" in signs["ibot uniform"]
+    healthy = record | {"teacher_entropy": 2.0, "dino_loss": 2.5, "ibot_teacher_entropy": 1.0, "ibot_loss": 1.2}
+    assert method.collapse_signs(healthy) == {}
+    single = healthy | {"ibot_teacher_entropy": 0.001, "ibot_loss": 0.001}
+    assert list(method.collapse_signs(single)) == ["ibot one prototype"]
+    assert list(method.collapse_signs(healthy | {"koleo_loss": 0.2 * 8.0})) == ["equal features"]
+    advice = method.advice(healthy | {"teacher_spread": 0.1, "prototypes_used": 1, "feature_rank": 3.0})
+    assert "dinov2.batch_norm" in advice[0]
+    assert "dinov2.prototypes" in advice[1]
+    assert "ibot_loss 1.200" in advice[2]
+
+
+def test_teacher_and_centres_follow_the_formula_over_three_steps() -> None:
+    method, given = make(momentum=0.9)
+    optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1e-2)
+    teacher = [p.detach().double() for p in method.teacher.parameters()]
+    centers = [method.center.double(), method.ibot_center.double()]
+    for step in range(3):
+        with torch.no_grad():
+            seen = method.teacher["encoder"](given.views[0].images)
+            rows = [seen.pooled, seen.tokens[given.views[0].masks[0].hidden]]
+            means = [method.teacher["head"](one).double().mean(0) for one in rows]
+        method(given, step)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.after_step(step)
+        momentum = 1.0 + 0.5 * (0.9 - 1.0) * (1 + math.cos(math.pi * step / 10))
+        teacher = [momentum * t + (1 - momentum) * s.detach().double()
+                   for t, s in zip(teacher, method.student.parameters(), strict=True)]  # fmt: skip
+        centers = [0.9 * center + 0.1 * mean for center, mean in zip(centers, means, strict=True)]
+    for naive, p in zip(teacher, method.teacher.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), naive, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(method.center.double(), centers[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(method.ibot_center.double(), centers[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "navit_micro", "swin_micro", "twins_svt_micro", "sam_vit_micro"])
+def test_every_encoder_trains_all_its_parameters(variant: str) -> None:
+    method, given = make(variant=variant, batch_norm=True)
+    loss, metrics = method(given, 0)
+    loss.backward()
+    without = [name for name, p in method.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+    assert all(p.grad is None and not p.requires_grad for p in method.teacher.parameters())
+    token = method.student["encoder"].mask_token
+    assert token.grad.norm() > 0
+    assert all(metrics[name].isfinite() for name in TERMS)
+
+
+def test_nothing_hidden_leaves_dino_and_koleo() -> None:
+    method, given = make(batch_norm=True, separate_head=True)
+    views = [view.images for view in given.views]
+    loss, metrics = method(batch(views, torch.zeros(8, 16, dtype=torch.bool), method), 0)
+    loss.backward()
+    method.after_step(0)
+    assert metrics["ibot_loss"] == 0
+    assert loss.item() == pytest.approx((metrics["dino_loss"] + metrics["koleo_loss"]).item())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in method.student.parameters())
+    assert torch.equal(method.ibot_center, torch.zeros(32))
+
+
+def test_settings_scale_with_the_data() -> None:
+    imagenet, optim = resolve(DINOv2Config(), OptimConfig(), RunSize(1_281_167, 2048, 125_000))
+    assert (imagenet.prototypes, imagenet.hidden_dim, imagenet.bottleneck_dim) == (65536, 2048, 256)
+    assert (imagenet.momentum, imagenet.teacher_temperature, imagenet.teacher_temperature_steps) == (0.992, 0.07, 37500)
+    assert (imagenet.freeze_steps, imagenet.global_scale, imagenet.local_scale) == (1250, (0.32, 1.0), (0.05, 0.32))
+    assert optim.scaled_lr(2048) == pytest.approx(0.004 * math.sqrt(2))
+    assert (optim.warmup_steps, optim.weight_decay, optim.weight_decay_end, optim.clip) == (12_500, 0.04, 0.4, 3.0)
+    assert (optim.layer_decay, optim.patch_embed_lr_factor, optim.clip_by) == (0.9, 0.2, "module")
+    small, optim = resolve(DINOv2Config(prototypes=99), OptimConfig(clip_by="tensor"), RunSize(1437, 64, 600))
+    assert (small.prototypes, small.ibot_prototypes, small.batch_norm) == (99, 99, True)
+    assert optim.clip_by == "tensor"
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="Set separate_head to true"):
+        make(ibot_prototypes=7)
+    with pytest.raises(ValueError, match="Set linear_last_layer to false"):
+        make(linear_last_layer=True, norm_last_layer=True)
+    config, _ = resolve(DINOv2Config(global_size=16), OptimConfig(), RunSize(1000, 4, 10))
+    with pytest.raises(ValueError, match=r"Set encoder\.mask_token to true"):
+        DINOv2(encoders.build("vit_micro"), config, 10)
+    with pytest.raises(ValueError, match=r"is one token of ViT.*at least 32"):
+        DINOv2(encoders.build("vit_micro", mask_token=True, patch_size=16), config, 10)
+
+
+def _two_ranks(rank: int, port: int, centering: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+    method, given = make(images=6, batch_norm=True, centering=centering)
+    half = slice(rank * 3, rank * 3 + 3)
+    own = [view.images.unflatten(0, (view.crops, -1))[:, half].flatten(0, 1) for view in given.views]
+    hidden = given.views[0].masks[0].hidden.view(2, 6, -1)[:, half].flatten(0, 1)
+    loss, _ = method(batch(own, hidden, method), 0)
+    loss.backward()
+    for p in method.student.parameters():
+        if p.grad is not None:
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= 2
+    torch.distributed.all_reduce(loss.data)
+    method.after_step(0)
+    result = {"loss": loss.detach() / 2, "center": method.center, "ibot_center": method.ibot_center}
+    result |= {name: p.grad for name, p in method.student.named_parameters() if p.grad is not None}
+    torch.save(result | {"hidden": hidden.sum()}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
+def test_two_processes_with_uneven_masks_equal_one(centering: str, tmp_path, free_port: int) -> None:
+    method, given = make(images=6, batch_norm=True, centering=centering)
+    loss, _ = method(given, 0)
+    loss.backward()
+    method.after_step(0)
+    mp.start_processes(_two_ranks, (free_port, centering, str(tmp_path)), nprocs=2, start_method="forkserver")
+    whole = torch.cat([p.grad.flatten() for p in method.student.parameters() if p.grad is not None]).norm()
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert results[0].pop("hidden") != results[1].pop("hidden")
+    for result in results:
+        torch.testing.assert_close(result.pop("loss"), loss.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(result.pop("center"), method.center, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.pop("ibot_center"), method.ibot_center, rtol=1e-5, atol=1e-6)
+        for name, p in method.student.named_parameters():
+            if p.grad is not None:
+                assert (result[name] - p.grad).norm() <= 1e-4 * p.grad.norm() + 1e-6 * whole, name

@@ -1,0 +1,188 @@
+"""DINOv3: the Gram loss in float64, the Gram teacher over a run, constant schedules, and a start from another run."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import encoders
+from data.batch import Batch, View
+from data.collate import collate
+from pretrain.methods.base import RunSize
+from pretrain.methods.dinov2 import DINOv2, DINOv2Config
+from pretrain.methods.dinov2 import resolve as resolve_v2
+from pretrain.methods.dinov3 import DINOv3, DINOv3Config, resized, resolve
+from pretrain.methods.losses import gram_loss
+from pretrain.optim.adamw import OptimConfig, apply_schedules, parameter_groups
+from tests.pretrain.methods.test_dinov2 import batch
+
+SMALL = {
+    "prototypes": 32,
+    "hidden_dim": 24,
+    "bottleneck_dim": 12,
+    "global_size": 16,
+    "local_size": 8,
+    "local_crops": 3,
+    "batch_norm": False,
+}
+NARROW = {"depth": 2, "dim": 24, "heads": 2, "mask_token": True}
+
+
+def make(steps: int = 60, variant: str = "vit_micro", **settings) -> tuple[DINOv3, Batch]:
+    torch.manual_seed(0)
+    config, _ = resolve(DINOv3Config(**(SMALL | settings)), OptimConfig(), RunSize(1000, 4, steps))
+    narrow = NARROW if variant == "vit_micro" else {"mask_token": True}
+    method = DINOv3(encoders.build(variant, **narrow), config, steps)
+    generator = torch.Generator().manual_seed(1)
+    views = [torch.randn(n * 4, 3, s, s, generator=generator) for n, s in ((2, 16), (3, 8))]
+    given = batch(views, torch.rand(8, method.grid[0] * method.grid[1], generator=generator) < 0.3, method)
+    if config.gram_size > 16:
+        size = config.gram_size
+        given.views.append(View(torch.randn(8, 3, size, size, generator=generator), 2))
+    return method, given
+
+
+def naive_gram(student: Tensor, teacher: Tensor) -> Tensor:
+    """The loops over crops and pairs of tokens."""
+    student, teacher = student.double(), teacher.double()
+    squares = []
+    for s, t in zip(student, teacher, strict=True):
+        for p in range(len(s)):
+            for q in range(len(s)):
+                ours, theirs = ((x[p] @ x[q]) / (x[p].norm() * x[q].norm()) for x in (s, t))
+                squares.append((ours - theirs) ** 2)
+    return torch.stack(squares).mean()
+
+
+def test_gram_loss_and_its_gradient_equal_naive_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(2, 5, 7, generator=generator, requires_grad=True)
+    teacher = torch.randn(2, 5, 7, generator=generator)
+    student64 = student.detach().double().requires_grad_()
+    loss, naive = gram_loss(student, teacher), naive_gram(student64, teacher)
+    torch.testing.assert_close(loss.double(), naive, rtol=1e-6, atol=0)
+    (gradient,), (gradient64,) = torch.autograd.grad(loss, student), torch.autograd.grad(naive, student64)
+    torch.testing.assert_close(gradient.double(), gradient64, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro"])
+def test_the_gram_term_compares_masked_tokens_with_the_gram_teachers(variant: str, size: int) -> None:
+    method, given = make(variant=variant, gram_size=size, gram_start=0, gram_warmup_steps=0, local_weight=0.5)
+    with torch.no_grad():
+        for p in method.gram_teacher.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    loss, metrics = method(given, 0)
+    loss.backward()
+    first, seen = given.views[0], given.views[-1 if size > 16 else 0]
+    with torch.no_grad():
+        tokens = method.student["encoder"](first.images, first.masks[0]).tokens.unflatten(0, (8, -1))
+        anchors = method.gram_teacher(seen.images).tokens.unflatten(0, (8, -1))
+    side = round(anchors.shape[1] ** 0.5)
+    maps = anchors.mT.unflatten(2, (side, side))
+    small = torch.nn.functional.interpolate(maps, size=method.grid, mode="bicubic").flatten(2).mT
+    expected = 2.0 * naive_gram(tokens, small).item()
+    assert metrics["gram_loss"].item() == pytest.approx(expected, rel=1e-4)
+    total = sum(metrics[name].item() for name in ("dino_loss", "ibot_loss", "koleo_loss", "gram_loss"))
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert all(not p.requires_grad for p in method.gram_teacher.parameters())
+
+
+def test_local_crops_count_less_once_the_gram_loss_is_warm() -> None:
+    plain, given = make(gram_start=60)
+    weighted, _ = make(gram_start=0, gram_warmup_steps=0, local_weight=0.25)
+    full, quarter = (method(given, 0)[1]["dino_loss"].item() for method in (plain, weighted))
+    nothing, _ = make(gram_start=0, gram_warmup_steps=0, local_weight=0.0)
+    only_global = nothing(given, 0)[1]["dino_loss"].item()
+    assert quarter == pytest.approx(only_global + 0.25 * (full - only_global), rel=1e-5)
+
+
+def test_the_gram_teacher_is_replaced_when_it_is_due() -> None:
+    method, given = make(steps=60, gram_refresh_steps=4, gram_refreshes=2)
+    assert method.gram.gram_start == 50
+    assert [step for step in range(60) if method.replaces_gram_teacher(step)] == [49, 53, 57]
+    method, given = make(gram_start=3, gram_refresh_steps=2, gram_refreshes=1, gram_warmup_steps=3, momentum=0.5)
+    optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1e-2)
+    same, weights = [], []
+    for step in range(7):
+        loss, metrics = method(given, step)
+        weights.append(method.gram_weight(step))
+        assert (metrics["gram_loss"] > 0) == (step > 3)  # the weight is 0 at gram_start
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.after_step(step)
+        pairs = zip(method.gram_teacher.parameters(), method.teacher["encoder"].parameters(), strict=True)
+        same.append(all(torch.equal(a, b) for a, b in pairs))
+    assert same == [False, False, True, False, True, False, False]
+    assert weights == [0, 0, 0, 0, 1.0, 2.0, 2.0]
+
+
+def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colours() -> None:
+    method, _ = make(gram_size=32, brightness=0.9)
+    image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    transform = method.transform()
+    drawn = transform.draw((64, 64), np.random.default_rng(3))
+    assert np.array_equal(drawn[0].boxes.boxes, drawn[-1].boxes.boxes)
+    assert np.array_equal(drawn[0].boxes.flips, drawn[-1].boxes.flips)
+    given = collate(transform, [image], [np.random.default_rng(3)])
+    assert [tuple(view.images.shape) for view in given.views] == [(2, 3, 16, 16), (3, 3, 8, 8), (2, 3, 32, 32)]
+    assert given.views[-1].color is None
+    assert given.views[-1].masks == ()
+    plain, _ = make()
+    assert len(plain.transform().views) == 2
+
+
+def test_schedules_are_constant_after_the_warm_up() -> None:
+    config, optim = resolve(DINOv3Config(), OptimConfig(), RunSize(20_000_000, 4096, 1_000_000))
+    assert (config.momentum, config.teacher_temperature_steps, config.gram_start) == (0.994, 100_000, 833_333)
+    assert config.linear_last_layer
+    assert optim.scaled_lr(4096) == pytest.approx(4e-4)
+    method, _ = make()
+    optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1.0)
+    for step in (100_000, 500_000, 999_999):
+        apply_schedules(optimizer, optim, step, 1_000_000, 4096)
+        assert all(group["lr"] == pytest.approx(4e-4) for group in optimizer.param_groups)
+        assert {group["weight_decay"] for group in optimizer.param_groups} <= {0.0, 0.04}
+    assert method.momentum(0) == method.momentum(59)
+    with pytest.raises(ValueError, match=r"gram_size 8 is less than global_size 16"):
+        make(gram_size=8)
+
+
+def test_without_a_gram_loss_there_is_no_gram_teacher() -> None:
+    method, given = make(gram_weight=0.0)
+    assert not any("gram" in name for name, _ in method.named_parameters())
+    _, metrics = method(given, 59)
+    assert "gram_loss" not in metrics
+    method.after_step(59)
+
+
+def test_a_method_starts_from_student_teacher_and_heads_of_another() -> None:
+    torch.manual_seed(1)
+    config, _ = resolve_v2(DINOv2Config(**SMALL), OptimConfig(), RunSize(1000, 4, 10))
+    before = DINOv2(encoders.build("vit_micro", **NARROW), config, 10)
+    with torch.no_grad():
+        for tensor in before.state_dict().values():
+            tensor.add_(0.01 * torch.randn_like(tensor))
+    method, _ = make()
+    method.start_from(before)
+    held, started = before.state_dict(), method.state_dict()
+    for name, tensor in held.items():
+        assert torch.equal(started[name], tensor), name
+        if ".encoder." in name and name.startswith("teacher."):
+            assert torch.equal(started[name.replace("teacher.encoder", "gram_teacher")], tensor), name
+        if ".head." in name:  # both heads start from the shared one
+            assert torch.equal(started[name.replace(".head.", ".ibot_head.")], tensor), name
+    other, _ = make(prototypes=16)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.start_from(before)
+
+
+def test_resized_maps_keep_rows_and_columns() -> None:
+    rows, columns = torch.meshgrid(torch.arange(8.0), torch.arange(4.0), indexing="ij")
+    tokens = torch.stack([rows, columns], -1).flatten(0, 1)[None]  # (1, 32, 2)
+    small = resized(tokens, (8, 4), (4, 2)).unflatten(1, (4, 2))
+    torch.testing.assert_close(small[0, 1:3, 0, 0], torch.tensor([2.5, 4.5]), rtol=0, atol=0.1)
+    assert (small[0, :, 0, 1] < small[0, :, 1, 1]).all()
+    assert resized(tokens, (8, 4), (8, 4)) is tokens
