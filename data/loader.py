@@ -28,7 +28,7 @@ from data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, Shuffled
 from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from data.shards.reader import Reader, warn_of_small_cache
 from data.shared_memory import BufferRing, SharedBatch
-from data.workers import POLL, WorkerStates, check_semaphores, receive, start_worker
+from data.workers import POLL, WorkerStates, check_semaphores, free_cores, receive, start_worker
 from encoders.base import IMAGENET, Preprocessing
 from runtime.settings import Section
 
@@ -52,12 +52,16 @@ class StreamConfig(Section):
     remote shards"""
 
 
+MANY_CORES = 8
+"""Number of free cores for each training process from which on the loader's workers cut the crops for a GPU."""
+
+
 class LoaderConfig(Section):
     """Settings for decoding images and cutting crops."""
 
     crops: Literal["auto", "workers", "device"] = "auto"
-    """where crops are cut: by the loader's workers or on the device; auto chooses the device if it is a GPU and all
-    crops of a view have one size"""
+    """where crops are cut: by the loader's workers or on the device; auto chooses the device if it is a GPU, all
+    crops of a view have one size, and there are fewer than 8 free cores for each training process"""
     max_pixels: int = Field(default=MAX_PIXELS, ge=1)
     """maximum number of pixels of an image; larger images count as corrupt"""
 
@@ -77,7 +81,9 @@ class LoaderConfig(Section):
         Raises:
             ValueError: `crops` is `device`, but the device cannot cut the crops of this transform.
         """
-        cuda = torch.cuda.is_available()
+        # On a GPU, cutting takes more kernels than the rest of the step (benchmarks/roofline.py). If there are enough
+        # cores, they cut.
+        cuda = torch.cuda.is_available() and (self.crops == "device" or free_cores(1) < MANY_CORES)
         workers_only = (cuda or self.crops == "device") and needs_workers(transform)
         if workers_only and self.crops == "device":
             raise ValueError("The device cannot cut the crops of this transform. Set loader.crops to auto.")

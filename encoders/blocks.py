@@ -151,7 +151,9 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values: (..., N, D) -> three tensors (..., heads, N, d)."""
-        q, k, v = rearrange(self.qkv(x), "... n (three heads d) -> three ... heads n d", three=3, heads=self.heads)
+        qkv = rearrange(self.qkv(x), "... n (three heads d) -> ... n three heads d", three=3, heads=self.heads)
+        # With the three on this axis, the gradient of `unbind` has the layout that the linear layer needs.
+        q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
         q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
 

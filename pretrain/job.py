@@ -156,8 +156,9 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
-        # With this option, gradients are views of DDP's communication buckets and take no additional memory.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        # With the first option, gradients are views of DDP's communication buckets and take no additional memory.
+        # Buffers need no broadcast before each forward pass, because all processes compute equal buffers.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )
     return accelerator, engines.select(accelerator, config.precision, config.accumulate)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 
 from runtime import preemption, streams, watchdog
 from runtime.errors import UserError, without_controls
@@ -41,6 +42,9 @@ def make_accelerator(**settings: Any) -> Accelerator:
                 PartialState(cpu=True)
         except ValueError as error:
             raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
+    wanted, started = settings.get("mixed_precision"), AcceleratorState._shared_state.get("_mixed_precision")
+    if wanted and started and wanted != started:
+        AcceleratorState._reset_state()  # left by an earlier run in this process, as in a notebook
     with naming_missing_processes():
         accelerator = Accelerator(**settings)
     launched = int(os.environ.get("WORLD_SIZE", "1"))

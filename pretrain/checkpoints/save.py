@@ -181,6 +181,8 @@ class Saver:
 
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
+            if self.accelerator.device.type == "cuda":  # otherwise, every process would open a context on the first GPU
+                torch.cuda.set_device(self.accelerator.device)
             self._write(snapshot)
         except BaseException as error:  # `wait` raises the error on the main thread
             self._error = error

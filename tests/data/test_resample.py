@@ -213,15 +213,15 @@ def test_who_can_cut_what():
         assert LoaderConfig().resolved(transform).crops == "workers"
         with pytest.raises(ValueError, match=r"cannot cut the crops of this transform\. Set loader\.crops to auto"):
             LoaderConfig(crops="device").resolved(transform)
-    if torch.cuda.is_available():
-        assert LoaderConfig().resolved(SMALL).crops == "device"
-    else:
+    if not torch.cuda.is_available():
         assert LoaderConfig().resolved(SMALL).crops == "workers"
 
 
-def test_a_gpu_cuts(monkeypatch):
+@pytest.mark.parametrize(("cores", "expected"), [(7, "device"), (8, "workers")])
+def test_a_gpu_cuts_where_cores_are_few(monkeypatch, cores, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert LoaderConfig().resolved(SMALL).crops == "device"
+    monkeypatch.setattr("data.loader.free_cores", lambda _: cores)
+    assert LoaderConfig().resolved(SMALL).crops == expected
     assert LoaderConfig().resolved(CenterCrop(32)).crops == "workers"
 
 

@@ -174,7 +174,7 @@ def test_the_short_help_shows_the_settings_of_a_new_user(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         load([*SHARDS, "--help"])
     text = capsys.readouterr().out
-    assert len(text.splitlines()) < 42
+    assert len(text.splitlines()) < 48
     names = "method encoder data output steps epochs batch_size precision seed evaluation.val evaluate_every config"
     assert all(f"\n  --{name} " in text for name in [*names.split(), "resume", "overwrite", "dry_run"])
     assert [variant for variant in encoders.VARIANTS if variant not in text] == []

@@ -30,7 +30,8 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, s
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (IMAGES, SIDE, SIDE, 3), dtype=np.uint8)
     labels = np.arange(IMAGES) % CLASSES
-    paths = {part: str(write_shard(tmp_path / f"{part}.tar", images, labels.tolist())) for part in ("train", "val")}
+    parts = {"train": 255 - images, "val": images}
+    paths = {part: str(write_shard(tmp_path / f"{part}.tar", x, labels.tolist())) for part, x in parts.items()}
     return paths, images, labels
 
 
