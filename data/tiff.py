@@ -85,7 +85,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
     pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
     if pixels.dtype == np.uint16:
         try:
-            check_range(int(pixels.min(initial=2**16)), int(pixels.max(initial=0)))
+            check_range(int(pixels.min(initial=2**16 - 1)), int(pixels.max(initial=0)))
         except ValueError as error:
             raise TiffError(str(error)) from error
         pixels = eight_bits(pixels)

@@ -30,10 +30,11 @@ def check_settings(variant: str, settings: Mapping[str, Any], constructor: Any) 
     known = inspect.signature(constructor).parameters
     for name, value in settings.items():
         if name in known and not _fits(value, known[name].annotation):
-            kind = getattr(known[name].annotation, "__name__", known[name].annotation)
-            raise EncoderError(
-                f"{name} of {variant} must be {kind}, finite and at most {LARGEST}, not {printable(repr(value)[:100])}."
-            )
+            kind = known[name].annotation
+            wanted = f"{getattr(kind, '__name__', kind)}, finite and at most {LARGEST}"
+            if get_origin(kind) is Literal:
+                wanted = f"one of {', '.join(map(str, get_args(kind)))}"
+            raise EncoderError(f"{name} of {variant} must be {wanted}, not {printable(repr(value)[:100])}.")
     blocks = settings.get("depth", settings.get("depths", 0))
     if (sum(blocks) if isinstance(blocks, list | tuple) else blocks) > MOST_BLOCKS:
         raise EncoderError(f"{variant} has {blocks} blocks, but at most {MOST_BLOCKS} are supported.")

@@ -18,6 +18,10 @@ from encoders.segments import PaddedSequences, Segments
 
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
+FEW_RUNS = 8
+"""Number of runs of images of one size up to which attention is computed run by run, by the kernels for batches. The
+crops of a training step without packing of images are two to four runs."""
+
 
 @torch.compiler.disable()  # otherwise torch would compile a new graph for each batch, because image lengths differ
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
@@ -25,6 +29,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
 
     The function chooses the fastest kernel for the device, the data type and the packing.
     """
+    if segments.run_count <= FEW_RUNS:
+        return attention_by_run(q, k, v, scale, segments)
     if _has_varlen(q):
         return attention_varlen(q, k, v, scale, segments)
     if q.is_cuda and segments.sequences is not None:

@@ -54,6 +54,11 @@ class Segments:
         return self.lengths if self.queries is None else self.queries
 
     @cached_property
+    def run_count(self) -> int:
+        """Number of runs of consecutive images that have equal numbers of tokens and equal numbers of queries."""
+        return len(torch.stack([self.query_lengths, self.lengths], 1).unique_consecutive(dim=0))
+
+    @cached_property
     def image_ids(self) -> Tensor:
         """Index of the image that each token belongs to: (T,) int64 on the device."""
         counts, images = copy_to_device(self.lengths, self.device), torch.arange(len(self.lengths), device=self.device)

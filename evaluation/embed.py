@@ -14,6 +14,7 @@ import numpy as np
 
 from data.shards import open_shards
 from evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
+from runtime import streams
 from runtime.files import atomic_write
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -62,5 +63,6 @@ def run(settings: EmbedSettings) -> None:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(EmbedSettings))

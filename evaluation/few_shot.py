@@ -34,6 +34,7 @@ from evaluation.features import FeatureSettings, LabelledFeatures
 from evaluation.knn import KNNProtocol, knn_accuracy
 from evaluation.labelled import described, labelled_features
 from evaluation.results import Evaluation, check_output, report
+from runtime import streams
 from runtime.collectives import all_gather, rank
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -200,5 +201,6 @@ def _cell(summary: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(FewShotSettings))

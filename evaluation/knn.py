@@ -28,6 +28,7 @@ from torch import Tensor
 from evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, check_finite
 from evaluation.labelled import described, full_float32, labelled_features
 from evaluation.results import UNRANKED, Evaluation, check_output, report, true_class_rank
+from runtime import streams
 from runtime.collectives import all_gather, all_reduce_sum
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -254,5 +255,6 @@ def run(settings: KNNSettings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(KNNSettings))

@@ -51,6 +51,7 @@ from evaluation.features import (
 )
 from evaluation.heads import Heads, HeadTraining, accuracy, normaliser, train_heads
 from evaluation.results import Evaluation, check_output, report
+from runtime import streams
 from runtime.collectives import all_gather
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -282,5 +283,6 @@ def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> 
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(ProbeSettings))

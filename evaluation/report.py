@@ -16,6 +16,7 @@ from evaluation.reporting.features import Options, examine
 from evaluation.reporting.page import Page, render
 from evaluation.reporting.runs import ReportError, read_runs
 from evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
+from runtime import streams
 from runtime.files import atomic_write
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import Positional, Settings, parse
@@ -95,5 +96,6 @@ def write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(ReportSettings))

@@ -33,6 +33,7 @@ from evaluation.features import EvaluationError, FeatureSettings, LabelledFeatur
 from evaluation.knn import queries
 from evaluation.labelled import described, full_float32, labelled_features
 from evaluation.results import Evaluation, check_output, report
+from runtime import streams
 from runtime.collectives import all_gather, all_reduce_sum, rank
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -156,5 +157,6 @@ def run(settings: RetrievalSettings) -> None:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(RetrievalSettings))

@@ -58,6 +58,7 @@ from evaluation.labelled import full_float32
 from evaluation.overlap import check_contents, check_disjoint
 from evaluation.results import Evaluation, check_output, report
 from evaluation.segmentation_head import Head, backward, resized
+from runtime import streams
 from runtime.collectives import all_reduce_max, all_reduce_sum, rank
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import parse
@@ -337,5 +338,6 @@ def describe(found: Scores, matrix: Tensor, numbers: Tensor) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         run(parse(SegmentationSettings))

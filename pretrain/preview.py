@@ -31,6 +31,7 @@ from encoders.images import Mask, PackedImages
 from pretrain.command_line import load
 from pretrain.config import RunConfig
 from pretrain.job import first_batches
+from runtime import streams
 from runtime.processes import exit_on_user_error
 from runtime.settings import Settings, SettingsError, help_text, validate
 
@@ -149,5 +150,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    streams.protect()
     with exit_on_user_error():
         main(sys.argv[1:])

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"\.lock-(\d{8,12})")
 MAX_BYTES = 4096
 _held: set[Path] = set()  # closing a second descriptor of a file would release this process's POSIX lock on the file
+EXIT_TIME = 10.0
+"""Seconds within which a killed process has released its locks."""
 
 
 class LockedError(RankError):
@@ -169,11 +171,16 @@ def _is_dead(path: Path, descriptor: int, timing: Timing) -> bool:
         LockedError: the holder is alive.
     """
     first = _read(descriptor)
-    if _try_lock(descriptor) is False:
-        raise _in_use(path, first)
-    if first.get("machine") == machine_id() and isinstance(first.get("pid"), int):
-        if is_running(first["pid"], first.get("started")):
+    here = first.get("machine") == machine_id() and isinstance(first.get("pid"), int)
+    ended = here and not is_running(first["pid"], first.get("started"))
+    end = time.monotonic() + EXIT_TIME
+    while _try_lock(descriptor) is False:
+        if not ended or time.monotonic() > end:
             raise _in_use(path, first)
+        time.sleep(0.01)  # the main thread of a killed process ends before its other threads, which keep the lock
+    if here and not ended:
+        raise _in_use(path, first)
+    if ended:
         return True
     log.warning(
         "%s was in use by %s. If no heartbeat comes from there for %.0f s, this run starts",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
-from runtime import preemption, streams, watchdog
+from runtime import preemption, watchdog
 from runtime.errors import UserError, without_controls
 from runtime.rendezvous import naming_missing_processes
 from runtime.threads import set_threads
@@ -65,13 +65,10 @@ def exit_on_user_error() -> Iterator[None]:
 
     SIGTERM to `accelerate launch` also ends this process.
 
-    Standard streams that are closed, or whose readers go away, do not end the command. If the block raises a
-    `UserError`, print its message without a traceback and exit with code 2. The process group is
+    If the block raises a `UserError`, print its message without a traceback and exit with code 2. The process group is
     not destroyed in this case. If another process is lost, exit with code 69.
     """
     preemption.end_with_launcher()
-    if sys.argv[0] == getattr(sys.modules["__main__"], "__file__", ""):  # not in a test or a notebook
-        streams.protect()
     try:
         with ExitStack() as command:
             _commands.append(command)

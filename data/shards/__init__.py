@@ -14,4 +14,4 @@ from data.shards.patterns import expand as expand
 from data.shards.reader import Reader as Reader
 from data.shards.retry import DEFAULT as DEFAULT
 from data.shards.retry import SourceConfig as SourceConfig
-from data.shards.shard import ShardList as ShardList
+from data.shards.shard_list import ShardList as ShardList

@@ -17,7 +17,8 @@ from data.shards.index import FOLDER_INDEX
 from data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
 from data.shards.progress import show_progress
 from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import Shard, ShardList, warn_once
+from data.shards.shard import Shard, warn_once
+from data.shards.shard_list import ShardList
 
 THREADS = 16
 

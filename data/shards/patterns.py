@@ -17,7 +17,8 @@ from data.shards.errors import MOST_LISTED, ShardError, is_exhausted, unreadable
 from data.shards.folder import holds_images
 from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
 from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import ENDINGS, ShardList
+from data.shards.shard import ENDINGS
+from data.shards.shard_list import ShardList
 from runtime.errors import CONTROL, printable
 
 MOST_SHARDS = 200_000

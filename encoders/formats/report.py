@@ -101,11 +101,12 @@ def check_plain(state: Mapping[str, Tensor]) -> None:
     A small file can describe a tensor of any size whose elements share one value. Operations would expand it.
 
     Raises:
-        WeightsError: a tensor is sparse, quantised, without values, or repeats its values.
+        WeightsError: a tensor is sparse or quantised, or repeats its values.
     """
     for name, tensor in state.items():
-        plain = tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
-        if not plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        plain = tensor.layout == torch.strided and not tensor.is_quantized
+        wanted = 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
+        if not plain or wanted > tensor.untyped_storage().nbytes():
             raise WeightsError(f"{printable(name)} is not a plain tensor with a value for each of its elements.")
 
 
@@ -113,9 +114,12 @@ def check_values(state: State) -> None:
     """Check that all tensors are floating point and finite, and that not all of them are near zero.
 
     Raises:
-        WeightsError: a tensor holds integers or bools, or has NaN or infinite values. The message lists such tensors.
-            Or no matrix has a value that is larger than `SMALLEST`.
+        WeightsError: a tensor has no values, holds integers or bools, or has NaN or infinite values. The message lists
+            such tensors. Or no matrix has a value that is larger than `SMALLEST`.
     """
+    empty = [name for name, tensor in state.items() if tensor.is_meta]
+    if empty:
+        raise WeightsError(f"These tensors have no values (device meta): {listed(empty)}.")
     integers = [f"{name} ({tensor.dtype})" for name, tensor in state.items() if not tensor.is_floating_point()]
     if integers:
         raise WeightsError(f"Weights must be floating point. These tensors are not: {listed(integers)}.")

@@ -330,8 +330,8 @@ def test_last_attention_and_initial_values():
         ({"heads": 8}, "multiple of 4, not 6"),
         ({"rope_shift": -1.0}, "rope_shift must be at least 0"),
         ({"rope_rescale": 0.5}, "rope_rescale is the largest factor"),
-        ({"rope_coordinates": "both"}, "rope_coordinates must be one of separate, max, min"),
-        ({"mlp": "relu"}, "mlp must be one of gelu, swiglu"),
+        ({"rope_coordinates": "both"}, "rope_coordinates of rope_vit_small must be one of separate, max, min"),
+        ({"mlp": "relu"}, "mlp of rope_vit_small must be one of gelu, swiglu"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

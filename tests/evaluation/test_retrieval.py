@@ -103,7 +103,7 @@ def test_two_processes_give_the_same(shards, tmp_path, free_port):
     gallery = images[[0, 1, 2, 3, 0, 4, 1, 0, 2, 5, 6, 0, 1]]  # copies of an image rank equally on any process
     write_shard(tmp_path / "train.tar", gallery, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
     write_shard(tmp_path / "val.tar", images, [0, 1, 2, 0, 1, 2, 0, 1, 2])
-    cases = [options | {"val": str(tmp_path / "val.tar")}, options]
+    cases = [options | {"val": str(tmp_path / "val.tar"), "source": {"allow_overlap": True}}, options]
     on_processes(_run, free_port, cases)
     for number, case in enumerate(cases):
         run(RetrievalSettings(**case, output=str(tmp_path / f"one-{number}.json")))

@@ -161,6 +161,7 @@ def test_the_command_works_for_every_family(scenes, tmp_path, variant):
 
 def test_wrong_data_is_refused(scenes, tmp_path):
     options = scenes | {"checkpoint": "pixels", "image_size": 16, "epochs": 1, "batch_size": 4}
+    same = {"source": {"allow_overlap": True}}  # the images are those of --train
 
     def shifted(values):
         return np.where(values == 255, 255, values + 5).astype(np.uint8)
@@ -169,18 +170,18 @@ def test_wrong_data_is_refused(scenes, tmp_path):
     write_scenes(tmp_path / "thin.tar", range(6), lambda values: values[:, 1:])
     write_scenes(tmp_path / "empty.tar", range(6), lambda values: np.full_like(values, 255))
     cases = {
-        "have the value 8, but --train has 4 classes": {"val": str(tmp_path / "shifted.tar")},
+        "have the value 8, but --train has 4 classes": {"val": str(tmp_path / "shifted.tar"), **same},
         "--train has 2 classes": {"classes": 2},
         "takes 50 images from a source that has only 24": {"batch_size": 50},
         "All pixels of the maps of --train are ignored": {"train": str(tmp_path / "empty.tar")},
         "in both --train and --val": {"val": scenes["train"]},
-        "no pixel that is scored": {"val": str(tmp_path / "empty.tar")},
+        "no pixel that is scored": {"val": str(tmp_path / "empty.tar"), **same},
     }
     for message, change in cases.items():
         with pytest.raises(EvaluationError, match=message):
             run(SegmentationSettings(**options | change))
     with pytest.raises(ShardError, match=r"map of thin.tar/scene-000: the map has 39 x 32 pixels"):
-        run(SegmentationSettings(**options | {"val": str(tmp_path / "thin.tar")}))
+        run(SegmentationSettings(**options | {"val": str(tmp_path / "thin.tar"), **same}))
 
 
 def test_shards_without_maps_are_refused(scenes, shards):

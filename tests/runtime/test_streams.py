@@ -156,4 +156,4 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
     assert run.main([*TINY, "--dry_run"]) == 2
-    assert "Set $TESSERA_CACHE" in capsys.readouterr().err
+    assert "Set TESSERA_CACHE" in capsys.readouterr().err
