@@ -103,7 +103,7 @@ def receive(batches: Iterator[Any], states: WorkerStates) -> Iterator[Any]:
             except StopIteration:
                 return
             except RuntimeError as error:  # DataLoader raises this error after each `POLL`, and can be asked again
-                if "timed out" not in str(error):
+                if not str(error).startswith("DataLoader timed out after"):
                     raise
             preemption.check_wait(since)
             if time.monotonic() - named >= STALLED:

@@ -63,7 +63,8 @@ def check_contents(train: ShardList, val: ShardList) -> None:
     places = [np.flatnonzero(np.isin(one, chosen)) for one in codes]
     readers = [Reader(opened) for opened in (train, val)]
     first = {int(codes[0][place]): int(place) for place in places[0]}
-    for place in map(int, places[1]):
+    _, one_each = np.unique(codes[1][places[1]], return_index=True)
+    for place in map(int, places[1][one_each]):
         pair = [_locate(train, first[int(codes[1][place])]), _locate(val, place)]
         try:
             images = [reader.image(*where) for reader, where in zip(readers, pair, strict=True)]

@@ -118,6 +118,7 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
     overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
     if not updated:
         engine.skip()
+        method.after_skip(step)
     run.state.skipped_steps += not updated
     run.state.skipped_in_a_row = 0 if updated else run.state.skipped_in_a_row + (not overflow)
     run.state.step += 1

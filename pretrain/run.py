@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     except watchdog.LostError as error:
         _complain(f"process {rank}: {error}")
         return watchdog.EXIT_CODE
+    except preemption.WaitInterruptedError as stop:
+        _complain(f"process {rank}: {stop}. --resume continues from the last checkpoint")
+        return preemption.EXIT_CODE
     except UserError as error:
         if rank == 0:
             _complain(str(error))

@@ -97,7 +97,13 @@ class Lock:
         self._beats, self._locked, self._closed = 0, False, threading.Event()
         self._folder = path.parent.resolve()
         _held.add(self._folder)
-        self._beat()
+        try:
+            self._beat()
+        except BaseException:  # for example, the disk is full
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            _held.discard(self._folder)
+            raise
         self._thread = threading.Thread(target=self._run, name="lock", daemon=True)
         self._thread.start()
 
@@ -105,15 +111,30 @@ class Lock:
         """Stop the heartbeats and remove the file of the lock."""
         self._closed.set()
         self._thread.join(self._timing.interval)
-        os.close(self._descriptor)
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self._is_own():
+                self.path.unlink(missing_ok=True)
+        if not self._thread.is_alive():  # a thread that hangs could write into another file of the same number
+            os.close(self._descriptor)
         _held.discard(self._folder)
+
+    def _is_own(self) -> bool:
+        """Return True if the file of the lock is still the one that this process made."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
 
     def _run(self) -> None:
         while not self._closed.wait(self._timing.interval):
-            newest = _newest(self.path.parent)
-            if newest is not None and _number(newest) > _number(self.path):
-                self._on_loss(f"{_describe(newest)} has taken over {self.path.parent}, because this run was suspended")
+            try:
+                newest = _newest(self.path.parent)
+                lost = newest != self.path or not self._is_own()
+            except OSError:  # the disk does not answer: try again
+                continue
+            if lost:
+                other = "another run" if newest in (None, self.path) else _describe(newest)
+                self._on_loss(f"{other} has taken over {self.path.parent}, because this run was suspended")
                 return
             with contextlib.suppress(OSError):  # a disk that is full or does not answer: try again
                 self._beat()

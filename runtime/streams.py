@@ -62,6 +62,8 @@ def _lasting(number: int, old: Any) -> io.TextIOWrapper:
 
 def _point_to_null(number: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    if null != number:
+    if null == number:
+        os.set_inheritable(number, True)  # as `dup2` does, so that child processes have the stream, too
+    else:
         os.dup2(null, number)
         os.close(null)

@@ -338,7 +338,8 @@ class Shard:
 
     @property
     def _cached_index(self) -> Path:
-        return cache_folder() / "index-v1" / (self.cache_name("index") + ".npz")
+        name = self.cache_name("index")
+        return cache_folder() / "index-v1" / name[:2] / f"{name}.npz"  # folders stay short, because writing lists them
 
     def _load_cached(self, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
         try:

@@ -181,7 +181,9 @@ class Saver:
 
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
-            if self.accelerator.device.type == "cuda":  # otherwise, every process would open a context on the first GPU
+            if (
+                self.accelerator.device.index is not None
+            ):  # otherwise, all processes would use the first of several GPUs
                 torch.cuda.set_device(self.accelerator.device)
             self._write(snapshot)
         except BaseException as error:  # `wait` raises the error on the main thread

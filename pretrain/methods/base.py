@@ -131,6 +131,9 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
+    def after_skip(self, step: int) -> None:
+        """Do what is due after a step whose update was skipped. Collective."""
+
     def trained_encoder(self) -> Encoder:
         """Return the encoder that is evaluated and exported."""
         raise NotImplementedError
@@ -189,6 +192,26 @@ def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
     for name, parameter in encoder.named_parameters():
         if name.partition(".")[0] in unused:
             parameter.requires_grad_(False)
+
+
+def unused_norms(encoder: Encoder, *, pooled: bool = True, tokens: bool = True, packed: bool = True) -> tuple[str, ...]:
+    """Return the norms of a RoPE-ViT that get no gradient. Other encoders have none of them.
+
+    Args:
+        pooled: True if the method uses pooled features.
+        tokens: True if the method uses token features.
+        packed: True if the encoder gets crops of several sizes as packed images.
+    """
+    if getattr(encoder, "cls_norm", None) is None and getattr(encoder, "local_cls_norm", None) is None:
+        return ()
+    classes = pooled and getattr(encoder, "pool", "") != "mean"
+    own = getattr(encoder, "cls_norm", None) is not None
+    unused = {
+        "norm": own and classes and not tokens,
+        "cls_norm": not classes,
+        "local_cls_norm": not (classes and packed),
+    }
+    return tuple(name for name, is_unused in unused.items() if is_unused)
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
 from pretrain.methods.losses import dino_loss
 from pretrain.methods.teacher_student import (
     Centering,
@@ -163,8 +163,9 @@ class DINO(Method):
         self.config = config
         self.steps = steps
         self.image_size = config.global_size
-        patch_norm = ("norm",) if getattr(encoder, "cls_norm", None) is not None else ()  # only `pooled` is used
-        freeze(encoder, (*patch_norm, "mask_token", "pre_logits", "head", "head_dist"))
+        packed = config.global_size % encoder.stride == config.local_size % encoder.stride == 0
+        norms = unused_norms(encoder, tokens=False, packed=packed)
+        freeze(encoder, (*norms, "mask_token", "pre_logits", "head", "head_dist"))
         widths = (config.prototypes, config.hidden_dim, config.bottleneck_dim)
         shape = HeadShape(*widths, config.head_layers, config.batch_norm, config.norm_last_layer)
         self.student = nn.ModuleDict({"encoder": encoder, "head": Head(encoder.dim, shape)})

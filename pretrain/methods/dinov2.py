@@ -27,7 +27,7 @@ from encoders.base import Encoder
 from encoders.formats.checkpoint import load_weights
 from encoders.images import Mask
 from encoders.segments import copy_to_device
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
 from pretrain.methods.dino import DINOConfig
 from pretrain.methods.losses import dino_loss, ibot_loss, koleo_loss, token_weights
 from pretrain.methods.teacher_student import (
@@ -184,7 +184,8 @@ class DINOv2(Method):
         self.image_size = config.global_size
         self.grid = encoder.grid(config.global_size, config.global_size)
         _check(encoder, config, self.grid)
-        freeze(encoder, ("pre_logits", "head", "head_dist"))
+        packed = config.global_size % encoder.stride == config.local_size % encoder.stride == 0
+        freeze(encoder, (*unused_norms(encoder, packed=packed), "pre_logits", "head", "head_dist"))
         c, second = config, (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
         kinds = (c.head_layers, c.batch_norm, c.norm_last_layer, c.linear_last_layer)
         first = HeadShape(c.prototypes, c.hidden_dim, c.bottleneck_dim, *kinds)
@@ -205,7 +206,7 @@ class DINOv2(Method):
 
     @staticmethod
     def encoder_defaults(config: DINOv2Config, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        published: dict[str, Any] = {"drop_path": 0.3, "layer_scale": 1e-5}
+        published: dict[str, Any] = {"drop_path": 0.3, "layer_scale": 1e-5, "token_init": "dinov2"}
         small = {"drop_path": 0.0, "init": "xavier", "position_init": "sincos"}
         both = {"image_size": config.global_size, "mask_token": True}
         return supported(family, both | (published if size.large else small))
@@ -364,9 +365,8 @@ class DINOv2(Method):
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         c = self.config
-        signs = output_signs(
-            self.section, "dino", record["dino_loss"], record["teacher_entropy"], math.log(c.prototypes)
-        )
+        loss = record["dino_loss"] / record.get("dino_share", 1.0)  # of ln K, where local crops count less in DINOv3
+        signs = output_signs(self.section, "dino", loss, record["teacher_entropy"], math.log(c.prototypes))
         share = c.ibot_weight * record["masked_crops"]
         if share > 0:
             loss, entropy = record["ibot_loss"] / share, record["ibot_teacher_entropy"]

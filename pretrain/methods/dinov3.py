@@ -105,6 +105,7 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "clip": 30.0 if size.large else 3.0,
         "clip_by": "module",
     }
+    continued = config.gram_start == 0  # the Gram teacher is the teacher of an earlier run, which this run continues
     rows = 2 * size.batch_size
     prototypes = 2 ** round(math.log2(min(max(size.images / 8, 256), 65536)))
     defaults = {
@@ -113,9 +114,9 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,
         "linear_last_layer": size.large and not config.norm_last_layer,
-        "freeze_steps": steps // 100,
+        "freeze_steps": 0 if continued else steps // 100,
         "teacher_temperature": 0.07 if size.large else 0.04,
-        "teacher_temperature_steps": steps // 10,
+        "teacher_temperature_steps": 0 if continued else steps // 10,
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 500 / 3), 6),
         "gram_start": start,
         "gram_warmup_steps": max(steps - start, 0) // 200,
@@ -190,6 +191,9 @@ class DINOv3(DINOv2):
         if weight > 0:
             terms["gram_loss"] = weight * self._gram_loss(tokens, views[-1] if larger else views[0])
         metrics["gram_loss"] = terms["gram_loss"].detach()
+        # share of the DINO term in ln K, if the output is uniform
+        others, local = views[0].crops - 1, sum(view.crops for view in (views[1:-1] if larger else views[1:]))
+        metrics["dino_share"] = tokens.new_full((), (others + local_weight * local) / max(others + local, 1))
         return torch.stack(list(terms.values())).sum(), metrics
 
     def gram_weight(self, step: int) -> float:
@@ -215,6 +219,11 @@ class DINOv3(DINOv2):
     def after_step(self, step: int) -> None:
         """Move the teacher and the centres as for DINOv2, and replace the Gram teacher when it is due."""
         super().after_step(step)
+        self.after_skip(step)
+
+    @torch.no_grad()
+    def after_skip(self, step: int) -> None:
+        """Replace the Gram teacher when it is due, also after a skipped step."""
         if self.gram_teacher is not None and self.replaces_gram_teacher(step):
             pairs = zip(self.gram_teacher.parameters(), self.teacher["encoder"].parameters(), strict=True)
             for old, new in pairs:

@@ -23,7 +23,7 @@ from data.crops import RandomCrop, RandomCropConfig
 from encoders.base import Encoder, Features, Preprocessing
 from encoders.errors import EncoderError
 from encoders.weights import fitting
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.settings import SettingsError
@@ -250,6 +250,8 @@ class Distill(Method):
                 f"{encoder.channels}. Choose another distill.teacher."
             )
         unused = () if config.pooled_weight else ("attn_pool",)
+        uses = {"pooled": config.pooled_weight > 0, "tokens": config.token_weight > 0}
+        unused += unused_norms(encoder, **uses, packed=False)
         freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist", *unused))
         self.encoder = encoder
         weights = {"pooled": config.pooled_weight, "token": config.token_weight}

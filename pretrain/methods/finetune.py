@@ -23,7 +23,7 @@ from encoders.images import Images
 from encoders.randomness import BITS, next_keys
 from encoders.segments import copy_to_device
 from encoders.vit import ViT
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.settings import Section, SettingsError
 
@@ -121,8 +121,8 @@ class Finetune(Method):
         if not isinstance(side, int):
             raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one side.")
         self.config, self.image_size, self.classes = config, side, config.classes
-        patch_norm = ("norm",) if getattr(encoder, "cls_norm", None) is not None else ()  # only `pooled` is used
-        freeze(encoder, (*patch_norm, "local_cls_norm", "mask_token", "pre_logits", "head", "head_dist"))
+        norms = unused_norms(encoder, tokens=False, packed=False)
+        freeze(encoder, (*norms, "mask_token", "pre_logits", "head", "head_dist"))
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
         self.encoder = encoder
         self.head = nn.Linear(encoder.dim, config.classes)

@@ -19,7 +19,7 @@ from data.batch import Batch
 from data.crops import Areas, MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from encoders.segments import copy_to_device
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
 from pretrain.methods.teacher_student import BatchNorm, encode
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
@@ -192,7 +192,9 @@ class LeJEPA(Method):
         del steps
         self.config = config
         self.image_size = config.global_size
-        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist"))
+        packed = config.global_size % encoder.stride == config.local_size % encoder.stride == 0
+        norms = unused_norms(encoder, tokens=False, packed=packed)
+        freeze(encoder, (*norms, "mask_token", "pre_logits", "head", "head_dist"))
         self.encoder = encoder
         self.projector = Projector(encoder.dim, config)
         self._pooled: Tensor | None = None  # pooled features of the global crops in the last forward pass, for health()

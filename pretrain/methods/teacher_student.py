@@ -104,8 +104,9 @@ class Head(nn.Module):
             self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The epsilon is larger in low precision, because 1e-12 is 0 in float16.
-        return self.last_layer(F.normalize(self.mlp(x), dim=-1, eps=1e-12 if x.dtype == torch.float32 else 1e-6))
+        # The epsilon is larger in float16, in which 1e-12 is 0.
+        x = self.mlp(x)
+        return self.last_layer(F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12))
 
 
 def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:

@@ -167,7 +167,7 @@ def test_they_may_save_for_longer_than_half_a_minute_and_are_not_started_again(s
     for rank in range(2):
         assert (tmp_path / f"saved-{rank}").exists()
         assert len((tmp_path / f"ready-{rank}").read_text().split()) == 1
-    assert (tmp_path / "log.txt").read_text().count("failed (exitcode") == 1  # a restarted trainer would fail again
+    assert (tmp_path / "log.txt").read_text() == ""  # torch's launcher adds nothing to the messages of the trainers
 
 
 @pytest.mark.medium

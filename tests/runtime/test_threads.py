@@ -30,6 +30,7 @@ def started(tmp_path: Path, name: str, flags: tuple[str, ...] = (), **variables:
     return ran.stdout.strip()
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc, which only Linux has")
 def test_a_number_of_threads_set_by_a_launcher_is_told_from_the_users_own(tmp_path: Path) -> None:
     assert started(tmp_path, "accelerate") == "True"
@@ -38,7 +39,7 @@ def test_a_number_of_threads_set_by_a_launcher_is_told_from_the_users_own(tmp_pa
     assert started(tmp_path, "other") == "False"  # not a launcher
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc, which only Linux has")
 def test_accelerate_launch_computes_on_all_cores(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -96,7 +96,14 @@ def crowded(tmp_path: Path) -> Path:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("processes", [[], ["--num_processes", "1"], ["--multi_gpu", "--num_processes", "2"]])
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [],
+        pytest.param(["--num_processes", "1"], marks=pytest.mark.slow),
+        pytest.param(["--multi_gpu", "--num_processes", "2"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_command_works_among_files_of_the_same_names(crowded: Path, processes: list[str]) -> None:
     done = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--steps", "2", "--output", "run")
     assert done.returncode == 0, done.stderr

@@ -83,11 +83,10 @@ SHARDED: dict[str, Run] = {  # what only engines that gather weights could get w
     ),
 } | {
     f"{method} of {variant}": run(method, f"--encoder {variant} --optim.lr 3e-4", steps=4)
-    for method in SMALL
-    if method != "dinov3"  # its Gram teacher is one more encoder, as the teacher of DINOv2
+    for method in ("dino", "dinov2", "mae")  # the other methods hold no other kinds of modules
     for variant in OTHERS
 }
-BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16") for method in SMALL}
+BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16") for method in ("dino", "dinov2", "mae")}
 
 # a user's own DeepSpeed files, with buckets smaller than tensors and groups smaller than an encoder
 FILES: dict[str, dict[str, Any]] = {
@@ -212,7 +211,8 @@ def test_two_processes_equal_one(engine: str, start: Callable[..., Started], alo
         for line, wanted in zip(records(several.folder(name)), records(alone.folder(name)), strict=True):
             assert line.get("loss") == pytest.approx(wanted.get("loss"), rel=2e-2), (name, line["step"])
         assert {str(t.dtype) for t in state(several.folder(name)).values()} == {"torch.float32"}
-        assert records(several.folder(name))[0]["loss"] != pytest.approx(exact[0]["loss"], rel=1e-6)  # it did round
+        first = records(several.folder(name))[0]["loss"]
+        assert first != pytest.approx(exact[0]["loss"], rel=1e-6)  # it did round
     if sharded_teacher:
         check_averages(several.folder("averages"))
 
