@@ -181,10 +181,9 @@ class Saver:
 
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
-            if (
-                self.accelerator.device.index is not None
-            ):  # otherwise, all processes would use the first of several GPUs
-                torch.cuda.set_device(self.accelerator.device)
+            device = self.accelerator.device
+            if device.type == "cuda" and device.index is not None:  # one of several GPUs; the first is the default
+                torch.cuda.set_device(device)
             self._write(snapshot)
         except BaseException as error:  # `wait` raises the error on the main thread
             self._error = error
