@@ -232,6 +232,8 @@ def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
         raise SettingsError(f"encoder: {error}") from error
     try:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
+        if fresh and method.needs_start and not config.init_from:
+            raise ValueError("the Gram teacher of gram_start 0 is the teacher of an earlier run. Set --init_from RUN.")
         if config.init_from and fresh and method.continues:
             start_from_run(method, Path(config.init_from))
         dry_forward(method)

@@ -207,19 +207,23 @@ def rope_base(encoder: RoPEViT) -> float:
     return round(float(periods[-1]) ** (len(periods) / (len(periods) - 1)), 2)
 
 
+def has_power_periods(encoder: RoPEViT) -> bool:
+    """Return True if the periods of the rotations are powers of one base, up to the precision of bfloat16."""
+    periods = encoder.rope_embed.periods
+    powers = rope_base(encoder) ** (torch.arange(len(periods)) / len(periods))
+    return periods.is_meta or torch.allclose(periods.cpu().float(), powers, rtol=2**-7)
+
+
 def _check_timm(encoder: RoPEViT) -> None:
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
-    block, periods = modules_of(encoder.blocks, Block)[0], encoder.rope_embed.periods
-    geometric = rope_base(encoder) ** (torch.arange(len(periods)) / len(periods))
+    block = modules_of(encoder.blocks, Block)[0]
     reasons = {
         f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
         "it has no layer scale": "blocks.0.ls1.gamma" not in encoder.state_dict(),
         "mask_key_bias is not set": block.attn.qkv.bias is not None and not has_masked_bias(encoder),
         'rope_coordinates is not "separate"': encoder.rope_embed.coordinates != "separate",
         "cls_norm is set": encoder.cls_norm is not None,
-        "the periods of the rotations are not powers of one base": (
-            not periods.is_meta and not torch.allclose(periods.cpu().float(), geometric, rtol=2**-7)
-        ),
+        "the periods of the rotations are not powers of one base": not has_power_periods(encoder),
     }
     for reason, differs in reasons.items():
         if differs:

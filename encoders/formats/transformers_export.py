@@ -9,7 +9,7 @@ from encoders.base import Encoder
 from encoders.blocks import Block, NormedPatchEmbed, SwiGLU
 from encoders.errors import WeightsError
 from encoders.formats.report import State
-from encoders.formats.rope_vit import has_masked_bias, rope_base
+from encoders.formats.rope_vit import has_masked_bias, has_power_periods, rope_base
 from encoders.layers import modules_of
 from encoders.rope_vit import RoPEViT
 from encoders.vit import ViT
@@ -117,6 +117,7 @@ def _rope_reasons(encoder: RoPEViT) -> dict[str, bool]:
         "pool is not the class token": encoder.pool != "class",
         "cls_norm is set": encoder.cls_norm is not None,
         'rope_coordinates is not "separate"': encoder.rope_embed.coordinates != "separate",
+        "the periods of the rotations are not powers of one base": not has_power_periods(encoder),
     }
 
 

@@ -71,6 +71,8 @@ class Method(nn.Module):
     """number of classes of the labels in training batches; None if the method uses no labels"""
     drop: bool = False
     """True if the encoder drops hidden tokens, False if the encoder replaces hidden tokens by a mask token"""
+    needs_start: bool = False
+    """True if the settings are those of a later phase, which starts from the run of an earlier phase (`init_from`)"""
     continues: ClassVar[tuple[str, ...]] = ()
     """names of methods from whose runs `init_from` takes all weights (`start_from`), not only those of the encoder"""
     small_settings: ClassVar[dict[str, Any]] = {}

@@ -27,7 +27,7 @@ from pretrain.methods.teacher_student import (
     HeadShape,
     PendingCenter,
     encode,
-    output_collapse,
+    output_signs,
     teacher_distribution,
 )
 from pretrain.monitoring.collapse import effective_rank
@@ -116,30 +116,6 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 250), 6),
     }
     return fill(config, ResolvedDINO, defaults), fill(optim, ResolvedOptim, optim_defaults)
-
-
-def collapse_signs(record: Mapping[str, float], max_entropy: float) -> dict[str, str]:
-    """Return signs that the teacher's output is the same for every image: kind of collapse -> message.
-
-    Args:
-        record: metrics of one step.
-        max_entropy: entropy of the uniform distribution over the prototypes, ln K, in nats.
-    """
-    entropy, loss = record["teacher_entropy"], record["loss"]
-    kind = output_collapse(loss, entropy, max_entropy)
-    if kind is None:
-        return {}
-    if kind == "uniform":
-        return {
-            kind: f"loss {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {max_entropy:.3f}: the "
-            "teacher's output is uniform for every image. Try dino.batch_norm, encoder.init xavier, fewer "
-            "dino.prototypes, a lower dino.teacher_temperature_start, or larger crops."
-        }
-    return {
-        kind: f"teacher entropy {entropy:.4f} and loss {loss:.4f} are near 0: the teacher assigns every "
-        "image to one prototype. Try a lower dino.center_momentum, a higher dino.teacher_temperature, or a lower "
-        "optim.lr."
-    }
 
 
 class DINO(Method):
@@ -271,4 +247,5 @@ class DINO(Method):
         return [*found, *super().advice(record)]
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        return collapse_signs(record, math.log(self.config.prototypes))
+        most = math.log(self.config.prototypes)
+        return output_signs("dino", "dino", record["loss"], record["teacher_entropy"], most)

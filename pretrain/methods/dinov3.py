@@ -152,6 +152,7 @@ class DINOv3(DINOv2):
             )
         super().__init__(encoder, config, steps)  # pyright: ignore[reportArgumentType]
         self.gram: ResolvedDINOv3 = config
+        self.needs_start = config.gram_weight > 0 and config.gram_start == 0
         self.gram_grid = encoder.grid(config.gram_size, config.gram_size)
         self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
         self.train()

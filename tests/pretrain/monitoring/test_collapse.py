@@ -6,7 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.methods.dino import DINO, collapse_signs
+from pretrain.methods.dino import DINO
+from pretrain.methods.teacher_student import output_signs
 from pretrain.monitoring.collapse import CollapseAlarm, CollapseError, HealthConfig, effective_rank
 from pretrain.run import main
 
@@ -30,14 +31,14 @@ LN_K = math.log(256)
 
 
 def check(alarm: CollapseAlarm, line: dict[str, float]) -> dict[str, str]:
-    return alarm.check(line, collapse_signs(line, LN_K))
+    return alarm.check(line, output_signs("dino", "dino", line["loss"], line["teacher_entropy"], LN_K))
 
 
 @pytest.mark.parametrize(
     ("sick", "kind"),
     [
-        (record(0, LN_K, LN_K), "uniform"),
-        (record(0, 0.001, 0.0), "one prototype"),
+        (record(0, LN_K, LN_K), "dino uniform"),
+        (record(0, 0.001, 0.0), "dino one prototype"),
         (record(0, 3.0, 2.0, rank=1.0), "rank"),
     ],
 )
@@ -70,7 +71,7 @@ def test_alarm_is_silent_when_the_loss_alone_is_near_ln_k() -> None:
 def test_alarm_stops_the_run_when_asked() -> None:
     alarm = CollapseAlarm(HealthConfig(on_collapse="stop", patience=2, grace=0.0), steps=100)
     check(alarm, record(1, LN_K, LN_K))
-    with pytest.raises(CollapseError, match=r"step 2: loss .* near ln K"):
+    with pytest.raises(CollapseError, match=r"step 2: dino cross-entropy .* near ln K"):
         check(alarm, record(2, LN_K, LN_K))
 
 
