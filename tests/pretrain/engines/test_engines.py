@@ -73,7 +73,8 @@ RUNS: dict[str, Run] = {
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
     "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=4),
     "lejepa, over all": run("lejepa", "--lejepa.batch_norm true", steps=4),
-    # without Sinkhorn, which turns the rounding of logits into differences of 5e-4 in some biases; test_dinov2.py has it
+    # without Sinkhorn, which turns the rounding of logits into differences of 5e-4 in some biases
+    # tests/pretrain/methods/test_dinov2.py has it over two processes
     "dinov2, two heads": run("dinov2", "--dinov2.separate_head true", steps=4),
     "dino, checkpointed": run("dino", "--encoder.checkpoint_activations true", steps=4),
     "mae, checkpointed": run("mae", "--encoder.checkpoint_activations true", steps=4),
