@@ -260,7 +260,7 @@ def test_stopped_twenty_times_equals_undisturbed_bit_for_bit(launch, tmp_path: P
     turns = json.loads((output / "stops-0.json").read_text())
     _check_turns(turns, 22, last_step=120)
     sent = [signal for turn in turns for signal in turn["sent"]]
-    assert {name for name, *_ in sent} == {"SIGTERM", "SIGUSR1"}
+    assert {name for name, *_ in sent} == {"SIGTERM", "SIGUSR1", "SIGHUP"}
     assert {place for _, *places in sent for place in places} == {"step", "save", "evaluation", "other"}
     assert timeless(output) == timeless(tmp_path / "whole")
     ours, theirs = (encoders.load(f / "encoder.safetensors").state_dict() for f in (output, tmp_path / "whole"))
