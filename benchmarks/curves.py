@@ -18,7 +18,7 @@ from evaluation.reporting.runs import read_runs
 from runtime.processes import exit_on_user_error
 from runtime.settings import Settings, parse
 
-NAMES = {"dino": "DINO", "mae": "MAE"}
+NAMES = {"dino": "DINO", "dinov2": "DINOv2", "dinov3": "DINOv3", "lejepa": "LeJEPA", "mae": "MAE"}
 
 
 class CurvesSettings(Settings):
@@ -51,7 +51,8 @@ def draw(panels: dict[str, list[Path]], output: Path) -> None:
         draw_chart(Chart(title, lines, reference=100 * runs[0].curve("knn_pixels")[0]), axes, look)
         axes.set_ylabel("20-NN accuracy, %")
         handles = [Line2D([], [], color=PALETTE[n], label=NAMES.get(one, one)) for n, one in enumerate(methods)]
-        axes.legend(handles=handles, loc="lower right")
+        # below the axes, where it hides no curve
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=len(handles), frameon=False)
     figure.savefig(output)
 
 

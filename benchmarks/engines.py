@@ -23,8 +23,8 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from device_check import build, random_batch
-from loader import device
+from device.settings import device
+from device.training import build, random_batch
 from pydantic import Field
 from torch import nn
 

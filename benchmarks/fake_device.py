@@ -26,6 +26,8 @@ FREE = {
     "split_with_sizes", "split", "unbind", "_unsafe_view", "_reshape_alias", "alias", "set_", "chunk", "is_same_size",
 }  # fmt: skip
 """Operations that launch no kernel, beside those that return views."""
+FILLS = {"new_full", "new_zeros", "new_ones", "zeros_like", "ones_like", "full_like"}
+"""Operations that take the shape of their tensor and do not read it."""
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -48,7 +50,7 @@ class GPU:
 
 @dataclass
 class Count:
-    """What one part of a step asks of the device."""
+    """Kernels, bytes and FLOP of one part of a step, and the least time that they take."""
 
     kernels: int = 0
     bytes: int = 0
@@ -74,8 +76,8 @@ class Counter:
     gpu: GPU
     part: str = ""
     rows: dict[tuple[str, str], Count] = field(default_factory=dict)
-    saved: dict[int, int] = field(default_factory=dict)
-    """Bytes of each storage that the forward pass keeps for the backward pass."""
+    saved: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Each storage that the forward pass keeps for the backward pass: part, shape and type, and its bytes."""
 
     def record(self, operation: str, count: Count) -> None:
         self.rows.setdefault((self.part, operation), Count()).add(count)
@@ -92,6 +94,14 @@ class Counter:
         for count in self.rows.values():
             total.add(count)
         return total
+
+    def saved_kinds(self) -> dict[str, tuple[int, int]]:
+        """Return the number and the bytes of the saved activations of each kind, largest first."""
+        kinds: dict[str, tuple[int, int]] = {}
+        for kind, size in self.saved.values():
+            count, total = kinds.get(kind, (0, 0))
+            kinds[kind] = (count + 1, total + size)
+        return dict(sorted(kinds.items(), key=lambda item: -item[1][1]))
 
     @contextlib.contextmanager
     def named(self, part: str) -> Iterator[None]:
@@ -124,7 +134,8 @@ class _CountOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        read = {name: value for name, value in kwargs.items() if name != "out"}
+        inputs = [t for t in tree_flatten((args, read))[0] if isinstance(t, Tensor)]
         target = kwargs.get("device")
         if not any(isinstance(t, FakeTensor) for t in inputs) and torch.device(target or "cpu").type == "cpu":
             with unset_fake_temporarily():
@@ -146,7 +157,14 @@ class _CountOperations(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Count:
         gpu = self.counter.gpu
-        moved = [*inputs, *outputs]
+        name = func._schema.name.split("::")[-1]
+        moved = outputs if name in FILLS else [*inputs, *outputs]
+        if name in ("index", "index_select"):  # reads as many values as it writes
+            moved = [*outputs, *outputs, *inputs[1:]]
+        elif name == "index_copy_":  # writes as many values as it reads
+            moved = [*inputs[1:], inputs[-1]]
+        elif name == "copy_":  # does not read what it overwrites
+            moved = [*inputs[1:], *outputs]
         if not outputs:  # an operation on a list of tensors in place also writes its first list
             moved += [t for t in tree_flatten(args[0])[0] if isinstance(t, Tensor)]
         size = sum(_bytes(t) for t in moved if t.device.type == DEVICE.type)
@@ -214,6 +232,8 @@ def fake_copy(module: nn.Module) -> None:
 
 
 @torch.no_grad()
+# the number of a backward pass: without it, a checkpointed block is computed again for each of its tensors
+@mock.patch.object(torch._C, "_current_graph_task_id", mock.Mock(return_value=1))
 def backward(loss: Tensor) -> None:
     """Add the gradients of `loss` to the parameters, as `loss.backward()` does.
 
@@ -240,8 +260,10 @@ def backward(loss: Tensor) -> None:
             given = own[0]
             node.variable.grad = given if node.variable.grad is None or given is None else node.variable.grad + given
             continue
-        made = node(*own) if any(g is not None for g in own) else [None] * len(node.next_functions)
+        compute = getattr(node, "apply", node)  # the node of a function in Python is not callable itself
+        made = compute(*own) if any(g is not None for g in own) else [None] * len(node.next_functions)
         made = made if isinstance(made, (tuple, list)) else (made,)
+        made = made[: len(node.next_functions)]  # a function in Python takes its tensors first, then other arguments
         for (after, place), gradient in zip(node.next_functions, made, strict=True):
             if after is None:
                 continue
@@ -265,7 +287,8 @@ def counting(gpu: GPU) -> Iterator[Counter]:
     def pack(tensor: Tensor) -> Tensor:
         if tensor.device.type == DEVICE.type and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
-            counter.saved[storage._cdata] = storage.nbytes()
+            kind = f"{counter.part} | {' x '.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+            counter.saved[storage._cdata] = (kind, storage.nbytes())
         return tensor
 
     with contextlib.ExitStack() as stack:

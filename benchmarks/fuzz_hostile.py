@@ -164,7 +164,7 @@ def hostile_names(folder: Path) -> Callable[..., None]:
 
 
 class _Answer(NamedTuple):
-    """What a server does wrong in its answers to requests of one file."""
+    """Faults in a server's answers to requests of one file."""
 
     status: int | None = None
     """Status in place of the right one; None for the right one."""

@@ -23,6 +23,7 @@ import numpy as np
 import PIL
 import torch
 import torchvision
+from device.settings import device
 from PIL import Image
 from pillow_pipelines import PillowMultiCrop, pillow_decode, pillow_mae, pillow_probe
 from pydantic import Field
@@ -274,10 +275,6 @@ def collating(files: list[bytes], seconds: float) -> Measured:
     """Measure the time to complete a batch after all crops have been cut."""
     builder = filled(CropBuilder(DINO.views, BATCH), files)
     return timed(lambda: len(builder.build()[0]), seconds)
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def change(batch: Batch) -> None:

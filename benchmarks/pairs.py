@@ -3,11 +3,11 @@
     python benchmarks/pairs.py [--output benchmarks/results/pairs.md]
 
 A step is a full training step on noise images in memory: colour changes and blur on the device, forward and backward
-pass, gradient clipping, AdamW, and the update of the teacher. Every method has its default settings. DINO uses 2 crops
-of 224 pixels, 8 crops of 96 pixels and 8,192 prototypes. MAE uses one crop of 224 pixels and hides three quarters of
-the tokens. Drop path is off. The precision is bf16 on a GPU and float32 on a CPU. Each round measures every row of the
-table once, so that other work on the machine affects all rows alike. Each measurement of training steps runs in a new
-process. The tables show medians.
+pass, gradient clipping, AdamW, and the update of the teacher. Every method has its default settings. DINO, DINOv2,
+DINOv3 and LeJEPA use 2 crops of 224 pixels and 8 (LeJEPA: 6) crops of 96 pixels. MAE and distillation use one crop of
+224 pixels. MAE hides three quarters of the tokens. The teacher of distillation is a ViT-S/16. Drop path is off. The
+precision is bf16 on a GPU and float32 on a CPU. Each round measures every row of the table once, so that other work on
+the machine affects all rows alike. Each measurement of training steps runs in a new process. The tables show medians.
 """
 
 import multiprocessing
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from device_check import Trainer, build, random_batch
-from loader import device
+from device.settings import device, wait
+from device.training import Trainer, build, random_batch
 from pydantic import Field
 from torch import Tensor
 
@@ -59,6 +59,9 @@ class PairsBenchmark(Settings):
     """encoder variants; times are also given relative to the first variant; default: one variant per family"""
     methods: tuple[str, ...] = Field(default_factory=pretraining_methods)
     """pretraining methods; with mae, the table of dropped tokens is also measured; default: all"""
+    students: tuple[str, ...] = ("swin_tiny",)
+    """encoder variants that learn beside the first encoder (`--distill.students`) in one more row of distill; none: no
+    such row"""
     dropping: tuple[str, ...] = ("vit_base", "navit_base")
     """encoder variants in the table of dropped tokens"""
     batch_size: int | None = Field(default=None, ge=1)
@@ -78,7 +81,8 @@ class Turn:
     encoder_parameters: int
     trained_parameters: int
     tokens: str
-    """Number of tokens per image in the first view, as text for the table."""
+    """Number of tokens per image in the first view, as text for the table. With masks, the mean number of visible
+    tokens comes first."""
     seconds: list[float]
     """Duration of each step in seconds."""
     memory: int
@@ -87,7 +91,7 @@ class Turn:
 
 def main(settings: PairsBenchmark) -> None:
     try:
-        for variant in (*settings.encoders, *settings.dropping):
+        for variant in (*settings.encoders, *settings.students, *settings.dropping):
             encoders.family(variant)
         if unknown := set(settings.methods) - set(pretraining_methods()):
             raise ValueError(f"Unknown method {min(unknown)!r}. Choose from: {', '.join(pretraining_methods())}.")
@@ -105,6 +109,8 @@ def main(settings: PairsBenchmark) -> None:
 def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
     """Return the table of training steps: the headings, then a row for each method and encoder."""
     pairs = [(method, variant) for method in settings.methods for variant in settings.encoders]
+    if "distill" in settings.methods and settings.students:
+        pairs.append(("distill", " + ".join((settings.encoders[0], *settings.students))))
     turns: dict[tuple[str, str], list[Turn]] = {pair: [] for pair in pairs}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
@@ -130,8 +136,13 @@ def pair_rows(settings: PairsBenchmark, batch_size: int) -> list[list[str]]:
 
 
 def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Turn:
-    """Measure some training steps of one encoder under one method. Call this function in a new process."""
-    method, optim, transform = build(method_name, variant, batch_size, steps + 1)
+    """Measure some training steps of one encoder under one method. Call this function in a new process.
+
+    `variant` is the encoder variant, or several variants of students of one teacher, joined by ` + `.
+    """
+    main, *others = variant.split(" + ")
+    students = {"students": others} if others else {}
+    method, optim, transform = build(method_name, main, batch_size, steps + 1, **students)
     method.to(device())
     optimizer = adamw(method, optim, method.frozen(), method.lr_factors())
     trainer = Trainer(method, optimizer, optim, steps + 1, bf16=device().type == "cuda")
@@ -147,10 +158,11 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
     encoder, view = method.trained_encoder(), batch.views[0]
     tokens = str(int(encoder.grids(view.images)[0].prod()))
     for mask in view.masks:
-        how = "dropped" if encoder.can_drop else "in place"
-        tokens = f"{int(mask.lengths[0])} of {tokens}, {how}"
+        how = "dropped" if method.drop else "in place"
+        tokens = f"{float(mask.lengths.float().mean()):.0f} of {tokens}, {how}"
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
-    count = sum(p.numel() for p in encoder.parameters())
+    exported = (encoder, *method.other_encoders().values())
+    count = sum(p.numel() for one in exported for p in one.parameters())
     return Turn(count, trained, tokens, seconds[1:], peak_memory(before) + (weights if device().type == "cpu" else 0))
 
 
@@ -164,12 +176,6 @@ def peak_memory(before: int) -> int:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
-
-
-def wait() -> None:
-    """Wait until the device has finished all work."""
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def dropping_rows(settings: PairsBenchmark) -> list[list[str]]:

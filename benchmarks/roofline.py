@@ -1,12 +1,14 @@
 """Count what a training step asks of a GPU, and bound the images per second from above. No GPU is needed.
 
     python benchmarks/roofline.py [--method dino] [--encoder vit_small] [--batch_size 512] [--gpu h200]
+        [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}']
 
 The step is that of a run: the loader's batch is copied to the device, crops are cut and colours changed, then
 `pretrain.loop.training_step` runs through the engine. The tensors on the device are fake (`fake_device.py`). For each
 kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of matrix
 products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates and
-that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels.
+that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels. If the method draws the crop sizes
+for each step, the step is one with the largest crops.
 
 The last line is one JSON object: ms, kernels, gb, tflop, host_reads, saved_gb (activations that the forward pass keeps)
 and images_per_second_bound.
@@ -41,7 +43,7 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.optim.adamw import clip_gradients
 from runtime.processes import make_accelerator
-from runtime.settings import Settings, SettingsError, parse
+from runtime.settings import Settings, SettingsError, parse, validate
 
 IMAGE = (375, 500)
 """Height and width of the images in pixels, which are typical of ImageNet."""
@@ -59,8 +61,12 @@ class RooflineBenchmark(Settings):
 
     method: str = "dino"
     """pretraining method"""
+    settings: dict[str, Any] | None = None
+    """settings of the method, a mapping from names to values; default: those of the method"""
     encoder: str = "vit_small"
     """encoder variant"""
+    encoder_settings: dict[str, Any] | None = None
+    """settings of the encoder, a mapping from names to values; default: those of the variant"""
     batch_size: int = Field(default=512, ge=1)
     """number of images of a step on one GPU"""
     gpu: Literal["h200", "h100", "a100"] = "h200"
@@ -68,7 +74,7 @@ class RooflineBenchmark(Settings):
     crops: Literal["device", "workers"] = "workers"
     """where crops are cut"""
     top: int = Field(default=0, ge=0)
-    """number of operations to list, most expensive first"""
+    """number of operations and of kinds of activations to list, most expensive first"""
 
 
 def main(settings: RooflineBenchmark) -> None:
@@ -87,7 +93,9 @@ def count_step(settings: RooflineBenchmark) -> Counter:
     """
     if settings.method not in METHODS or METHODS[settings.method].supervised:
         raise ValueError(f"Unknown pretraining method {settings.method!r}.")
-    given = settings_model(settings.encoder)(method=settings.method, batch_size=settings.batch_size, precision="bf16")
+    values = {"method": settings.method, "batch_size": settings.batch_size, "precision": "bf16"}
+    values |= {"encoder": {"variant": settings.encoder} | (settings.encoder_settings or {})}
+    given = validate(settings_model(settings.encoder), values | {settings.method: settings.settings or {}})
     config = resolve(given, IMAGES)
     options = config.encoder_settings
     with torch.device("meta"):
@@ -205,7 +213,10 @@ def show(counter: Counter, settings: RooflineBenchmark) -> None:
         longest = sorted(counter.rows.items(), key=lambda item: -item[1].seconds)
         for (part, operation), count in longest[: settings.top]:
             print(f"| {part} | {operation} | {_cells(count)} |")
-    saved = sum(counter.saved.values()) / 1e9
+        print("\n| part | activations kept for the backward pass | number | GB |\n|---|---|--:|--:|")
+        for kind, (count, size) in list(counter.saved_kinds().items())[: settings.top]:
+            print(f"| {kind} | {count} | {size / 1e9:.1f} |")
+    saved = sum(size for _, size in counter.saved.values()) / 1e9
     print(f"\nActivations kept for the backward pass: {saved:.1f} GB")
     result = {
         "ms": 1e3 * total.seconds,

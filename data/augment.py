@@ -27,6 +27,8 @@ from runtime.settings import Section
 COLOR_DRAWS = 13
 """Number of random values that are drawn for the colour changes of each crop."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+LUMINANCE = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in the gray image."""
 RGB_ONLY = ("saturation", "hue", "grayscale")
 """Names of the colour settings whose operations need RGB images."""
 
@@ -136,26 +138,34 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
         raise ValueError(
             f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels."
         )
-    x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    hue_places = [(p.order[:, place] == HUE) & (p.hue != 0) for place in range(4)]
-    *hues, gray, blurred, solarized = _chosen([*hue_places, p.grayscale, p.blur > 0, p.solarize], x.device)
-    blends = _blends(p)  # (3, 4, N)
-    scale, to_gray, to_mean = _to_device(blends, x.device)[..., None, None, None]  # (4, N, 1, 1, 1)
+    x = _from_bytes(images)
+    # The hue is shifted before, between or after the three blends.
+    is_hue = p.order == HUE  # (N, 4)
+    hue_place = torch.where(p.hue != 0, is_hue.int().argmax(1), -1)  # (N,)
+    *hues, gray, blurred, solarized = _chosen(
+        [*(hue_place == place for place in range(4)), p.grayscale, p.blur > 0, p.solarize], x.device
+    )
+    blends = _blends(p, p.order[~is_hue].view(-1, 3))  # (3, 3, N)
+    scale, to_gray, to_mean = _to_device(blends, x.device)[..., None, None, None]  # (3, N, 1, 1, 1)
     hue, sigma = _to_device(torch.stack([p.hue, p.blur]), x.device)  # (N,)
     for place in range(4):
-        if (blends[0, place] != 1).any():
-            shade = gray_image(x)
-            shade = shade * to_gray[place] + shade.mean((2, 3), keepdim=True) * to_mean[place]  # (N, 1, H, W)
-            x.mul_(scale[place]).add_(shade).clamp_(0, 1)
         if len(hues[place]):
             x.index_copy_(0, hues[place], shift_hue(x[hues[place]], hue[hues[place]]))
+        if place < 3 and (blends[0, place] != 1).any():
+            shade = gray_image(x)  # (N, 1, H, W)
+            shade = torch.addcmul(shade.mean((2, 3), keepdim=True) * to_mean[place], shade, to_gray[place])
+            x = torch.addcmul(shade, x, scale[place]).clamp_(0, 1)
     if len(gray):
         x.index_copy_(0, gray, gray_image(x[gray]).expand(-1, x.shape[1], -1, -1))
     if len(blurred):
-        x.index_copy_(0, blurred, gaussian_blur(x[blurred], sigma[blurred], radius=ceil(4 * float(p.blur.max()))))
+        lines = x.transpose(1, 2).index_select(
+            0, blurred
+        )  # (n, H, C, W), the memory order in which the blur copies nothing
+        y = gaussian_blur(lines.transpose(1, 2), sigma[blurred], radius=ceil(4 * float(p.blur.max())))
+        x.index_copy_(0, blurred, y)
     if len(solarized):
         y = x[solarized]
-        x.index_copy_(0, solarized, torch.where(y >= 0.5, 1 - y, y))
+        x.index_copy_(0, solarized, torch.minimum(y, 1 - y))  # which is 1 - y if y is at least 0.5
     return normalize(x, preprocessing)
 
 
@@ -188,8 +198,12 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
         return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
     if view.color is not None:
         return augment_colors(images, view.color, preprocessing).to(dtype)
-    x = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    return normalize(x, preprocessing).to(dtype)
+    return normalize(_from_bytes(images), preprocessing).to(dtype)
+
+
+def _from_bytes(images: Tensor) -> Tensor:
+    """Return uint8 images of any memory order as contiguous float32 values from 0 to 1, in one operation."""
+    return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
 
 
 def gray_image(x: Tensor) -> Tensor:
@@ -199,7 +213,11 @@ def gray_image(x: Tensor) -> Tensor:
     """
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
-    return (x[:, 0:1] * 0.299).add_(x[:, 1:2], alpha=0.587).add_(x[:, 2:3], alpha=0.114)
+    weights = x.new_empty(1, 1, 3)
+    for channel, weight in enumerate(LUMINANCE):
+        weights[..., channel] = weight
+    with exact(x.device):
+        return torch.bmm(weights.expand(len(x), 1, 3), x.flatten(2)).view_as(x[:, :1])
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
@@ -208,17 +226,21 @@ def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
     In HSV, only the hue changes. Saturation and value stay constant.
     """
     red, green, blue = x.unbind(1)  # (N, H, W)
-    value, chroma = x.amax(1), x.amax(1) - x.amin(1)
-    divisor = torch.where(chroma == 0, 1, chroma)
-    sixth = torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
-    sixth = torch.where(value == red, (green - blue) / divisor, sixth) + 6 * turns[:, None, None]
-    out = torch.empty_like(x)
+    value = x.amax(1)
+    chroma = value - x.amin(1)
+    # the hue in sixths of the circle times the chroma, from -1 to 5 times the chroma
+    sixth = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
+    sixth = torch.where(value == red, green - blue, sixth).div_(chroma.clamp(min=torch.finfo(x.dtype).tiny))
+    sixth = sixth.add_(6 * turns[:, None, None]).remainder_(6)
     # As the hue goes round the colour circle, each channel stays at its maximum for two sixths of the circle, stays at
-    # its minimum for two sixths, and is linear in between.
-    for channel, start in enumerate((5, 3, 1)):
-        k = (sixth + start).remainder_(6)
-        out[:, channel] = value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
-    return out
+    # its minimum for two sixths, and is linear in between. The distance of the hue from that of red, green or blue,
+    # clamped to a range from 1 to 2, thus says how far the channel is from its maximum. The distance from red, which is
+    # at 0 and 6, is 3 less the distance from 3.
+    far = torch.empty_like(x)
+    for channel, other in enumerate((3, 2, 4)):
+        torch.sub(sixth, other, out=far[:, channel])
+    far.abs_().clamp_(1, 2)[:, 0].neg_().add_(3)
+    return torch.addcmul((value + chroma)[:, None], chroma[:, None], far, value=-1)
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
@@ -227,10 +249,13 @@ def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
     The kernel reaches four standard deviations to each side, but at most `radius` pixels. The kernel weights sum to
     one. Outside the crop, the kernel sees repeated edge pixels.
     """
+    lines = x.transpose(1, 2)  # (N, H, C, W)
+    height, _, width = lines.shape[1:]
     with exact(x.device):
-        rows, columns = (_blur_matrix(sigma, length, radius) for length in x.shape[-2:])  # (N, H, H), (N, W, W)
-        x = (x.flatten(1, 2) @ columns.mT).view_as(x)
-        return torch.stack([rows @ channel for channel in x.unbind(1)], dim=1)  # (N, C, H, W)
+        rows = _blur_matrix(sigma, height, radius)  # (N, H, H)
+        columns = rows if width == height else _blur_matrix(sigma, width, radius)  # (N, W, W)
+        lines = (rows @ lines.flatten(2)).view(len(x), -1, width) @ columns.mT  # (N, H * C, W)
+    return lines.unflatten(1, (height, -1)).transpose(1, 2)  # (N, C, H, W)
 
 
 def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
@@ -246,19 +271,20 @@ def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
     return (weights @ taps.flatten(1)).unflatten(1, (length, length))
 
 
-def _blends(p: ColorParameters) -> Tensor:
-    """Return the factors of the four colour changes of each crop, in the order in which they are applied: (3, 4, N).
+def _blends(p: ColorParameters, order: Tensor) -> Tensor:
+    """Return the factors of brightness, contrast and saturation of each crop, in the order in which they are applied.
 
-    The first axis holds the factor of the image, the factor of its gray image, and the factor of the mean of the gray
-    image. Brightness, saturation and contrast compute x * f + (1 - f) * r, where r is black for brightness, the gray
-    image for saturation, and the mean of the gray image for contrast. Because these three changes have the same form,
-    one operation can change crops that have different orders of changes. A hue change has another form. The factors of
-    a hue change are therefore 1, 0 and 0, which leave the image unchanged.
+    The result is (3, 3, N). Its first axis holds the factor of the image, the factor of its gray image, and the factor
+    of the mean of the gray image. The three changes compute x * f + (1 - f) * r, where r is black for brightness, the
+    gray image for saturation, and the mean of the gray image for contrast. Because they have the same form, one
+    operation can change crops that have different orders of changes.
+
+    Args:
+        order: (N, 3) changes without the hue, in the order in which they are applied.
     """
-    factors = torch.stack([p.brightness, p.contrast, p.saturation, torch.ones_like(p.hue)], dim=1)  # (N, 4)
-    factors = factors.gather(1, p.order)
+    factors = torch.stack([p.brightness, p.contrast, p.saturation], dim=1).gather(1, order)  # (N, 3)
     rest = 1 - factors
-    return torch.stack([factors, rest * (p.order == SATURATION), rest * (p.order == CONTRAST)]).transpose(1, 2)
+    return torch.stack([factors, rest * (order == SATURATION), rest * (order == CONTRAST)]).transpose(1, 2)
 
 
 def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -93,7 +93,7 @@ class Collator:
 
         Pixels are written to `memory` (bytes,) uint8, or to new memory if `memory` is None or too small.
         """
-        builder = self._builder(memory)
+        builder: CropBuilder | PackBuilder | RawBuilder | None = None
         keys: list[str] = []
         labels: list[int] = []
         positions: list[int] = []
@@ -103,6 +103,7 @@ class Collator:
             if isinstance(sample, Skipped):
                 skipped.append(sample.reason)
                 continue
+            builder = builder or self._builder(sample.views, memory)
             builder.add(sample.image, sample.views)
             keys.append(sample.key)
             if sample.label is not None:
@@ -111,7 +112,7 @@ class Collator:
                 positions.append(sample.position)
             if sample.map is not None:
                 maps.append(sample.map)
-        if not keys:
+        if builder is None:
             return Batch([], skipped=skipped, preprocessing=self.preprocessing)
         batch, order = builder.build()
         return replace(
@@ -124,13 +125,16 @@ class Collator:
             preprocessing=self.preprocessing,
         )
 
-    def _builder(self, memory: Tensor | None) -> "CropBuilder | PackBuilder | RawBuilder":
+    def _builder(self, views: SampleParameters, memory: Tensor | None) -> "CropBuilder | PackBuilder | RawBuilder":
+        """Return the builder of a batch whose first sample has the parameters `views`."""
         channels = self.preprocessing.channels
         if self.raw:
             return RawBuilder(channels, memory)
         if self.transform.packing is not None:
             return PackBuilder(self.transform.packing, channels, memory)
-        return CropBuilder(self.transform.views, self.images, channels, memory)
+        # Not `transform.views`, because the sizes of `data.crops.MixedCrops` change from step to step.
+        shapes = [ViewShape(len(view.boxes.boxes), view.boxes.shape[0]) for view in views]
+        return CropBuilder(shapes, self.images, channels, memory)
 
 
 def needs_workers(transform: Transform) -> bool:

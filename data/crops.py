@@ -9,6 +9,7 @@ Shapes: an image has H x W pixels; n crops have S x S pixels.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -16,8 +17,9 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from data.augment import ColorConfig, Share, ascending, draw_colors
-from data.batch import CropParameters, Packing, ViewParameters
+from data.batch import CropParameters, Packing, SampleParameters, ViewParameters
 from data.collate import Transform, ViewShape
+from data.sampler import step_noise
 from runtime.settings import Section
 
 TRIES = 10
@@ -127,6 +129,35 @@ class ResizedView:
         """Draw the parameters of the transform's views and of the added view, for an image of `size` (H, W)."""
         views = self.transform.draw(size, rng)
         return [*views, ViewParameters(replace(views[0].boxes, size=(self.size, self.size)))]
+
+
+class MixedCrops:
+    """Draws the crops of each step with one of several transforms, as the high-resolution phase of DINOv3 (2508.10104)
+    does with crops of several sizes.
+
+    The seed and the step determine the transform, so that all crops of a step have the same sizes, on all processes.
+    `views` and `draw`, which know no step, are those of the transform whose crops have the most pixels.
+
+    Args:
+        transforms: transforms without packing.
+        weights: relative probability of each transform.
+    """
+
+    packing = None
+
+    def __init__(self, transforms: Sequence[Transform], weights: Sequence[float]) -> None:
+        self.transforms = tuple(transforms)
+        self._ends = np.cumsum(weights) / np.sum(weights)
+        self._largest = max(transforms, key=lambda one: sum(view.crops * view.size**2 for view in one.views))
+        self.views = self._largest.views
+
+    def at(self, seed: int, step: int) -> Transform:
+        """Return the transform of a step in a run with the given seed."""
+        return self.transforms[int(np.searchsorted(self._ends[:-1], step_noise(seed, step), side="right"))]
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
+        """Draw the parameters of the largest crops of an image of `size` (H, W)."""
+        return self._largest.draw(size, rng)
 
 
 class RandomCrop:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from data.batch import SampleParameters, largest_shrink
 from data.collate import Sample, Skipped, Transform
+from data.crops import MixedCrops
 from data.decode import MAX_PIXELS, ImageError, Picture
 from data.maps import checked_map, cut_map
 from data.sampler import MixtureSampler, sample_rng
@@ -122,6 +123,8 @@ class TrainDataset(Dataset[Sample]):
     sampler: MixtureSampler
     transform: Transform
     seed: int
+    batch_size: int
+    """Number of samples of an optimizer step, over all processes."""
     decoding: Decoding = Decoding()
     classes: int | None = None
     """Number of classes of the labels; None if labels are not read."""
@@ -169,7 +172,7 @@ class TrainDataset(Dataset[Sample]):
             key = reader.name(address.shard, address.number)
             encoded = reader.image(address.shard, address.number)
             picture = self.decoding.picture(encoded)
-            views = self.transform.draw(picture.size, sample_rng(self.seed, address.position))
+            views = self._transform(address.position).draw(picture.size, sample_rng(self.seed, address.position))
             encoded_map = self.decoding.encoded_map(reader, address.shard, address.number)
             return _Drawn(key, picture, views, self._label(reader, address), encoded_map)
         except ImageError as error:
@@ -178,6 +181,12 @@ class TrainDataset(Dataset[Sample]):
             raise _out_of_memory(key) from error
         except UnreadableError as error:
             return _Failed(f"sample {address.number} of {error}", corrupt=False)
+
+    def _transform(self, position: int) -> Transform:
+        """Return the transform of the sample at a position in the run."""
+        if isinstance(self.transform, MixedCrops):
+            return self.transform.at(self.seed, position // self.batch_size)
+        return self.transform
 
     def _label(self, reader: Reader, address: _Address) -> int | None:
         """Return the label of the sample at an address, or None if labels are not read.

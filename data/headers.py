@@ -73,18 +73,14 @@ def read_jpeg(encoded: bytes) -> JpegHeader:
     """
     place, junk, frame, applications = 2, 0, None, []
     for _ in range(MOST_SEGMENTS):
-        start = encoded.find(b"\xff", place)
-        found = _NOT_FILL.search(encoded, start) if start >= 0 else None
-        if found is None or found.end() + 2 > len(encoded):
-            raise HeaderError("a damaged JPEG: the file is truncated in its header")
-        marker, first = found[0][0], found.end()  # `first` is the byte after the marker
+        marker, first = _next_marker(encoded, place)
         junk += first - 2 - place
         if junk > MOST_JUNK or first > LARGEST_JPEG_HEADER:
             raise HeaderError("a damaged JPEG: its header is too large or contains bytes of no segment")
         if marker == 0 or 0xD0 <= marker <= 0xD7:
             place = first
             continue
-        length = int.from_bytes(encoded[first : first + 2], "big")
+        length = encoded[first] << 8 | encoded[first + 1]
         if marker not in _SEGMENTS or length < 2 or first + length > len(encoded):
             raise HeaderError(f"a damaged JPEG: its header has a wrong segment (marker {marker:#04x})")
         body = encoded[first + 2 : first + length]
@@ -101,6 +97,22 @@ def read_jpeg(encoded: bytes) -> JpegHeader:
             return JpegHeader(*frame[1:], applications)
         place = first + length
     raise HeaderError(f"a damaged JPEG: its header has more than {MOST_SEGMENTS} segments")
+
+
+def _next_marker(encoded: bytes, place: int) -> tuple[int, int]:
+    """Return the first marker of a JPEG from a place on, and the byte after the marker.
+
+    Raises:
+        HeaderError: the file ends before the length of the marker's segment.
+    """
+    first = place + 2
+    if first + 2 <= len(encoded) and encoded[place] == 0xFF != encoded[place + 1]:  # almost always
+        return encoded[place + 1], first
+    start = encoded.find(b"\xff", place)
+    found = _NOT_FILL.search(encoded, start) if start >= 0 else None
+    if found is None or found.end() + 2 > len(encoded):
+        raise HeaderError("a damaged JPEG: the file is truncated in its header")
+    return found[0][0], found.end()
 
 
 def _check_scans(encoded: bytes, frame: tuple[int, int, int, int], components: int) -> None:

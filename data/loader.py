@@ -167,7 +167,9 @@ def training_batches(
     mixture = MixtureSampler(samplers, weights, seed)
     _check_enough(mixture, batches.batch_size)
     config = reading.loader.resolved(transform)
-    dataset = TrainDataset(sources, mixture, transform, seed, reading.decoding, reading.classes)
+    dataset = TrainDataset(
+        sources, mixture, transform, seed, batches.batch_size, decoding=reading.decoding, classes=reading.classes
+    )
     collator = Collator(transform, batches.pass_size, reading.preprocessing, raw=config.crops == "device")
     return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
 
@@ -277,7 +279,9 @@ class Batches:
             batches = iter(self._loader())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for batch in receive(batches, self._states):
+        # An evaluation within a run is not interrupted, because other processes may wait for it in a collective. The
+        # run saves and ends after it.
+        for batch in receive(batches, self._states, interruptible=isinstance(self.dataset, TrainDataset)):
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
             if isinstance(batch, SharedBatch):

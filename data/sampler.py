@@ -38,7 +38,7 @@ ENOUGH_BLOCKS = 2**16
 MOST_BLOCKS = 2**22
 """Maximum number of blocks of an epoch. The tables of an epoch with this many blocks take about 50 MB."""
 
-_BLOCKS, _BUFFER, _MIXTURE, _SAMPLE = range(4)
+_BLOCKS, _BUFFER, _MIXTURE, _SAMPLE, _STEP = range(5)
 
 
 def _philox(seed: int, purpose: int, source: int, *counter: int) -> np.random.Philox:
@@ -59,6 +59,11 @@ def _permutation(size: int, bits: np.random.Philox) -> np.ndarray:
 def sample_rng(seed: int, position: int) -> np.random.Generator:
     """Return the generator for the random parameters of the sample at a position in the run."""
     return np.random.Generator(_philox(seed, _SAMPLE, 0, position))
+
+
+def step_noise(seed: int, step: int) -> float:
+    """Return the random number of an optimizer step, from 0 to below 1. It is the same on all processes."""
+    return (int(_philox(seed, _STEP, 0, step).random_raw()) >> 11) / 2**53
 
 
 def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None, streams: int = STREAMS) -> list[int]:

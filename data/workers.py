@@ -1,6 +1,5 @@
 """Worker processes of the loader: their number, and their handling of signals sent to all processes of a job."""
 
-import ctypes
 import gc
 import logging
 import mmap
@@ -10,15 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runtime import preemption
 from runtime.errors import UserError
+from runtime.machine import process_fields, signal_at_end_of_parent
 
-PR_SET_PDEATHSIG = 1
-"""Number of the operation of Linux's `prctl` that sets the signal at the end of the parent."""
 POLL = 1.0  # seconds between two checks whether the parent has ended
 STALLED = 30
 """Seconds of waiting for a batch after which the log names the workers, and between two such lines."""
@@ -80,7 +78,7 @@ class WorkerStates:
         found = []
         for worker in range(self._workers):
             process, began = self._numbers[2 * worker : 2 * worker + 2] if self._numbers is not None else (0, 0)
-            state = STATES.get(_state(process))
+            state = STATES.get((process_fields(process) or [""])[0])
             if state is None and began and (spent := (time.monotonic_ns() - began) // 10**9) >= BUSY:
                 state = f"has worked on a batch for {spent} s"
             if state is not None:
@@ -88,39 +86,48 @@ class WorkerStates:
         return ", ".join(found) or "all workers are waiting"
 
 
-def receive(batches: Iterator[Any], states: WorkerStates) -> Iterator[Any]:
+def receive(batches: Iterator[Any], states: WorkerStates, *, interruptible: bool) -> Iterator[Any]:
     """Yield the batches of a `DataLoader` whose `timeout` is `POLL`. Name workers that let this process wait.
 
+    The workers end with this generator, except after `WaitInterruptedError`.
+
+    Args:
+        batches: iterator of the `DataLoader`.
+        states: states of its workers.
+        interruptible: True to give up a wait if this process was asked to stop.
+
     Raises:
-        WaitInterruptedError: this process was asked to stop while it waited.
+        WaitInterruptedError: `interruptible` is True, and this process was asked to stop while it waited.
     """
-    while True:
-        since = named = time.monotonic()
-        while True:
-            try:
-                batch = next(batches)
-                break
-            except StopIteration:
-                return
-            except RuntimeError as error:  # DataLoader raises this error after each `POLL`, and can be asked again
-                if not str(error).startswith("DataLoader timed out after"):
-                    raise
-            preemption.check_wait(since)
-            if time.monotonic() - named >= STALLED:
-                named = time.monotonic()
-                message = (
-                    "Process %d has waited %.0f s for its loader, and waits on: %s. SIGTERM saves and ends the run."
-                )
-                log.warning(message, os.getpid(), named - since, states.describe())
-        yield batch
-
-
-def _state(process: int) -> str:
-    """Return the letter of the state of a process in /proc: T is stopped, D waits for a disk. Empty if unknown."""
     try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        while True:
+            since = named = time.monotonic()
+            while True:
+                try:
+                    batch = next(batches)
+                    break
+                except StopIteration:
+                    return
+                except RuntimeError as error:  # DataLoader raises this error after each `POLL`, and can be asked again
+                    if not str(error).startswith("DataLoader timed out after"):
+                        raise
+                if interruptible:
+                    preemption.check_wait(since)
+                if time.monotonic() - named >= STALLED:
+                    named = time.monotonic()
+                    message = (
+                        "Process %d has waited %.0f s for its loader, and waits on: %s. SIGTERM saves and ends the run."
+                    )
+                    log.warning(message, os.getpid(), named - since, states.describe())
+            yield batch
+    except preemption.WaitInterruptedError:
+        raise  # without ending the workers, because a stopped worker would delay the checkpoint that follows
+    except BaseException:
+        # At once: when the iterator of DataLoader is garbage of a cycle, Python closes its queues first, and waits in
+        # vain for each worker for 5 s.
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            batches._shutdown_workers()
+        raise
 
 
 def start_worker(number: int, states: WorkerStates, parent: int, of_main_thread: bool) -> None:
@@ -142,15 +149,9 @@ def start_worker(number: int, states: WorkerStates, parent: int, of_main_thread:
     preemption.forget()
     states.start(number)
     if of_main_thread:
-        _die_with_parent()
+        signal_at_end_of_parent(signal.SIGKILL)  # ends a stopped process, too
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. This also ends a process that is stopped."""
-    with suppress(OSError, AttributeError):  # systems other than Linux have no `prctl`
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_parent(parent: int) -> None:

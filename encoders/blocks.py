@@ -13,8 +13,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from encoders.images import Images, PackedImages, patchify
-from encoders.layers import MLP, DropPath, Init, LayerScale, attention, branch_scales
+from encoders.layers import (
+    MLP,
+    DropPath,
+    Init,
+    LayerScale,
+    SameDtypeLayerNorm,
+    attention,
+    branch_scales,
+    self_attention,
+)
 from encoders.segments import Segments
+from encoders.subsets import Subset
 
 MLPKind = Literal["gelu", "swiglu"]
 
@@ -145,21 +155,27 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if qk_scale is None else qk_scale
         linear = MaskedKeyBiasLinear if mask_key_bias and qkv_bias else nn.Linear
         self.qkv = linear(dim, 3 * heads * head_dim, bias=qkv_bias)
+        self.qk_norm = qk_norm
         self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.proj = nn.Linear(heads * head_dim, dim)
 
+    def _project(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values in one tensor: (..., N, D) -> (..., N, 3, heads, d)."""
+        return rearrange(self.qkv(x), "... n (three heads d) -> ... n three heads d", three=3, heads=self.heads)
+
     def _split(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values: (..., N, D) -> three tensors (..., heads, N, d)."""
-        qkv = rearrange(self.qkv(x), "... n (three heads d) -> ... n three heads d", three=3, heads=self.heads)
-        # With the three on this axis, the gradient of `unbind` has the layout that the linear layer needs.
-        q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
+        q, k, v = (part.transpose(-3, -2) for part in self._project(x).unbind(-3))
         q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
 
     def forward(self, x: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
-        q, k, v = self._split(x, rope)
-        out = attention(q, k, v, scale=self.scale, segments=segments)
+        if rope is None and not self.qk_norm:
+            out = self_attention(self._project(x), scale=self.scale, segments=segments)
+        else:
+            q, k, v = self._split(x, rope)
+            out = attention(q, k, v, scale=self.scale, segments=segments)
         return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
     def weights(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
@@ -169,7 +185,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`."""
+    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`.
+
+    With `bf16_residuals`, the output of the block and of its norms has the dtype of the input.
+    """
 
     def __init__(
         self,
@@ -187,21 +206,37 @@ class Block(nn.Module):
         mask_key_bias: bool = False,
         mlp: MLPKind = "gelu",
         swiglu_multiple: int = 8,
+        bf16_residuals: bool = False,
     ):
         super().__init__()
+        norm = SameDtypeLayerNorm if bf16_residuals else nn.LayerNorm
+        scale = partial(LayerScale, dim, same_dtype=bf16_residuals)
         attn = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
         hidden = swiglu_width(dim, mlp_ratio, swiglu_multiple) if mlp == "swiglu" else int(dim * mlp_ratio)
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm1 = norm(dim, eps=norm_eps)
         self.attn = attn(norm_eps=norm_eps, head_dim=head_dim, mask_key_bias=mask_key_bias)
-        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.ls1 = nn.Identity() if layer_scale is None else scale(layer_scale)
+        self.norm2 = norm(dim, eps=norm_eps)
         self.mlp = SwiGLU(dim, hidden) if mlp == "swiglu" else MLP(dim, hidden)
-        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.ls2 = nn.Identity() if layer_scale is None else scale(layer_scale)
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, segments: Segments | None = None, scales: Tensor | None = None, rope: Tensor | None = None
+        self,
+        x: Tensor,
+        segments: Segments | None = None,
+        scales: Tensor | tuple[Subset, Subset] | None = None,
+        rope: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(scales, tuple):
+            return self._forward_subsets(x, scales, rope)
         first, second = branch_scales(scales)
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), segments, rope)), segments, first)
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), segments, second)
+        x = self.drop_path.add(x, self.ls1(self.attn(self.norm1(x), segments, rope)), segments, first)
+        return self.drop_path.add(x, self.ls2(self.mlp(self.norm2(x))), segments, second)
+
+    def _forward_subsets(self, x: Tensor, subsets: tuple[Subset, Subset], rope: Tensor | None) -> Tensor:
+        """Compute attention and MLP only for the images of one subset each."""
+        first, second = subsets
+        rope = first.rotations(rope)
+        x = first.add(x, lambda kept: self.ls1(self.attn(self.norm1(kept), first.segments, rope)))
+        return second.add(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))))

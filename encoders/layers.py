@@ -46,8 +46,7 @@ def attention(
     Raises:
         EncoderError: both `bias` and `segments` are given.
     """
-    if q.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or q.dtype in (torch.bfloat16, torch.float16)):
-        # torch's CPU kernel computes the gradient in bf16 several times slower than in float32
+    if _needs_float32(q):
         with torch.autocast("cpu", enabled=False):
             bias = bias.float() if bias is not None and bias.is_floating_point() else bias
             return attention(q.float(), k.float(), v.float(), scale=scale, bias=bias, segments=segments).to(v.dtype)
@@ -65,6 +64,29 @@ def attention(
     return packed_attention(q, k, v, scale, segments)
 
 
+def _needs_float32(x: Tensor) -> bool:
+    """Return True on a CPU under autocast or in half precision, where torch's gradient of attention is slow."""
+    return x.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or x.dtype in (torch.bfloat16, torch.float16))
+
+
+def self_attention(qkv: Tensor, *, scale: float | None = None, segments: Segments | None = None) -> Tensor:
+    """Return `attention` for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., heads, N, d).
+
+    With `segments`, `qkv` holds the tokens of packed images (T, 3, heads, d).
+    """
+    if _needs_float32(qkv):
+        with torch.autocast("cpu", enabled=False):
+            return self_attention(qkv.float(), scale=scale, segments=segments).to(qkv.dtype)
+    if segments is not None and not segments.uniform:
+        from encoders import packed_attention  # see `attention`
+
+        if len(segments.runs) <= packed_attention.FEW_RUNS:
+            return packed_attention.self_attention_by_run(qkv, scale, segments)
+    # With the three on this axis, the gradient of `unbind` has the layout that the linear layer needs.
+    q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
+    return attention(q, k, v, scale=scale, segments=segments)
+
+
 class MLP(nn.Module):
     """Two linear layers with an exact GELU between them: (..., D) -> (..., D)."""
 
@@ -79,14 +101,39 @@ class MLP(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Learned factor for each channel of a residual branch (2103.17239): (..., D) -> (..., D)."""
+    """Learned factor for each channel of a residual branch (2103.17239): (..., D) -> (..., D).
 
-    def __init__(self, dim: int, value: float):
+    With `same_dtype`, the output has the dtype of the input. Otherwise, it is in float32 also for a branch in bf16.
+    """
+
+    def __init__(self, dim: int, value: float, *, same_dtype: bool = False):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), value))
+        self.same_dtype = same_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
+        return x * (self.gamma.to(x.dtype) if self.same_dtype else self.gamma)
+
+
+class SameDtypeLayerNorm(nn.LayerNorm):
+    """Layer norm whose output has the dtype of its input: (..., D) -> (..., D).
+
+    Autocast would convert an input in bf16 to float32. Means and variances are computed in float32 in any case.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype == torch.float32:
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def in_bf16(x: Tensor) -> Tensor:
+    """Convert `x` to bf16 if autocast to bf16 is enabled on its device."""
+    device = x.device.type
+    enabled = not x.is_meta and torch.is_autocast_enabled(device)
+    return x.bfloat16() if enabled and torch.get_autocast_dtype(device) == torch.bfloat16 else x
 
 
 class DropPath(nn.Module):
@@ -105,14 +152,28 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor, segments: Segments | None = None, scale: Tensor | None = None) -> Tensor:
+        factors = self._factors(x, segments, scale)
+        return x if factors is None else x * factors
+
+    def add(self, x: Tensor, branch: Tensor, segments: Segments | None = None, scale: Tensor | None = None) -> Tensor:
+        """Return the sum of `x` and of the branch after drop path. Both have the same shape."""
+        factors = self._factors(branch, segments, scale)
+        if factors is None:
+            return x + branch
+        if x.dtype == branch.dtype:
+            return torch.addcmul(x, branch, factors)  # in one pass over memory
+        return x + branch * factors
+
+    def _factors(self, x: Tensor, segments: Segments | None, scale: Tensor | None) -> Tensor | None:
+        """Return the factors of the images, which broadcast to `x`. Return None if no image is dropped."""
         if not self.training or self.rate == 0:
-            return x
+            return None
         shape = (-1, *[1] * (x.ndim - 1))
         if scale is None:
             images = len(x) if segments is None else len(segments.lengths)
             scale = x.new_empty(images).bernoulli_(1 - self.rate) / (1 - self.rate)
         factors = scale.to(x.dtype).view(shape)
-        return x * (factors if segments is None else factors.index_select(0, segments.image_ids))
+        return factors if segments is None else factors.index_select(0, segments.image_ids)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"

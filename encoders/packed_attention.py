@@ -8,10 +8,12 @@ Letters in shapes: d width of one head; T tokens of all images; S packed sequenc
 
 import inspect
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
 from encoders.segments import PaddedSequences, Segments
@@ -29,7 +31,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
 
     The function chooses the fastest kernel for the device, the data type and the packing.
     """
-    if segments.run_count <= FEW_RUNS:
+    if len(segments.runs) <= FEW_RUNS:
         return attention_by_run(q, k, v, scale, segments)
     if _has_varlen(q):
         return attention_varlen(q, k, v, scale, segments)
@@ -86,15 +88,55 @@ def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
     Consecutive images with the same numbers of queries and tokens are computed as one batch. The crops of a training
     step are a few such runs.
     """
-    counts = torch.stack([segments.query_lengths, segments.lengths], 1)  # (B, 2)
-    values, images = counts.unique_consecutive(dim=0, return_counts=True)
-    totals = (values * images[:, None]).tolist()
-    sizes = [[total[part] for total in totals] for part in (0, 1, 1)]
-    parts = zip(*(x.split(size, 1) for x, size in zip((q, k, v), sizes, strict=True)), strict=True)
+    queries = [images * length for images, length, _ in segments.runs]
+    tokens = [images * length for images, _, length in segments.runs]
+    parts = zip(*(x.split(size, 1) for x, size in ((q, queries), (k, tokens), (v, tokens))), strict=True)
     batches = (
-        [x.unflatten(1, (count, -1)).transpose(0, 1) for x in part]  # three of (count, heads, N, d)
-        for part, count in zip(parts, images.tolist(), strict=True)
+        [x.unflatten(1, (images, -1)).transpose(0, 1) for x in part]  # three of (images, heads, N, d)
+        for part, (images, _, _) in zip(parts, segments.runs, strict=True)
     )
-    outs = (F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches)
-    # (B, N, heads, d) is the memory layout of the kernels' results, so joining the images in it copies nothing.
-    return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).transpose(0, 1)
+    return _join([F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches])
+
+
+@torch.compiler.disable()
+def self_attention_by_run(qkv: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Compute `attention_by_run` for queries, keys and values in one tensor: (T, 3, heads, d) -> (heads, T, d).
+
+    The gradient of `qkv` is written once. The gradients of views that are split twice would be joined twice.
+    """
+    parts = _SplitRuns.apply(qkv, segments)
+    batches = [parts[i : i + 3] for i in range(0, len(parts), 3)]
+    return _join([F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches])
+
+
+def _join(runs: list[Tensor]) -> Tensor:
+    """Join the images of all runs: (images, heads, N, d) of each run -> (heads, T, d)."""
+    # (images, N, heads, d) is the memory layout of the kernels' results, so joining the images in it copies nothing.
+    return torch.cat([run.transpose(1, 2).flatten(0, 1) for run in runs]).transpose(0, 1)
+
+
+class _SplitRuns(torch.autograd.Function):
+    """Split (T, 3, heads, d) into queries, keys and values of each run, views of (images, heads, N, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, segments: Segments) -> tuple[Tensor, ...]:
+        ctx.segments, ctx.shape = segments, qkv.shape
+        return tuple(_views(qkv, segments))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        whole = grad_outputs[0].new_empty(ctx.shape)
+        for view, gradient in zip(_views(whole, ctx.segments), grad_outputs, strict=True):
+            view.copy_(gradient)
+        return whole, None
+
+
+def _views(qkv: Tensor, segments: Segments) -> list[Tensor]:
+    """Return queries, keys and values of each run as views (images, heads, N, d) of (T, 3, heads, d)."""
+    runs = qkv.split([images * length for images, _, length in segments.runs])
+    return [
+        part.unflatten(0, (images, -1)).transpose(1, 2)
+        for run, (images, _, _) in zip(runs, segments.runs, strict=True)
+        for part in run.unbind(1)
+    ]

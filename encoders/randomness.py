@@ -70,6 +70,21 @@ def random_keys(seed: int, step: int, samples: Tensor) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def restarted_draws() -> Iterator[None]:
+    """Count the draws of the surrounding `random_keys` context from 0 again, until this context ends.
+
+    Encoders that are trained side by side, each in a context of its own, draw the numbers that each of them draws
+    alone. Outside of a `random_keys` context, this context changes nothing.
+    """
+    keys = _current.get()
+    token = _current.set(None if keys is None else _Keys(keys.samples, keys.shared))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def next_keys(images: int) -> Tensor | None:
     """Return a random key for each image of an encoder call with n crops of B samples: (n * B,) int64 on the CPU.
 

@@ -21,16 +21,17 @@ from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
     Init,
-    Scales,
     check_block_count,
     check_choices,
     check_counts,
     check_heads,
+    in_bf16,
     init_linear,
     modules_of,
 )
 from encoders.randomness import shared_noise
 from encoders.segments import Segments, copy_to_device, image_means, insert_prefix, split_prefix
+from encoders.subsets import BranchScales, draw_branch_scales
 
 Pool = Literal["class", "mean"]
 Coordinates = Literal["separate", "max", "min"]
@@ -104,6 +105,11 @@ class RoPEViT(Encoder):
     log-uniformly from 1 / `rope_rescale` to `rope_rescale`. The numbers are drawn for each block and each size of
     images anew. All images of that size share them, on all processes.
 
+    With `skip_dropped`, the branches of a block are computed only for the images that keep them. Factors are the same,
+    and results differ by rounding. Every branch then gathers its images and adds its result to them, and the number of
+    images changes from branch to branch. Without the context `encoders.randomness.random_keys`, which every training
+    step opens, nothing is skipped. DINOv2 (2304.07193) skips a fixed number of images per process.
+
     With `local_cls_norm`, local crops are packed images that have fewer patches than the largest image of the batch.
     This norm gets a gradient only if a batch has such images.
 
@@ -127,6 +133,8 @@ class RoPEViT(Encoder):
         norm_eps: epsilon of all layer norms.
         layer_scale: initial value of the layer scale. None means no layer scale.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
+        skip_dropped: compute a branch only for the images that keep it. This saves time if `drop_path` is high.
+        bf16_residuals: under autocast to bf16, keep the tokens between blocks in bf16, and not in float32.
         cls_norm: normalise the class token with a layer norm of its own, not with the one of the patches.
         local_cls_norm: normalise the class tokens of local crops with another layer norm, in training.
         rope_base: base of the periods, which rise from 1 to nearly `rope_base`.
@@ -161,6 +169,8 @@ class RoPEViT(Encoder):
         norm_eps: float = 1e-5,
         layer_scale: float | None = None,
         drop_path: float = 0.0,
+        skip_dropped: bool = False,
+        bf16_residuals: bool = False,
         cls_norm: bool = False,
         local_cls_norm: bool = False,
         rope_base: float = 100.0,
@@ -180,7 +190,8 @@ class RoPEViT(Encoder):
         _check_rope(dim // heads, rope_shift, rope_jitter, rope_rescale)
         self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
         self.rope_ranges = (rope_shift or 0.0, math.log(rope_jitter or 1.0), math.log(rope_rescale or 1.0))
-        self.checkpoint_activations = checkpoint_activations
+        self.checkpoint_activations, self.skip_dropped = checkpoint_activations, skip_dropped
+        self.bf16_residuals = bf16_residuals
 
         self.patch_embed = PatchEmbed(channels, dim, patch_size, init)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
@@ -190,6 +201,7 @@ class RoPEViT(Encoder):
         self.rope_embed = RotaryPositions(dim // heads, rope_base, rope_coordinates)
         block: dict[str, Any] = {"mlp": mlp, "mlp_ratio": mlp_ratio, "swiglu_multiple": swiglu_multiple}
         block |= {"qkv_bias": qkv_bias, "mask_key_bias": mask_key_bias, "layer_scale": layer_scale}
+        block["bf16_residuals"] = bf16_residuals
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(dim, heads, norm_eps=norm_eps, drop_path=rate, **block) for rate in rates)
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
@@ -208,7 +220,8 @@ class RoPEViT(Encoder):
             EncoderError: the images or the mask do not fit the encoder.
         """
         x, segments, rotations = self._embed(images, mask, drop)
-        x = self._run(self.blocks, x, segments, rotations, self.draw_drop_path(len(images), x.device))
+        scales = draw_branch_scales(self, x, segments, skip=self.skip_dropped)
+        x = self._run(self.blocks, x, segments, rotations, scales)
         return self._features(x, segments, self.grids(images))
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
@@ -318,9 +331,15 @@ class RoPEViT(Encoder):
         return (jitter * each + rescale * common).exp(), shift * shifts
 
     def _run(
-        self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments | None, rotations: Rotations, scales: Scales
+        self,
+        blocks: Iterable[nn.Module],
+        x: Tensor,
+        segments: Segments | None,
+        rotations: Rotations,
+        scales: BranchScales,
     ) -> Tensor:
-        """Apply blocks. The shape of `x` does not change."""
+        """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
+        x = in_bf16(x) if self.bf16_residuals else x
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
             arguments = (x, segments, next(scales), next(rotations))
@@ -329,6 +348,7 @@ class RoPEViT(Encoder):
 
     def _features(self, x: Tensor, segments: Segments | None, grids: Tensor) -> Features:
         """Return the `Features` computed from the output (B, S + N, D) or (T + B * S, D) of a block."""
+        x = x.float() if self.bf16_residuals else x
         if segments is None:
             first, patches = x[:, 0], x[:, self.num_prefix_tokens :]  # (B, D), (B, N, D)
             tokens = self.norm(patches.flatten(0, 1))  # (B * N, D)

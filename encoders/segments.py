@@ -54,9 +54,11 @@ class Segments:
         return self.lengths if self.queries is None else self.queries
 
     @cached_property
-    def run_count(self) -> int:
-        """Number of runs of consecutive images that have equal numbers of tokens and equal numbers of queries."""
-        return len(torch.stack([self.query_lengths, self.lengths], 1).unique_consecutive(dim=0))
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Runs of consecutive images with the same lengths: number of images, and of queries and tokens of an image."""
+        lengths = torch.stack([self.query_lengths, self.lengths], 1)  # (B, 2)
+        values, images = lengths.unique_consecutive(dim=0, return_counts=True)
+        return [(n, q, t) for n, (q, t) in zip(images.tolist(), values.tolist(), strict=True)]
 
     @cached_property
     def image_ids(self) -> Tensor:

@@ -22,11 +22,11 @@ from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
     Init,
     Interpolation,
-    Scales,
     check_block_count,
     check_choices,
     check_counts,
     check_heads,
+    in_bf16,
     init_linear,
     learned,
     modules_of,
@@ -35,6 +35,7 @@ from encoders.layers import (
     table_grid,
 )
 from encoders.segments import Segments, image_means, insert_prefix, split_prefix
+from encoders.subsets import BranchScales, draw_branch_scales
 
 Pool = Literal["class", "mean", "all"]
 Positions = Literal["learned", "sincos"]
@@ -73,6 +74,11 @@ class ViT(Encoder):
     vit-pytorch, `Features.pooled` is the mean of all tokens after `norm`, prefix tokens included. `pos_embed` has rows
     for the class token, the distillation token and the patches, and no rows for register tokens.
 
+    With `skip_dropped`, the branches of a block are computed only for the images that keep them. Factors are the same,
+    and results differ by rounding. Every branch then gathers its images and adds its result to them, and the number of
+    images changes from branch to branch. Without the context `encoders.randomness.random_keys`, which every training
+    step opens, nothing is skipped. DINOv2 (2304.07193) skips a fixed number of images per process.
+
     Set `mask_token` only if training replaces hidden tokens, and `classes` only if training uses `logits`. Otherwise
     the mask token or the class head gets no gradient.
 
@@ -98,6 +104,8 @@ class ViT(Encoder):
         qk_scale: factor of the attention logits. None means 1 / sqrt(width of a head).
         layer_scale: initial value of the layer scale. None means no layer scale.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
+        skip_dropped: compute a branch only for the images that keep it. This saves time if `drop_path` is high.
+        bf16_residuals: under autocast to bf16, keep the tokens between blocks in bf16, and not in float32.
         positions: learned position table ("learned"), or the fixed sine-cosine table of MAE ("sincos").
         interpolation: resizing of the position table, DINO's ("dino"), MAE's ("mae") or antialiased ("antialias").
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
@@ -135,6 +143,8 @@ class ViT(Encoder):
         qk_scale: float | None = None,
         layer_scale: float | None = None,
         drop_path: float = 0.0,
+        skip_dropped: bool = False,
+        bf16_residuals: bool = False,
         positions: Positions = "learned",
         interpolation: Interpolation = "dino",
         init: Init = "trunc_normal",
@@ -154,16 +164,17 @@ class ViT(Encoder):
             raise EncoderError('class_token=False needs pool="mean" or pool="all", and distillation_token=False.')
         self.dim, self.stride, self.channels, self.pool = dim, patch_size, channels, pool
         self.interpolation: Interpolation = interpolation
-        self.checkpoint_activations = checkpoint_activations
-
+        self.checkpoint_activations, self.skip_dropped = checkpoint_activations, skip_dropped
+        self.bf16_residuals = bf16_residuals
         embed = partial(NormedPatchEmbed, norm_eps=norm_eps) if patch_norm else partial(PatchEmbed, init=init)
         self.patch_embed = embed(channels, dim, patch_size)
         self._add_tokens(token_init, class_token, distillation_token, registers, mask_token)
         self.table_grid = table_grid(image_size, patch_size)
         self.pos_embed = _position_table(self.num_positioned, self.table_grid, dim, positions, position_init)
-        block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps, qk_norm=qk_norm)
-        block = partial(block, qk_scale=qk_scale, layer_scale=layer_scale, head_dim=head_dim, mlp=mlp)
-        self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
+        block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, mlp=mlp, head_dim=head_dim, norm_eps=norm_eps)
+        block = partial(block, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, layer_scale=layer_scale)
+        rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.ModuleList(block(drop_path=rate, bf16_residuals=bf16_residuals) for rate in rates)
         self.norm = nn.Identity() if pool == "mean" else nn.LayerNorm(dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
         self._add_heads(representation_size, classes)
@@ -203,7 +214,7 @@ class ViT(Encoder):
             EncoderError: the images or the mask do not fit the encoder.
         """
         x, segments = self._embed(images, mask, drop)
-        x = self._run(self.blocks, x, segments, self.draw_drop_path(len(images), x.device))
+        x = self._run(self.blocks, x, segments, draw_branch_scales(self, x, segments, skip=self.skip_dropped))
         return self._features(x, segments, self.grids(images))
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
@@ -239,7 +250,7 @@ class ViT(Encoder):
         if self.head is None:
             raise EncoderError("The encoder has no class head. Build it with classes=N.")
         x, _ = self._embed(self.checked(images))
-        x = self._run(self.blocks, x, None, self.draw_drop_path(len(x), x.device))
+        x = self._run(self.blocks, x, None, draw_branch_scales(self, x, None, skip=self.skip_dropped))
         scores = self.head(self.pre_logits(self._features(x, None, self.grids(images)).pooled))
         if self.head_dist is None:
             return scores
@@ -297,8 +308,9 @@ class ViT(Encoder):
         tables = {grid: self._positions(grid, square=grid[0] == grid[1])[0] for grid in set(keys)}
         return torch.cat([tables[key].repeat(count, 1) for key, count in zip(keys, images.tolist(), strict=True)])
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments | None, scales: Scales) -> Tensor:
-        """Apply blocks. The shape of `x` does not change."""
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments | None, scales: BranchScales) -> Tensor:
+        """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
+        x = in_bf16(x) if self.bf16_residuals else x
         for block in blocks:
             recompute = self.checkpoint_activations and self.training
             arguments = (x, segments, next(scales))
@@ -307,7 +319,7 @@ class ViT(Encoder):
 
     def _features(self, x: Tensor, segments: Segments | None, grids: Tensor) -> Features:
         """Return the `Features` computed from the output (B, S + N, D) or (T + B * S, D) of a block."""
-        x = self.norm(x)
+        x = self.norm(x.float() if self.bf16_residuals else x)
         if segments is None:
             patches = x[:, self.num_prefix_tokens :]
             pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)

@@ -144,6 +144,8 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
     return {
         "input_size": (encoder.channels, height, width),
         "interpolation": "bicubic",
+        # timm resizes the short side to size / crop_pct; the evaluations crop small images without a margin
+        "crop_pct": 224 / 256 if min(height, width) >= 128 else 1.0,
         "mean": preprocessing.mean,
         "std": preprocessing.std,
     }

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 from pydantic import Field
-from rich.progress import track
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from encoders.images import Images
 from runtime.collectives import all_gather, all_reduce_sum
 from runtime.errors import UserError
+from runtime.progress import track
 from runtime.settings import Settings
 
 PIXELS = "pixels"
@@ -241,8 +241,8 @@ def extract(
     check_total(batches.total)
     device = accelerator.device
     features, labels, keys = [], [], []
-    hidden = not (extraction.progress and accelerator.is_main_process)
-    for batch in track(batches, f"features of {batches.total:,} images", total=len(batches), disable=hidden):
+    shown = extraction.progress and accelerator.is_main_process
+    for batch in track(batches, f"features of {batches.total:,} images, batches", total=len(batches), shown=shown):
         images = single_view(to_model_input(batch.to(device, non_blocking=True)))  # (B, C, S, S)
         features.append(_features(encoder, images, extraction))
         labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))

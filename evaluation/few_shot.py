@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import torch
 from accelerate import Accelerator
 from pydantic import Field
-from rich.progress import track
 from torch import Tensor
 
 from evaluation import logistic
@@ -37,6 +36,7 @@ from evaluation.results import Evaluation, check_output, report
 from runtime import streams
 from runtime.collectives import all_gather, rank
 from runtime.processes import exit_on_user_error, make_accelerator
+from runtime.progress import track
 from runtime.settings import parse
 
 KNN, LOGISTIC = "knn", "logistic_regression"
@@ -149,8 +149,8 @@ def few_shot(
     shuffled = [places_in_class(train.keys, train.labels, settings.seed, draw) for draw in range(settings.draws)]
     rows = []
     shares = [(share, 1 if share == 100 else settings.draws) for share in dict.fromkeys(settings.shares)]
-    hidden = accelerator is None or not accelerator.is_main_process
-    for share, draws in track(shares, "shares of the labels", disable=hidden):
+    shown = accelerator is not None and accelerator.is_main_process
+    for share, draws in track(shares, "shares of the labels", total=len(shares), shown=shown):
         scores = {KNN: Scores(), LOGISTIC: Scores()}
         images, k, iterations = 0, 0, []
         for places, sizes in shuffled[:draws]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor
 
 from evaluation.features import LabelledFeatures
 from evaluation.results import true_class_rank
 from runtime.collectives import all_reduce_sum, rank
+from runtime.progress import track
 
 MOMENTUM = 0.9
 EPSILON = 1e-6  # epsilon of the batch norm in MAE's linear probe
@@ -109,7 +109,8 @@ def train_heads(
     images, start, end = sum(counts), before, before + counts[rank()]
     steps_per_epoch = math.ceil(images / training.batch_size)
     steps = training.epochs * steps_per_epoch
-    for epoch in track(range(training.epochs), "epochs of the classifiers", disable=not training.progress):
+    epochs = track(range(training.epochs), "epochs of the classifiers", total=training.epochs, shown=training.progress)
+    for epoch in epochs:
         part = features_of_epoch(epoch)
         batches = epoch_order(images, epoch, training.seed).split(training.batch_size)
         for step, batch in enumerate(batches, epoch * steps_per_epoch):

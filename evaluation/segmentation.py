@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from pydantic import Field
-from rich.progress import track
 from torch import Tensor
 
 from data.augment import Share, to_model_input
@@ -61,6 +60,7 @@ from evaluation.segmentation_head import Head, backward, resized
 from runtime import streams
 from runtime.collectives import all_reduce_max, all_reduce_sum, rank
 from runtime.processes import exit_on_user_error, make_accelerator
+from runtime.progress import track
 from runtime.settings import parse
 
 WARMUP = 1500 / 40_000
@@ -136,7 +136,7 @@ def train_head(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, 
     device, steps = numbers.device, len(batches)
     optimizer = torch.optim.AdamW(head.parameters(), settings.lr, weight_decay=settings.weight_decay)
     head.train()
-    shown = track(batches, f"{steps:,} training steps", total=steps, disable=rank() > 0)
+    shown = track(batches, f"{steps:,} training steps", total=steps, shown=rank() == 0)
     for step, batch in enumerate(shown):
         optimizer.param_groups[0]["lr"] = settings.lr * rate(step, steps)
         batch = to_model_input(batch.to(device, non_blocking=True))
@@ -170,7 +170,7 @@ def confusion(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, p
     device, classes = numbers.device, head.classifier.out_channels
     counts, images = torch.zeros(classes**2, dtype=torch.int64), 0
     head.eval()
-    shown = track(batches, f"{batches.total:,} images", total=len(batches), disable=rank() > 0)
+    shown = track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0)
     for batch in shown:
         batch = to_model_input(batch.to(device, non_blocking=True))
         logits = head(patch_tokens(encoder, single_view(batch), precision))  # (b, K, h, w)
@@ -210,7 +210,8 @@ def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int
     reader, ends = Reader(opened), np.cumsum(opened.counts)
     numbers = range(accelerator.process_index, opened.images, accelerator.num_processes)
     found = -1
-    for number in track(numbers, f"classes of --{name}", disable=not accelerator.is_main_process):
+    shown = track(numbers, f"classes of --{name}", total=len(numbers), shown=accelerator.is_main_process)
+    for number in shown:
         shard = int(np.searchsorted(ends, number, side="right"))
         sample = number - int(ends[shard] - opened.counts[shard])
         encoded = reader.map(shard, sample)

@@ -18,8 +18,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed.run as elastic
 from accelerate.commands import launch
@@ -29,6 +30,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
+LOST_PEER = 69
+"""Exit code of a trainer that ended because another trainer had ended."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -49,7 +52,8 @@ class Trainers:
     def __init__(self) -> None:
         self.context: PContext | None = None
         self.received: signal.Signals | None = None
-        self._start, self._run = PContext.start, elastic.run
+        self.outlived: set[int] = set()  # process ids of the trainers that ran when the elastic agent ended the others
+        self._start, self._close, self._run = PContext.start, PContext.close, elastic.run
 
     def start(self, context: PContext) -> None:
         """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
@@ -63,6 +67,11 @@ class Trainers:
         self.context = context
         if self.received:
             self.forward(self.received, None)
+
+    def close(self, context: PContext, *arguments: Any, **options: Any) -> None:
+        """End the trainers that still run, first by SIGTERM. This method replaces `PContext.close`."""
+        self.outlived |= {process for process in context.pids().values() if is_running(process)}
+        self._close(context, *arguments, **options)
 
     def _listen(self) -> None:
         for number in SIGNALS:
@@ -87,27 +96,46 @@ class Trainers:
         try:
             self._run(args)
         except ChildFailedError as error:
-            sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
+            codes = [
+                failure.exitcode
+                for failure in error.failures.values()
+                if failure.exitcode != -signal.SIGKILL or failure.pid not in self.outlived  # frozen, and killed for it
+            ]
+            sys.exit(exit_code(codes, self.received))
         except SignalException as error:  # raised after Ctrl-C
             sys.exit(128 + error.sigval)
+
+
+def is_running(process: int) -> bool:
+    """Return True if the process has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     """Return one exit code for all trainers of this machine.
 
+    A trainer that ended because another had ended names no cause, so its code counts only if there is no other. The
+    elastic agent looks only now and then, and may find both at once.
+
     Args:
-        codes: exit codes other than 0, in the order in which the trainers ended. A negative code -N means that
-            signal N killed the trainer. Once one trainer has ended, the elastic agent sends SIGTERM to the other
-            trainers.
+        codes: exit codes other than 0. A negative code -N means that signal N killed the trainer. Once one trainer has
+            ended, the elastic agent sends SIGTERM to the other trainers.
         received: signal that was forwarded to the trainers, or None.
     """
     codes = list(codes)
-    own = [code for code in codes if code != -signal.SIGTERM] or codes
     # if the signal killed all trainers, they had not yet installed their handlers, and nothing needed saving
     if received and all(code in (-received, -signal.SIGTERM) for code in codes):
         return STOPPED_AND_SAVED
-    code = next((code for code in own if code != STOPPED_AND_SAVED), STOPPED_AND_SAVED)
-    return code if code > 0 else 128 - code
+    own = [code for code in codes if code != -signal.SIGTERM] or codes
+    causes = [code for code in own if code not in (STOPPED_AND_SAVED, LOST_PEER)]
+    if causes:
+        return causes[0] if causes[0] > 0 else 128 - causes[0]
+    # after a signal, a trainer may lose one that has saved and ended already
+    saved = STOPPED_AND_SAVED in own and (received or LOST_PEER not in own)
+    return STOPPED_AND_SAVED if saved else LOST_PEER
 
 
 def main() -> None:
@@ -115,6 +143,7 @@ def main() -> None:
     launch.simple_launcher = exec_trainer
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
+    PContext.close = lambda self, *arguments, **options: trainers.close(self, *arguments, **options)
     # the trainers have printed what failed, and torch's launcher would log the exit codes after that
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch.main()

@@ -249,18 +249,21 @@ def flag_values(name: str, flags: Sequence[str]) -> list[str]:
 def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return `--train SHARDS --val SHARDS` from the flags, or else from the settings file.
 
-    A set that the evaluation's `own` flags name is left out, because these flags replace it.
+    A set that the evaluation's `own` flags name is left out, because these flags replace it. If only the test set is
+    given, the training set is that of the run, which checks its labels when it starts.
 
     Raises:
-        LaunchError: neither the flags nor the settings file name the shards. The pretraining shards are not used
-            instead, because they may have no labels.
+        LaunchError: neither the flags nor the settings file name the shards.
     """
     section = settings.get("evaluation")
+    section = section if isinstance(section, dict) else {}
     arguments = []
     for name in ("train", "val"):
         if flag_values(name, own):
             continue
-        shards = flag_values(f"evaluation.{name}", flags) or (section.get(name) if isinstance(section, dict) else None)
+        shards = flag_values(f"evaluation.{name}", flags) or section.get(name)
+        if name == "train" and not shards and (section.get("val") or flag_values("evaluation.val", flags)):
+            shards = pretraining_shards(settings, flags)
         if not shards:
             raise LaunchError(
                 f"an evaluation needs labelled shards. Add `evaluation: {{train: SHARDS, val: SHARDS}}` to {config}, "
@@ -272,6 +275,13 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
         for pattern in patterns:
             arguments += [f"--{name}", pattern]
     return arguments
+
+
+def pretraining_shards(settings: dict[str, Any], flags: Sequence[str]) -> Any:
+    """Return the SHARDS of the run from the flags, or else from the settings file; None for a mixture."""
+    given = flag_values("data", flags) or flag_values("data.shards", flags) or settings.get("data")
+    given = given.get("shards") if isinstance(given, dict) else given
+    return None if isinstance(given, dict) else given
 
 
 def common_options(options: argparse.Namespace) -> list[str]:

@@ -87,6 +87,8 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
     own = Path(early.output) / "config.yaml" if early.output and early.resume else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
+    if is_saved(file) and isinstance(file["optim"], Mapping):
+        file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # of runs that are older than this setting
     method = early.method or file.get("method", "dino")
     if not isinstance(method, str) or method not in METHODS:
         shown = printable(str(method)[:200])
@@ -99,7 +101,9 @@ def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    start = {} if own and own.exists() else started_encoder(early.init_from or file.get("init_from"))
+    source = early.init_from or file.get("init_from")
+    resumed = own is not None and own.exists()
+    start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # other types are refused below
     variant = early.encoder or saved or start.get("variant") or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
         raise SettingsError(
@@ -171,18 +175,16 @@ def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return kept
 
 
-def started_encoder(init_from: str | None) -> dict[str, Any]:
+def started_encoder(init_from: str) -> dict[str, Any]:
     """Return the settings of the encoder that `init_from` names, if its weights are of this project or of timm.
 
-    The entry "data" holds the number of channels and the normalisation of the images. For other weight files and for
-    None, return an empty dictionary.
+    The entry "data" holds the number of channels and the normalisation of the images. For other weight files, return an
+    empty dictionary.
 
     Raises:
         SettingsError: the folder `init_from` holds no encoder, the description of the encoder cannot be read, or timm
             has no weights of this name.
     """
-    if init_from is None:
-        return {}
     # imported here, because the import takes seconds, and --help does not need it
     from evaluation.features import resolve_checkpoint
 

@@ -19,12 +19,15 @@ from data.loader import LoaderConfig, StreamConfig
 from data.shards import SourceConfig
 from encoders.base import IMAGENET, Preprocessing
 from pretrain.methods import METHODS
-from pretrain.methods.base import RunSize
+from pretrain.methods.base import Method, RunSize
 from pretrain.monitoring.collapse import HealthConfig
 from pretrain.monitoring.sinks import MetricsConfig
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.errors import printable
 from runtime.settings import Section, Settings, SettingsError, suggestion, validate
+
+CONTINUED = 0.1
+"""Default of `optim.encoder_lr_factor` for a trained encoder with new heads (docs/methods.md)."""
 
 
 class DataConfig(Section, frozen=True):
@@ -270,9 +273,12 @@ def resolve(
     if config.steps and config.epochs:
         raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
     steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
-    size = RunSize(images, batch_size, steps, classes)
     method = METHODS[config.method]
-    method_config, optim = method.resolve(config.method_config, config.optim, size)
+    size = RunSize(images, batch_size, steps, classes, config.accumulate)
+    optim = config.optim
+    if optim.encoder_lr_factor is None and not method.supervised and _has_new_heads(config, method):
+        optim = optim.model_copy(update={"encoder_lr_factor": CONTINUED})
+    method_config, optim = method.resolve(config.method_config, optim, size)
     if optim.warmup_steps >= steps:
         raise SettingsError(
             f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
@@ -284,6 +290,8 @@ def resolve(
         except ValueError as error:
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, encoders.family(config.encoder.variant), size)
+    if config.init_from:
+        defaults.pop("layer_scale", None)  # a trained encoder with new factors near 0 would have to start again
     encoder = _resolved_encoder(config, defaults, data.channels)
     model = create_model("ResolvedRun", __base__=(ResolvedRun, type(config)), encoder=(type(encoder), encoder))
     given = {name: getattr(config, name) for name in config.model_fields_set}
@@ -292,6 +300,15 @@ def resolve(
     if method.supervised and config.evaluate_every is None:
         own["evaluate_every"] = size.epoch
     return cast(ResolvedRun, validate(model, given | own))
+
+
+def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:
+    """Return True if the run starts from a trained encoder without heads."""
+    if config.init_from is None:
+        return False
+    from pretrain.start import gives_heads  # imported here, because the import takes seconds, and --help does without
+
+    return not gives_heads(config.init_from, method.continues)
 
 
 def default_batch_size(images: int) -> int:

@@ -1,6 +1,6 @@
 """Export of the encoder or the whole method from a checkpoint of any engine and any number of processes.
 
-    python -m pretrain.export CHECKPOINT OUTPUT.safetensors [--part encoder|student|teacher|method]
+    python -m pretrain.export CHECKPOINT OUTPUT.safetensors [--part encoder|encoder-NAME|student|teacher|method]
 
 CHECKPOINT is a checkpoint or a run folder. For a run folder, the newest checkpoint is exported. `encoders.load` and
 `--init_from` read an exported encoder, and the function `load` of this module reads an exported method. The file of a
@@ -37,7 +37,7 @@ MAX_BYTES = 2**24
 LARGEST_SIZE = 2**24
 """Largest whole number among the settings of a method in a checkpoint, such as a number of prototypes."""
 LARGEST_STEPS = 2**53
-PARTS = ("encoder", "student", "teacher", "method")
+PARTS = ("encoder", "encoder-NAME", "student", "teacher", "method")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,10 +53,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--part",
-        choices=PARTS,
+        metavar="|".join(PARTS),
         default="encoder",
-        help="encoder: the encoder that evaluations use (for DINO, the teacher's); student: the student's encoder; "
-        "teacher: the teacher's encoder; method: all modules (default: encoder)",
+        help="encoder: the encoder that evaluations use (for DINO, the teacher's); encoder-NAME: the encoder NAME of "
+        "distill.students; student: the student's encoder; teacher: the teacher's encoder; method: all modules "
+        "(default: encoder)",
     )
     options = parser.parse_args(argv)
     try:
@@ -88,12 +89,16 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
     except KeyError as error:
         raise CheckpointError(f"{checkpoint} has no setting {error}. It was written by another program.") from error
     described["step"] = trainer["position"]["step"]
-    with torch.device("meta"):
-        method = build(described)
+    try:
+        with torch.device("meta"):
+            method = build(described)
+    except ValueError as error:
+        raise CheckpointError(f"the settings in {checkpoint / 'trainer.json'} cannot be used: {error}") from error
     name = _module_name(method, part)
     module = method.get_submodule(name)
     _fill(module, f"method.{name}." if name else "method.", checkpoint)
     if isinstance(module, encoders.Encoder):
+        _, module.preprocessing = encoders.read_description(checkpoint / "encoder.json")
         encoders.save(module, output, step=described["step"])
         use = f'encoders.load("{output}")'
     else:
@@ -191,10 +196,13 @@ def _module_name(method: Method, part: str) -> str:
     if part == "method":
         return ""
     modules = dict(method.named_modules())
-    if part == "encoder":
-        return next(name for name, module in modules.items() if module is method.trained_encoder())
-    if f"{part}.encoder" not in modules:
-        raise ValueError(f"{type(method).__name__} has no {part}. Use --part encoder or --part method.")
+    exported = {f"encoder-{name}": encoder for name, encoder in method.other_encoders().items()}
+    exported["encoder"] = method.trained_encoder()
+    if part in exported:
+        return next(name for name, module in modules.items() if module is exported[part])
+    if f"{part}.encoder" not in modules or part not in PARTS:
+        uses = ", ".join(f"--part {name}" for name in reversed(exported))
+        raise ValueError(f"{type(method).__name__} has no {part}. Use {uses} or --part method.")
     return f"{part}.encoder"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import encoders
 from pretrain.checkpoints import resume
 from pretrain.config import ResolvedRun, RunConfig
 from runtime.collectives import broadcast_object, rank, run_on_all_ranks
@@ -123,7 +124,8 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
 
 def delete_run(output: Path) -> None:
     """Delete the run in a folder. Other files in the folder stay."""
-    for name in PARTS:
+    others = [f"encoder-{variant}{ending}" for variant in encoders.VARIANTS for ending in (".safetensors", ".json")]
+    for name in (*PARTS, *others):
         path = output / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -39,7 +39,7 @@ from pretrain.precision import with_precision
 from pretrain.preflight import Plan, dry_forward, report
 from pretrain.start import start_from_run
 from runtime import processes
-from runtime.collectives import gather_objects, run_on_all_ranks
+from runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
 from runtime.files import atomic_write
 from runtime.preemption import saving_on_interrupt
 from runtime.settings import SettingsError
@@ -61,7 +61,7 @@ def pretrain(config: RunConfig) -> Path:
 
 def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig, output: Path) -> None:
     """Train, evaluate and export an encoder, in the folder `output`. The process group must be initialised."""
-    with accelerator.local_main_process_first():  # the first process of a node fills the caches that the others use
+    with first_of_node_first():  # the first process fills the caches that the others use
         shards, given = training_shards(given)
         opened = open_sources(shards, source=given.source)
     sizes = [one.mean_bytes for one in opened.lists]
@@ -236,6 +236,12 @@ def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
             raise ValueError("the Gram teacher of gram_start 0 is the teacher of an earlier run. Set --init_from RUN.")
         if config.init_from and fresh and method.continues:
             start_from_run(method, Path(config.init_from))
+        if config.init_from and method.other_encoders() and config.optim.encoder_lr_factor != 1:
+            raise ValueError(
+                f"optim.encoder_lr_factor {config.optim.encoder_lr_factor} is for the encoder of init_from, but the "
+                f"encoders {', '.join(method.other_encoders())} start untrained. Set --optim.encoder_lr_factor 1, or "
+                "train them in a run without --init_from."
+            )
         dry_forward(method)
     except ValueError as error:
         raise SettingsError(f"{config.method}: {error}") from error
@@ -337,42 +343,50 @@ def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine)
         derived += [f"data.mean {config.data.mean}", f"data.std {config.data.std}"]
     accelerator = engine.accelerator
     log.info(
-        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s%s, precision %s",
+        "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s%s, precision %s, "
+        "learning rate up to %.3g",
         config.method, config.encoder.variant, config.data.shards or "the embedded digits", images, config.steps,
         config.batch_size,
         config.steps * config.batch_size / images, accelerator.num_processes, engine.name, accelerator.device,
         f" ({torch.get_num_threads()} threads)" if accelerator.device.type == "cpu" else "", config.precision,
+        config.optim.scaled_lr(config.batch_size),
     )  # fmt: skip
     if derived:
         log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))
 
 
 def finish_run(run: Run) -> None:
-    """Write the trained encoder to encoder.safetensors. Print the scores, and a command for the linear probe.
+    """Write the trained encoder to encoder.safetensors, and each other encoder to encoder-NAME.safetensors. Print the
+    scores, and a command for the linear probe.
 
     A supervised method writes its accuracy to a result file instead.
     """
-    encoder = run.engine.gather_on_main(run.method.trained_encoder())
+    # encoder.safetensors is written last, because it marks the run as finished
+    trained = {f"encoder-{name}": encoder for name, encoder in run.method.other_encoders().items()}
+    trained["encoder"] = run.method.trained_encoder()
+    gathered = {name: run.engine.gather_on_main(encoder) for name, encoder in trained.items()}
     run.accelerator.wait_for_everyone()
-    if run.recorder is None or encoder is None:
+    if run.recorder is None:
         return
-    path = run.output / "encoder.safetensors"
-    encoders.save(encoder, path, step=run.state.step)
+    for name, encoder in gathered.items():
+        if encoder is not None:
+            encoders.save(encoder, run.output / f"{name}.safetensors", step=run.state.step)
+    paths = ", ".join(str(run.output / f"{name}.safetensors") for name in reversed(trained))
     run.recorder.close()
     evaluation, scores = run.config.evaluation, Scores(run.state.scores)
     if run.method.supervised:
         if scores.history:
             write_result(run.config, run.output, scores)
-        print(f"encoder: {path}")
+        print(f"encoder: {paths}")
         return
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val
     train, val = (shards if isinstance(shards, str) else "SHARDS" for shards in (train_shards, val_shards))
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")
-    script = os.path.relpath(Path(__file__).parent.parent / "evaluation" / "linear_probe.py")
-    command = f"accelerate launch {script} --checkpoint {run.output} --train '{train}' --val '{val}'"
-    if run.config.data.shards is None:  # no flips for digits, because a mirrored digit is not the same digit
+    command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
+    # A mirrored digit is not the same digit. On a CPU, new crops for each of 100 epochs would take longer than the run.
+    if run.config.data.shards is None or run.accelerator.device.type == "cpu":
         command += " --no-augment --batch_norm"
-    print(f"encoder: {path}")
+    print(f"encoder: {paths}")
     print(f"next:    {command}")

@@ -345,7 +345,7 @@ def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: Col
     early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
     found = verdict.outcome(scores.history, online_knn.queries, early, signs)
     advice = list(signs.values()) or run.method.advice(record)
-    return verdict.line(scores, online_knn.config.k, found, advice)
+    return verdict.line(scores, online_knn.config.k, online_knn.queries, found, advice)
 
 
 def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:

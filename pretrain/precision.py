@@ -16,7 +16,8 @@ def with_precision(config: RunConfig) -> RunConfig:
     and fp32 elsewhere; see `faster_in_bf16`.
 
     Raises:
-        SettingsError: the precision is fp16, and the machine has no CUDA device.
+        SettingsError: the precision is fp16, and the machine has no CUDA device; or `encoder.bf16_residuals` is true,
+            and the precision is not bf16.
     """
     precision = config.precision
     if precision == "auto":
@@ -25,7 +26,12 @@ def with_precision(config: RunConfig) -> RunConfig:
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
         raise SettingsError("--precision fp16 needs a CUDA device, and this machine has none. Use bf16 or fp32")
-    return config.model_copy(update={"precision": {"no": "fp32"}.get(precision, precision)})
+    precision = {"no": "fp32"}.get(precision, precision)
+    if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
+        raise SettingsError(
+            f"encoder.bf16_residuals needs --precision bf16, and the precision of this run is {precision}"
+        )
+    return config.model_copy(update={"precision": precision})
 
 
 def faster_in_bf16(config: RunConfig) -> bool:

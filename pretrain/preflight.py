@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from data.augment import to_model_input
 from data.batch import Batch
-from data.collate import collate
+from data.collate import Transform, collate
+from data.crops import MixedCrops
 from data.shards import WeightedShards, plan
 from encoders.base import IMAGENET, Encoder
 from pretrain.config import ResolvedRun, to_yaml
@@ -40,21 +41,25 @@ class Plan:
 def dry_forward(method: Method) -> None:
     """Check a method by a forward pass of a copy on the meta device, on which no value is computed.
 
-    The batch holds crops of a square, a wide and a tall image. The random generators of the run do not advance. The
+    The batch holds crops of a square, a wide and a tall image. There is one batch for each combination of crop sizes
+    that a step can draw. The random generators of the run do not advance. The
     check is skipped if the method reads the value of a tensor, because a tensor on the meta device has no values.
 
     Raises:
         ValueError: the method or its encoder does not support the crops.
         RuntimeError: the method fails in another way, for example because shapes do not match.
     """
-    batch = _blank_batch(method, [(64, 64), (32, 256), (256, 32)]).to("meta")
+    transform = method.transform()
+    transforms = transform.transforms if isinstance(transform, MixedCrops) else [transform]
+    batches = [_blank_batch(method, one, [(64, 64), (32, 256), (256, 32)]).to("meta") for one in transforms]
     empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in method.buffers()}
     for p in method.parameters():
         empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     phantom = copy.deepcopy(method, empty)
     with torch.random.fork_rng(devices=[]):
         try:
-            phantom(batch, 0)
+            for batch in batches:
+                phantom(batch, 0)
         except (NotImplementedError, RuntimeError) as error:
             # an operation that needs the data of a tensor fails on the meta device with a message that contains "meta"
             if "meta" not in str(error).lower():
@@ -62,15 +67,15 @@ def dry_forward(method: Method) -> None:
             log.debug("%s is not checked, as it does not run on the meta device: %s", type(method).__name__, error)
 
 
-def _blank_batch(method: Method, sizes: Sequence[tuple[int, int]]) -> Batch:
-    """Return a batch of black images of the given heights and widths, cropped and masked by the method's transform.
+def _blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int, int]]) -> Batch:
+    """Return a batch of black images of the given heights and widths, cropped and masked by a transform of the method.
 
     All images have the label 0.
     """
     preprocessing = next((part.preprocessing for part in method.modules() if isinstance(part, Encoder)), IMAGENET)
     images = [torch.zeros(preprocessing.channels, *size, dtype=torch.uint8) for size in sizes]
     rngs = [np.random.default_rng(0) for _ in images]
-    batch = collate(method.transform(), images, rngs, preprocessing)
+    batch = collate(transform, images, rngs, preprocessing)
     return replace(to_model_input(batch), labels=torch.zeros(len(images), dtype=torch.int64))
 
 
@@ -84,7 +89,8 @@ def state_bytes(method: Method) -> int:
 def activation_bytes(method: Method, precision: str, images: int) -> int:
     """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
 
-    The number is extrapolated from real forward passes of two images and of four images.
+    The number is extrapolated from real forward passes of two images and of four images. If the crop sizes are drawn
+    for each step, it is that of the largest crops.
     """
     method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
@@ -100,7 +106,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
         alive.append(tensor)
         return tensor
 
-    batch = _blank_batch(method, [(64, 64)] * images)
+    batch = _blank_batch(method, method.transform(), [(64, 64)] * images)
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),

@@ -4,7 +4,8 @@
 
 All settings of pretrain/run.py are flags, and derived settings get the same values as in the run. The sheet shows the
 first images of the first batch of a run on one process, with the seed and the transform of the run: each row holds the
-whole image and then its crops as the encoder receives them. The hidden tokens of a mask are gray.
+whole image and then its crops as the encoder receives them. The hidden tokens of a mask are gray. If the crop sizes
+are drawn for each step, the crops have the sizes of the first step.
 """
 
 import math
@@ -106,7 +107,7 @@ def crop_cells(batch: Batch, number: int) -> list[Cell]:
     """Return the crops of the image `number` of a batch. A crop with masks is followed by one cell for each mask."""
     cells = []
     for place, view in enumerate(batch.views):
-        kind = "crop" if len(batch.views) == 1 else ("global", "local")[place]
+        kind = view_name(batch, place)
         for crop in range(view.crops):
             index = crop * len(batch) + number
             images = view.images.unpack() if isinstance(view.images, PackedImages) else view.images
@@ -121,6 +122,17 @@ def crop_cells(batch: Batch, number: int) -> list[Cell]:
                 caption = f"{100 * hidden.float().mean():.0f} % hidden"
                 cells.append(Cell(to_bytes(shown.masked_fill(pixels, HIDDEN)), caption))
     return cells
+
+
+def view_name(batch: Batch, place: int) -> str:
+    """Return the name of a view of a batch by its place. Crops that are larger than the global crops, the first view,
+    are those of the Gram teacher of DINOv3."""
+    if len(batch.views) == 1:
+        return "crop"
+    sides = [view.images.shape[-1] for view in batch.views if isinstance(view.images, Tensor)]
+    if place == 0:
+        return "global"
+    return "Gram teacher" if sides[place] > sides[0] else "local"
 
 
 def hidden_tokens(view: View, mask: Mask, index: int) -> Tensor:

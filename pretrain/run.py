@@ -90,7 +90,7 @@ def _escape_controls(record: logging.LogRecord) -> bool:
 
 
 def _complain(message: str) -> None:
-    print(f"\nrun.py: {without_controls(message)}", file=sys.stderr)
+    print(f"\n{os.path.basename(sys.argv[0])}: {without_controls(message)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

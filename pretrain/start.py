@@ -1,12 +1,22 @@
 """The start of a run from the weights of another run."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.export import load_run
+from pretrain.checkpoints.resume import read_trainer
+from pretrain.export import find, load_run
 from pretrain.methods.base import Method
 
 log = logging.getLogger(__name__)
+
+
+def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
+    """Return True if a run that starts from `init_from` takes its heads, too: it is a run of one of `methods`."""
+    try:
+        return read_trainer(find(Path(init_from)))["settings"]["method"] in methods
+    except ValueError:  # a weight file, a name, or a folder without a checkpoint
+        return False
 
 
 def start_from_run(method: Method, folder: Path) -> None:

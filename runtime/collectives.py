@@ -8,7 +8,9 @@ tensors on the CPU.
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +24,8 @@ from runtime.errors import UserError
 VISIBILITY_TIMEOUT = 35.0
 """Seconds to wait for a file that another node wrote to a shared disk. NFS can show a new file up to 30 s late, because
 it caches the contents of folders."""
+PREPARING_TIMEOUT = timedelta(days=2)
+"""Longest time for which ranks wait in `first_of_node_first`. The watchdog ends the wait earlier if a rank is lost."""
 T = TypeVar("T")
 
 
@@ -137,6 +141,26 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
         kind, message = first
         raise kind(message)
     return results[0]
+
+
+@contextmanager
+def first_of_node_first() -> Iterator[None]:
+    """Run the block on the first rank of each node, and then on the other ranks.
+
+    The first rank fills caches that the others use, for example the index of many shards. This may take longer than the
+    collectives of a backend wait (10 minutes under NCCL), so the ranks wait in a process group of their own.
+    """
+    if world_size() == 1:
+        yield
+        return
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARING_TIMEOUT)  # pyright: ignore[reportAssignmentType]
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if not is_first:
+        dist.barrier(group)
+    yield
+    if is_first:
+        dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def wait_for_path(path: Path) -> None:

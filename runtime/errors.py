@@ -16,6 +16,8 @@ class UserError(Exception):
 
 def printable(name: str) -> str:
     """Return a name from outside with control characters escaped, so that it cannot forge lines or colours of a log."""
+    if name.isprintable():
+        return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
 
 

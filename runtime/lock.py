@@ -27,6 +27,7 @@ import os
 import re
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -292,5 +293,5 @@ def _describe(path: Path) -> str:
 
 def _exit(message: str) -> None:
     # without clean-up, because the other run now owns the folder
-    tell(f"\nrun.py: {message}. This run ends without saving\n")
+    tell(f"\n{os.path.basename(sys.argv[0])}: {message}. This run ends without saving\n")
     os._exit(os.EX_UNAVAILABLE)

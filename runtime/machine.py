@@ -1,14 +1,18 @@
 """The machine that a command runs on, its processes, and the versions of its packages."""
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.metadata
 import os
 import platform
 import re
 import socket
+import sys
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
+"""Number of the operation of Linux's `prctl` that sets the signal at the end of the parent."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 
 
@@ -30,17 +34,31 @@ def machine_id() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
+def process_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name of the program: state, process id of the parent, ...
+
+    The list is empty if the process does not run, or if the system does not tell.
+    """
+    try:
+        # the name of the program, in parentheses, may contain spaces and parentheses
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Let the kernel send a signal to this process when the thread that started it ends. Only Linux can do this."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 def start_time(pid: int) -> str | None:
     """Return the time at which a process of this machine started, in clock ticks since the boot of the machine.
 
     Return None if the process does not run, or if the system does not tell.
     """
-    try:
-        # the second field, the name of the program in parentheses, may contain spaces and parentheses
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        return None
+    fields = process_fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else None
 
 
 def is_running(pid: int, started: str | None) -> bool:

@@ -1,7 +1,6 @@
 """Preemption: on SIGTERM, SIGUSR1, SIGHUP or a first Ctrl-C, a run finishes the current step, saves a checkpoint and
 exits with `EXIT_CODE`."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from runtime.errors import UserError
+from runtime.machine import signal_at_end_of_parent
 from runtime.streams import tell
 
 EXIT_CODE = 75
@@ -21,8 +21,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that stop a run. A terminal that is closed sends SIGHUP."""
 LONGEST_WAIT = 10.0
 """Seconds that a process that was asked to stop waits for data before it gives up the wait."""
-PR_SET_PDEATHSIG = 1
-"""Option of Linux' prctl: the signal that this process receives when its parent ends."""
 _received: list[signal.Signals] = []
 
 
@@ -75,7 +73,7 @@ def end_with_launcher() -> None:
     parent = os.getppid()
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" in os.environ or not _is_accelerate(parent):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != parent:  # the launcher ended before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -136,7 +134,7 @@ def stop_requested() -> bool:
 def message(step: int) -> str:
     """Return a message for the user. It says why the run stopped after `step` steps, and how to continue the run."""
     why = f"stopped by {_received[0].name}" if _received else "stopped because another process received a signal"
-    return f"{why}. Step {step} is done and saved. To continue, start again with --resume and the same --output."
+    return f"{why}. Step {step} is done and saved. To continue, start again with --resume and the folder of this run."
 
 
 def _record(number: int, _: object) -> None:

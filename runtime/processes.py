@@ -65,7 +65,8 @@ def exit_on_user_error() -> Iterator[None]:
 
     SIGTERM to `accelerate launch` also ends this process.
 
-    If the block raises a `UserError`, print its message without a traceback and exit with code 2. The process group is
+    If the block raises a `UserError`, print its message without a traceback and exit with code 2; with code 130 after
+    Ctrl-C. The process group is
     not destroyed in this case. If another process is lost, exit with code 69.
     """
     preemption.end_with_launcher()
@@ -79,6 +80,9 @@ def exit_on_user_error() -> Iterator[None]:
     except watchdog.LostError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         os._exit(watchdog.EXIT_CODE)  # a normal exit would wait for the lost process
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted. Nothing was written", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
     except UserError as error:
         print(f"{Path(sys.argv[0]).name}: {without_controls(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -23,8 +23,7 @@ from pydantic_core import PydanticUndefined
 from runtime.errors import UserError, printable, without_controls
 from runtime.yaml_text import YAMLError, parse_yaml, read_yaml_file
 
-WIDTH = 120
-"""Number of characters in a line of the short help."""
+WIDTH = 120  # characters in a line of the short help
 
 
 class SettingsError(UserError, ValueError):
@@ -212,8 +211,9 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
     if name not in known and switched_off in known and _is_switch(known[switched_off]):
         return switched_off, "false"
     if name not in known or _is_positional(known[name]):
-        hint = suggestion(f"--{flag}", [f"--{n}" for n, field in known.items() if not _is_positional(field)])
-        raise SettingsError(f"unknown flag --{printable(flag)}{hint}")
+        short = (n for n, field in model.model_fields.items() if getattr(section_type(field), "short_form", None))
+        names = (*short, *(n for n, field in known.items() if not _is_positional(field)))
+        raise SettingsError(f"unknown flag --{printable(flag)}{suggestion(f'--{flag}', [f'--{n}' for n in names])}")
     if equals:
         return name, value
     if _is_switch(known[name]):

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO)
-"""Errors of a stream whose reader has gone away: a pipe, or a terminal."""
+"""Errors of writing to a pipe that nobody reads, or to a closed terminal."""
 
 
 class _Lasting(io.FileIO):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from runtime.machine import process_fields
+
 LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
-"""Words by which the command line of a launcher is known."""
+"""Beginnings of the names of launchers: of a script, or of the module after `-m`."""
 VARIABLE = "OMP_NUM_THREADS"
 FLAG = "--num_cpu_threads_per_process"
 
@@ -45,11 +47,11 @@ def set_by_launcher() -> bool:
         folder = Path("/proc", str(process))
         try:
             started_with = (folder / "environ").read_bytes().split(b"\0")
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
             return False
         if not any(entry.startswith(f"{VARIABLE}=".encode()) for entry in started_with):
-            return any(word in command for word in LAUNCHERS) and FLAG not in command
-        process = parent
+            launched = any(Path(word).name.startswith(LAUNCHERS) for word in command[:3])  # python -m NAME
+            return launched and not any(word.startswith(FLAG) for word in command)
+        process = int((process_fields(process) or ["", "0"])[1])
     return False

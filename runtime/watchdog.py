@@ -28,7 +28,7 @@ from runtime.streams import tell
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
-CONTINUE = "To continue from the newest checkpoint, start again with --resume and the same --output"
+CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run"
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
 # Each `watched` context takes the next number.
 # All processes enter the contexts in the same order, so that a context has the same number on all processes.

@@ -3,6 +3,7 @@
 import functools
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ import encoders
 @functools.cache
 def small_teacher() -> str:
     """Return the path of an untrained encoder with tokens of 8 pixels. The file is the same in all processes."""
-    folder = Path(tempfile.gettempdir()) / f"tessera-teacher-{os.getuid()}"
+    checkout = zlib.crc32(__file__.encode())  # another one may have other encoders
+    folder = Path(tempfile.gettempdir()) / f"tessera-teacher-{os.getuid()}-{checkout:08x}"
     folder.mkdir(exist_ok=True)
     with torch.random.fork_rng():
         torch.manual_seed(5)

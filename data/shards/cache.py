@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data.shards.errors import EXHAUSTED, ResourceError
+from runtime.machine import process_fields
 from runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
@@ -191,14 +192,14 @@ class Cache:
     @contextmanager
     def _counter(self) -> Iterator[int]:
         """Lock the file `bytes`, which holds the total size of the cache, and yield its descriptor."""
-        descriptor = os.open(self.folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        path = self.folder / "bytes"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if not _lock(descriptor, self.folder / "bytes"):
-                os.close(descriptor)
-                with suppress(FileNotFoundError):  # a new file makes the next writer count all entries
-                    os.unlink(self.folder / "bytes")
-                descriptor = os.open(self.folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            while not (locked := _lock(descriptor, path)) or not _names(path, descriptor):
+                if not locked and _names(path, descriptor):
+                    path.unlink(missing_ok=True)  # the holder is stopped; in a new file, all entries are counted again
+                old, descriptor = descriptor, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                os.close(old)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -311,12 +312,12 @@ def _stopped_holder(number: int) -> int | None:
     """Return the process that holds a lock on the file with this inode number, if the process is stopped."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
-        for fields in (line.split() for line in lines):
-            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(number):
-                state = Path(f"/proc/{fields[4]}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                return int(fields[4]) if state in "Tt" else None
-    except (OSError, IndexError, ValueError):
+    except OSError:
         return None
+    for fields in (line.split() for line in lines):
+        if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(number):
+            holder = int(fields[4])
+            return holder if process_fields(holder)[:1] in (["T"], ["t"]) else None
     return None
 
 

@@ -146,7 +146,8 @@ class Reader:
         if offset < 0:
             raise ShardError(
                 f"{self.name(shard, sample)} has no segmentation map, but maps are needed. Add a member KEY.{MAP} to "
-                f"the shard. If the shard has this member: {MAKE_INDEX_AGAIN}"
+                f"the shard; of a folder of images and maps, make shards with data.make_shards. If the shard has this "
+                f"member: {MAKE_INDEX_AGAIN}"
             )
         return self._guard(shard, lambda: self._member(shard, sample, offset, size, size))
 

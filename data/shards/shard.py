@@ -82,7 +82,8 @@ class Shard:
             return cls._of_folder(path, source)
         if not remote.without_query(path).endswith(ENDINGS):
             if not remote.is_remote(path) and not os.path.exists(path):
-                raise ShardError(f"{path}: does not exist. Check the name of the file or folder.")
+                where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+                raise ShardError(f"{path}: does not exist{where}. Check the name of the file or folder.")
             raise ShardError(
                 f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
             )

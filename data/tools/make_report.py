@@ -206,4 +206,4 @@ def show_report(report: dict[str, Any], folder: Folder) -> None:
         say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
     name = shlex.quote(str(path))
     data = f"TRAIN_SHARDS --evaluation.val {name}" if path.name.lower() in HELD_OUT else name
-    say("\nnext", f"accelerate launch pretrain/run.py --method dino --data {data}")
+    say("\nnext", f"tessera pretrain --method dino --data {data}")

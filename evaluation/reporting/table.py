@@ -125,9 +125,18 @@ def evaluation_columns(runs: Sequence[Run]) -> list[Column]:
     names = dict.fromkeys(result.name for run in runs for result in run.results)
     columns = []
     for name in names:
-        newest = [list(run.scores(name).values())[-1:] for run in runs]
-        columns.append(Column(f"{name}, %", "result", [percent(score[0]) if score else Cell() for score in newest]))
+        columns.append(Column(f"{name}, %", "result", [_newest(run, name) for run in runs]))
     return sorted(columns, key=lambda column: -column.count)
+
+
+def _newest(run: Run, name: str) -> Cell:
+    """Return the newest score of an evaluation, with its step if the run has gone on since."""
+    scores = run.scores(name)
+    if not scores:
+        return Cell()
+    step, score = list(scores.items())[-1]
+    cell = percent(score)
+    return cell._replace(text=f"{cell.text} (step {step})") if step < run.last_step else cell
 
 
 def training_columns(runs: Sequence[Run]) -> list[Column]:
@@ -258,7 +267,8 @@ def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Cal
 def to_csv(table: Table) -> str:
     """Return the table as CSV text with a line of headings."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.titles, *table.rows])
+    rows = [["" if cell == MISSING else cell for cell in row] for row in table.rows]
+    csv.writer(text, lineterminator="\n").writerows([table.titles, *rows])
     return text.getvalue()
 
 

@@ -172,6 +172,11 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     ]
     if changed:
         log.warning("settings changed since %s: %s", path.name, ", ".join(changed))
+    if any(saved.get(name) != settings[name] for name in ("steps", "batch_size")):
+        log.warning(
+            "the learning rate, the warm-ups and other settings that were derived from the old length and batch size "
+            "keep their values. To derive them again, start a new run with --init_from"
+        )
     if any(saved.get(name) != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
         log.warning("the order of the samples changes, because seed, batch size, stream settings or shards changed")
     differ = [
@@ -207,7 +212,7 @@ def _read_trainer(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, [f"{file.name} is not valid JSON ({error})"]) from error
     fits = isinstance(trainer, dict) and trainer.keys() >= TRAINER_KEYS and isinstance(trainer["position"], dict)
-    if not fits or not trainer["position"].keys() <= TrainState.__dataclass_fields__.keys():
+    if not fits or not {"step"} <= trainer["position"].keys() <= TrainState.__dataclass_fields__.keys():
         raise CheckpointError(
             f"{path} was written by another version of this program, and only that version can continue it. "
             f"To start a new run from its encoder, use --init_from {path}."

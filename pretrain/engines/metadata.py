@@ -22,6 +22,23 @@ MAX_BYTES = 2**30
 """Largest size of the file in bytes. The file of a run has some hundred bytes for each tensor of each process."""
 CLASSES = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
 CLASSES += ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+
+
+class MetadataError(UserError, ValueError):
+    """The file .metadata of a checkpoint is damaged or hostile."""
+
+
+def _memory_format(kind: object, name: object, /) -> object:
+    """Return the memory format of a name, in place of `getattr`.
+
+    Python 3.11.2 and others of that time pickle a member of an enumeration as `getattr(class, name)`.
+    """
+    formats = of_torch._MEM_FORMAT_ENCODING
+    if kind is not formats or not isinstance(name, str) or name not in formats.__members__:
+        raise MetadataError("it calls builtins.getattr, which could run code")
+    return formats[name]
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {(of_torch.__name__, name): getattr(of_torch, name) for name in CLASSES}
 _ALLOWED |= {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
@@ -29,12 +46,9 @@ _ALLOWED |= {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # a look-up in a dict
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the name of the folder in which the checkpoint was written
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+    ("builtins", "getattr"): _memory_format,
 }
 _ALLOWED |= {("torch", name): kind for name in dir(torch) if isinstance(kind := getattr(torch, name), torch.dtype)}
-
-
-class MetadataError(UserError, ValueError):
-    """The file .metadata of a checkpoint is damaged or hostile."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -34,6 +34,8 @@ class RunSize:
     """Number of optimizer steps."""
     classes: int | None = None
     """Number of classes of the training images; None if the method uses no labels."""
+    accumulate: int = 1
+    """Number of forward passes per optimizer step."""
 
     @property
     def epoch(self) -> int:
@@ -139,6 +141,11 @@ class Method(nn.Module):
     def trained_encoder(self) -> Encoder:
         """Return the encoder that is evaluated and exported."""
         raise NotImplementedError
+
+    def other_encoders(self) -> dict[str, Encoder]:
+        """Return the encoders that a run trains and exports beside `trained_encoder`, by name. The run does not
+        evaluate them."""
+        return {}
 
     def trained_parts(self) -> list[nn.Module]:
         """Return the modules that the optimizer trains. If `optim.clip_by` is "module", the gradient of

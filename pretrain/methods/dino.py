@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -20,13 +19,14 @@ from data.batch import Batch, View
 from data.crops import MultiCrop, MultiCropConfig
 from encoders.base import Encoder
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from pretrain.methods.losses import dino_loss
+from pretrain.methods.cross_entropy import crop_loss
 from pretrain.methods.teacher_student import (
     Centering,
     Head,
     HeadShape,
     PendingCenter,
     encode,
+    output_advice,
     output_signs,
     teacher_distribution,
 )
@@ -173,8 +173,8 @@ class DINO(Method):
         pooled, _ = encode(self.student["encoder"], [view.images for view in batch.views])  # (S * B, D)
         logits = self.student["head"](pooled)  # (S * B, K)
         with full_precision(logits):
-            log_probabilities = F.log_softmax(logits.float() / self.config.student_temperature, dim=-1)
-            loss = dino_loss(log_probabilities.unflatten(0, (sum(view.crops for view in batch.views), -1)), target)
+            crops = logits.unflatten(0, (sum(view.crops for view in batch.views), -1))  # (S, B, K)
+            loss = crop_loss(crops, target, self.config.student_temperature)
         entropy = -torch.special.xlogy(target, target).sum(-1).mean()
         metrics = {"teacher_entropy": entropy, "teacher_student_kl": loss.detach() - entropy, "teacher_spread": spread}
         return loss, metrics
@@ -231,20 +231,9 @@ class DINO(Method):
         }
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
-        c, found = self.config, []
-        if record["teacher_spread"] < 1:
-            settings = "encoder.init xavier, encoder.position_init sincos, or a higher optim.lr"
-            found.append(
-                f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
-                f"and should be above 1. Try {settings if c.batch_norm else 'dino.batch_norm, ' + settings}."
-            )
-        if record["prototypes_used"] < c.prototypes / 16:
-            found.append(
-                f"The images of the batch fall on {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
-                "fewer dino.prototypes, or dino.centering sinkhorn."
-            )
-        found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
-        return [*found, *super().advice(record)]
+        c = self.config
+        found = output_advice("dino", record, c.prototypes, batch_norm=c.batch_norm, centering=c.centering)
+        return [*found, f"The rank of the features is {record['feature_rank']:.1f}.", *super().advice(record)]
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         most = math.log(self.config.prototypes)

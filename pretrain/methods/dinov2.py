@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -28,13 +27,15 @@ from encoders.formats.checkpoint import load_weights
 from encoders.images import Mask
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
 from pretrain.methods.dino import DINOConfig
-from pretrain.methods.losses import dino_loss, ibot_loss, koleo_loss, token_weights
+from pretrain.methods.losses import koleo_loss, token_weights
 from pretrain.methods.teacher_student import (
     Head,
     HeadShape,
     PendingCenter,
     encode,
+    output_advice,
     output_signs,
     teacher_distribution,
 )
@@ -135,19 +136,25 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "teacher_temperature_steps": 3 * steps // 10,
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 125), 6),
     }
-    for name in ("prototypes", "hidden_dim", "bottleneck_dim"):
-        given = getattr(config, name)
-        defaults[f"ibot_{name}"] = defaults[name] if given is None else given
+    defaults |= second_head(config, defaults)
     return fill(config, ResolvedDINOv2, defaults), fill(optim, ResolvedOptim, optim_defaults)
 
 
-class Targets(NamedTuple):
-    """Distributions of the teacher, and metrics of its outputs."""
+def second_head(config: DINOv2Config, first: dict[str, Any]) -> dict[str, int]:
+    """Return the default sizes of the second head: those of the first, given in `config` or derived in `first`."""
+    given = config.model_dump(include={"prototypes", "hidden_dim", "bottleneck_dim"}, exclude_none=True)
+    return {f"ibot_{name}": (first | given)[name] for name in ("prototypes", "hidden_dim", "bottleneck_dim")}
 
+
+class Targets(NamedTuple):
+    """Outputs of the teacher, and metrics of the global crops."""
+
+    pooled: Tensor
+    """Pooled features of the global crops: (G * B, D) float32."""
     crops: Tensor
     """Distributions of the global crops: (G, B, K)."""
-    tokens: Tensor
-    """Distributions of the hidden tokens: (M, K)."""
+    token_logits: Tensor
+    """Logits of the hidden tokens, in the precision of the forward pass: (M, K)."""
     metrics: dict[str, Tensor]
     """Scalars by name."""
 
@@ -212,8 +219,12 @@ class DINOv2(Method):
         return supported(family, both | (published if size.large else small))
 
     def transform(self) -> Transform:
-        c = self.config
-        return MaskedMultiCrop(MultiCrop(c), self.grid, c.mask_probability, c.mask_ratio, fill=c.fill_masks)
+        return self.crops(self.config)
+
+    def crops(self, c: DINOv2Config) -> Transform:
+        """Return the transform for the crop sizes and masks of `c`."""
+        grid = self.trained_encoder().grid(c.global_size, c.global_size)
+        return MaskedMultiCrop(MultiCrop(c), grid, c.mask_probability, c.mask_ratio, fill=c.fill_masks)
 
     def train(self, mode: bool = True) -> "DINOv2":
         super().train(mode)
@@ -242,23 +253,27 @@ class DINOv2(Method):
         c, view = self.config, views[0]
         (mask,) = view.masks
         weights = copy_to_device(token_weights(mask), mask.hidden.device)  # (M,)
-        targets = self._targets(view, mask, weights, step)
+        targets = self._targets(view, mask, step)
         pooled, tokens = encode(self.student["encoder"], [one.images for one in views], mask)
-        logits = self.student["head"](pooled)  # (S * B, K)
+        logits = self.student["head"](pooled).unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
         token_logits = self._token_head(self.student)(tokens.index_select(0, mask.hidden_indices))  # (M, K)
+        sharpening = Sharpening(c.student_temperature, self.temperature(step), self.ibot_center, c.centering)
         with full_precision(logits):
-            crops, hidden = (
-                F.log_softmax(one.float() / c.student_temperature, dim=-1) for one in (logits, token_logits)
-            )
-            crops = crops.unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
+            hidden = token_loss(token_logits, targets.token_logits, weights, sharpening)
             terms = {
-                "dino_loss": dino_loss(crops, targets.crops, local_weight),
-                "ibot_loss": c.ibot_weight * ibot_loss(hidden, targets.tokens, weights),
+                "dino_loss": crop_loss(logits, targets.crops, c.student_temperature, local_weight),
+                "ibot_loss": c.ibot_weight * hidden.loss,
             }
             if c.koleo_weight > 0:
-                features = pooled.float().split(crops.shape[1])[: view.crops]  # G times (B, D)
+                features = pooled.float().split(logits.shape[1])[: view.crops]  # G times (B, D)
                 terms["koleo_loss"] = c.koleo_weight * torch.stack([koleo_loss(crop) for crop in features]).sum()
+            masked = weights.sum()  # share of the crops that have hidden tokens
+            # weighted as the loss, so that the metric does not depend on the number of processes
+            entropy = (hidden.entropies * weights).sum() / masked.clamp(min=1e-6)
+        # Keep the indices instead of the distributions, which would occupy memory until the next step.
+        self._last = (targets.pooled, targets.crops.flatten(0, 1).argmax(-1), hidden.best)
         metrics = {name: term.detach() for name, term in terms.items()} | targets.metrics
+        metrics |= {"ibot_teacher_entropy": entropy, "masked_crops": masked}
         return terms, metrics, tokens[: len(mask.hidden)]
 
     @staticmethod
@@ -267,32 +282,22 @@ class DINOv2(Method):
         return half["ibot_head" if "ibot_head" in half else "head"]
 
     @torch.no_grad()
-    def _targets(self, view: View, mask: Mask, weights: Tensor, step: int) -> Targets:
-        """Return the teacher's distributions for global crops (G * B, C, H, W) and for their hidden tokens.
-
-        Metrics of tokens are weighted by `weights` (M,), as the loss, and so do not depend on the number of processes.
-        """
+    def _targets(self, view: View, mask: Mask, step: int) -> Targets:
+        """Return the teacher's outputs for global crops (G * B, C, H, W) and for their hidden tokens."""
         features = self.teacher["encoder"](view.images)
         logits = self.teacher["head"](features.pooled).float()  # (G * B, K)
         hidden = features.tokens.index_select(0, mask.hidden_indices)  # (M, D)
-        token_logits = self._token_head(self.teacher)(hidden).float()  # (M, K)
-        temperature, centering = self.temperature(step), self.config.centering
+        token_logits = self._token_head(self.teacher)(hidden)  # (M, K)
+        temperature = self.temperature(step)
         with full_precision(logits):
-            crops = teacher_distribution(logits, self.center, temperature, centering)
-            tokens = teacher_distribution(token_logits, self.ibot_center, temperature, centering)
-            masked = weights.sum()  # share of the crops that have hidden tokens
-            token_entropy = -(torch.special.xlogy(tokens, tokens).sum(1) * weights).sum() / masked.clamp(min=1e-6)
+            crops = teacher_distribution(logits, self.center, temperature, self.config.centering)
         self._pending.add(step, logits)
         self._ibot_pending.add(step, token_logits)
-        # Keep the indices instead of the distributions, which would occupy memory until the next step.
-        self._last = (features.pooled.float(), crops.argmax(-1), tokens.argmax(-1))
         metrics = {
             "teacher_entropy": -torch.special.xlogy(crops, crops).sum(-1).mean(),
             "teacher_spread": (logits - self.center).std(0).mean() / temperature,
-            "ibot_teacher_entropy": token_entropy,
-            "masked_crops": masked,
         }
-        return Targets(crops.unflatten(0, (view.crops, -1)), tokens, metrics)
+        return Targets(features.pooled.float(), crops.unflatten(0, (view.crops, -1)), token_logits, metrics)
 
     def temperature(self, step: int) -> float:
         """Return the softmax temperature of the teacher at a step."""
@@ -346,19 +351,8 @@ class DINOv2(Method):
         }
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
-        c, name, found = self.config, self.section, []
-        if record["teacher_spread"] < 1:
-            settings = "encoder.init xavier, encoder.position_init sincos, or a higher optim.lr"
-            found.append(
-                f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
-                f"and should be above 1. Try {settings if c.batch_norm else f'{name}.batch_norm, {settings}'}."
-            )
-        if record["prototypes_used"] < c.prototypes / 16:
-            sinkhorn = f", or {name}.centering sinkhorn" if c.centering == "mean" else ""
-            found.append(
-                f"The images of the batch fall on {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
-                f"fewer {name}.prototypes{sinkhorn}."
-            )
+        c = self.config
+        found = output_advice(self.section, record, c.prototypes, batch_norm=c.batch_norm, centering=c.centering)
         terms = ", ".join(f"{term} {record[term]:.3f}" for term in TERMS if term in record)
         found.append(f"The terms of the loss are {terms}. The rank of the features is {record['feature_rank']:.1f}.")
         return [*found, *super().advice(record)]

@@ -9,25 +9,59 @@ Shape letters: as in `pretrain.methods.dinov2`; P tokens of a global crop.
 
 import copy
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from data.batch import Batch, View
 from data.collate import Transform
-from data.crops import ResizedView
+from data.crops import MixedCrops, ResizedView
 from encoders.base import Encoder
 from pretrain.methods.base import Method, RunSize, fill, full_precision, supported
-from pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config
+from pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config, second_head
 from pretrain.methods.losses import gram_loss
 from pretrain.methods.teacher_student import Centering
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from pretrain.optim.schedules import linear
 from runtime.collectives import local
+
+
+class CropSizes(NamedTuple):
+    """Sides of the crops of a step in pixels. The names are those of the settings."""
+
+    global_size: int
+    local_size: int
+    gram_size: int
+
+    @classmethod
+    def parse(cls, text: str) -> "CropSizes":
+        """Return the sizes that are written as `global/local/gram` or `global/local`."""
+        sides = [int(side) for side in text.split("/")]
+        return cls(sides[0], sides[1], sides[-1] if len(sides) > 2 else sides[0])
+
+
+def checked_sizes(given: dict[str, float] | None) -> dict[str, float] | None:
+    """Return combinations of crop sizes and their probabilities, smallest sizes first.
+
+    Raises:
+        ValueError: there is no combination, a combination is not written as `global/local/gram` or `global/local`, or a
+            probability is not positive.
+    """
+    if given is None:
+        return None
+    for text, probability in given.items():
+        if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(/[1-9]\d*)?", text):
+            raise ValueError(f"{text!r} is no combination of crop sizes. Write global/local/gram, as in 512/112/768")
+        if not 0 < probability < math.inf:
+            raise ValueError(f"the probability of {text} must be a positive number. Leave out unused combinations")
+    if not given:
+        raise ValueError("there is no combination of crop sizes. Give at least one, or leave out the setting")
+    return dict(sorted(given.items(), key=lambda item: CropSizes.parse(item[0])))
 
 
 class DINOv3Config(DINOv2Config, frozen=True):
@@ -59,6 +93,11 @@ class DINOv3Config(DINOv2Config, frozen=True):
     gram_size: int | None = Field(default=None, ge=1)
     """side of the crops that the Gram teacher sees, in pixels; its tokens are resized to the student's grid; default:
     global_size, so that it sees the student's crops without masks"""
+    sizes: Annotated[dict[str, float] | None, AfterValidator(checked_sizes)] = None
+    """combinations of global_size, local_size and gram_size, one of which is drawn for each step: a mapping from
+    global/local/gram (or global/local) to a relative probability, such as {512/112/768: 0.3, 768/160/1152: 0.7}; the
+    three settings are then those of the combination with the largest global crops; default: the same sizes at every
+    step"""
     local_weight: float = Field(default=0.5, ge=0)
     """factor of the DINO loss of local crops after the warm-up of the Gram loss; before, the factor is 1"""
 
@@ -106,10 +145,12 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "clip_by": "module",
     }
     continued = config.gram_start == 0  # the Gram teacher is the teacher of an earlier run, which this run continues
-    rows = 2 * size.batch_size
+    # Sinkhorn assigns the rows of a forward pass, over all processes, evenly to the prototypes.
+    rows = 2 * size.batch_size // size.accumulate
+    most = (32 if size.large else 8) * rows  # published: 262,144 prototypes for 8,192 rows
     prototypes = 2 ** round(math.log2(min(max(size.images / 8, 256), 65536)))
     defaults = {
-        "prototypes": prototypes if size.large else min(prototypes, 2 ** round(math.log2(8 * rows))),
+        "prototypes": min(prototypes, 2 ** round(math.log2(most))),
         "hidden_dim": 2048 if size.large else 512,
         "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,
@@ -123,13 +164,12 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "gram_refresh_steps": max((steps - start) // 20, 1),
         "gram_size": config.global_size,
     }
-    for name in ("prototypes", "hidden_dim", "bottleneck_dim"):
-        given = getattr(config, name)
-        defaults[f"ibot_{name}"] = defaults[name] if given is None else given
     filled = fill(optim, ResolvedOptim, optim_defaults)
     if optim.min_lr is None:  # a constant learning rate after the warm-up
         filled = filled.model_copy(update={"min_lr": filled.scaled_lr(size.batch_size)})
-    return fill(config, ResolvedDINOv3, defaults), filled
+    if config.sizes:
+        defaults |= max(map(CropSizes.parse, config.sizes))._asdict()
+    return fill(config, ResolvedDINOv3, defaults | second_head(config, defaults)), filled
 
 
 class DINOv3(DINOv2):
@@ -144,8 +184,10 @@ class DINOv3(DINOv2):
         """Build student, teacher and Gram teacher. `steps` is the length of the run.
 
         Raises:
-            ValueError: see `DINOv2`; or the crops of the Gram teacher are smaller than those of the student.
+            ValueError: see `DINOv2`; the crops of the Gram teacher are smaller than those of the student; or `sizes`
+                does not fit the encoder or other settings.
         """
+        _check_sizes(encoder, config)
         if config.gram_size < config.global_size:
             raise ValueError(
                 f"gram_size {config.gram_size} is less than global_size {config.global_size}. Raise gram_size."
@@ -153,7 +195,6 @@ class DINOv3(DINOv2):
         super().__init__(encoder, config, steps)  # pyright: ignore[reportArgumentType]
         self.gram: ResolvedDINOv3 = config
         self.needs_start = config.gram_weight > 0 and config.gram_start == 0
-        self.gram_grid = encoder.grid(config.gram_size, config.gram_size)
         self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
         self.train()
 
@@ -164,9 +205,18 @@ class DINOv3(DINOv2):
         return defaults | supported(family, published)
 
     def transform(self) -> Transform:
-        crops = super().transform()
-        larger = self.gram_teacher is not None and self.gram.gram_size > self.gram.global_size
-        return ResizedView(crops, self.gram.gram_size) if larger else crops
+        c = self.gram
+        if c.sizes is None:
+            return self.crops_with_gram(c)
+        combinations = [c.model_copy(update=CropSizes.parse(text)._asdict()) for text in c.sizes]
+        return MixedCrops([self.crops_with_gram(one) for one in combinations], list(c.sizes.values()))
+
+    def crops_with_gram(self, c: ResolvedDINOv3) -> Transform:
+        """Return the transform for the crop sizes and masks of `c`, with the crops of the Gram teacher if they are
+        larger than the global crops."""
+        crops = self.crops(c)
+        larger = self.gram_teacher is not None and c.gram_size > c.global_size
+        return ResizedView(crops, c.gram_size) if larger else crops
 
     def train(self, mode: bool = True) -> "DINOv3":
         super().train(mode)
@@ -177,20 +227,21 @@ class DINOv3(DINOv2):
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch as for DINOv2, which has one more view if the Gram teacher sees larger
-        crops: the global crops without colour changes (G * B, C, gram_size, gram_size).
+        crops: the global crops without colour changes (G * B, C, gram_size, gram_size). Crops may have other sizes at
+        each step.
 
         The loss is the sum of the metrics `dino_loss`, `ibot_loss`, `koleo_loss` and `gram_loss`.
         """
         c, views = self.gram, batch.views
         if c.gram_weight == 0:
             return super().forward(batch, step)
-        larger = c.gram_size > c.global_size
+        larger = len(views) > 1 + (c.local_crops > 0)
         weight = self.gram_weight(step)
         local_weight = 1 + (c.local_weight - 1) * weight / c.gram_weight
         terms, metrics, tokens = self._terms(views[:-1] if larger else views, step, local_weight)
         terms["gram_loss"] = tokens.new_zeros((), dtype=torch.float32)
         if weight > 0:
-            terms["gram_loss"] = weight * self._gram_loss(tokens, views[-1] if larger else views[0])
+            terms["gram_loss"] = weight * self._gram_loss(tokens, views[0], views[-1] if larger else views[0])
         metrics["gram_loss"] = terms["gram_loss"].detach()
         # share of the DINO term in ln K, if the output is uniform
         others, local = views[0].crops - 1, sum(view.crops for view in (views[1:-1] if larger else views[1:]))
@@ -202,15 +253,18 @@ class DINOv3(DINOv2):
         since = step - self.gram.gram_start
         return linear(since, self.gram.gram_warmup_steps, 0.0, self.gram.gram_weight) if since >= 0 else 0.0
 
-    def _gram_loss(self, tokens: Tensor, view: View) -> Tensor:
-        """Return the Gram loss of the student's tokens (T, D) of the global crops, which the Gram teacher sees in
-        `view`."""
+    def _gram_loss(self, tokens: Tensor, view: View, seen: View) -> Tensor:
+        """Return the Gram loss of the student's tokens (T, D) of the global crops in `view`, which the Gram teacher
+        sees in `seen`."""
         assert self.gram_teacher is not None
+        assert isinstance(view.images, Tensor)
+        assert isinstance(seen.images, Tensor)
         with torch.no_grad():
-            anchor = self.gram_teacher(view.images).tokens  # tokens of the Gram teacher's grid
+            anchor = self.gram_teacher(seen.images).tokens  # tokens of the Gram teacher's grid
+        grid, gram_grid = (self.trained_encoder().grid(*one.shape[-2:]) for one in (view.images, seen.images))
         with full_precision(tokens):
-            crops = tokens.float().unflatten(0, (-1, self.grid[0] * self.grid[1]))  # (G * B, P, D)
-            anchors = resized(anchor.float().unflatten(0, (len(crops), -1)), self.gram_grid, self.grid)
+            crops = tokens.float().unflatten(0, (-1, math.prod(grid)))  # (G * B, P, D)
+            anchors = resized(anchor.float().unflatten(0, (len(crops), -1)), gram_grid, grid)
             return gram_loss(crops, anchors)
 
     def momentum(self, step: int) -> float:
@@ -248,6 +302,35 @@ class DINOv3(DINOv2):
         if record.get("gram_loss", 0) > sum(record[term] for term in TERMS if term in record):
             found.insert(0, "The Gram loss is larger than all other terms. Try a lower dinov3.gram_weight.")
         return found
+
+
+def _check_sizes(encoder: Encoder, config: ResolvedDINOv3) -> None:
+    """Raise `ValueError` if the encoder cannot see the crops of `sizes`, or if other settings contradict them."""
+    stride, name = encoder.stride, type(encoder).__name__
+    combinations = {text: CropSizes.parse(text) for text in config.sizes or ()}
+    for text, sizes in combinations.items():
+        if any(side % stride for side in sizes):
+            raise ValueError(
+                f"The combination {text} of sizes has a side that is not a multiple of {stride} pixels, the side of a "
+                f"token of {name}. Use multiples of {stride}."
+            )
+        if sizes.global_size < 2 * stride:
+            raise ValueError(
+                f"A global crop of the combination {text} of sizes is one token of {name}, so that hiding it would "
+                f"leave nothing visible. Use at least {2 * stride} pixels."
+            )
+        if sizes.gram_size < sizes.global_size:
+            raise ValueError(
+                f"The Gram teacher's crops of the combination {text} of sizes are smaller than the global crops. Write "
+                f"at least {sizes.global_size} as the third number, or leave it out."
+            )
+    own = CropSizes(config.global_size, config.local_size, config.gram_size)
+    if combinations and own not in combinations.values():
+        raise ValueError(
+            f"global_size {own.global_size}, local_size {own.local_size} and gram_size {own.gram_size} are not one of "
+            f"the combinations of sizes: {', '.join(combinations)}. Leave out the three settings, or give those of one "
+            "combination."
+        )
 
 
 def resized(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:

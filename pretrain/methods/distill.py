@@ -2,15 +2,14 @@
 
 The teacher is any encoder of this project, with weights of a run or with published weights. The pooled features and
 the features of the tokens are matched by separate projections and losses, as in AM-RADIO (2312.06709) with one teacher.
+Several students may learn from the same features of the teacher in one run, as in DINOv3 (2508.10104).
 
 Shape letters: B images per process; N tokens of all images on the student's grid; D width of the student, E of the
 teacher; h and w rows and columns of tokens of an image.
 """
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 import encoders
 from data.batch import Batch
 from data.crops import RandomCrop, RandomCropConfig
-from encoders.base import Encoder, Features, Preprocessing
+from encoders.base import Encoder, Features
 from encoders.errors import EncoderError
-from encoders.weights import fitting
+from encoders.randomness import restarted_draws
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
 from pretrain.monitoring.collapse import effective_rank
 from pretrain.optim.adamw import OptimConfig, ResolvedOptim
 from runtime.settings import SettingsError
@@ -41,6 +41,9 @@ class DistillConfig(RandomCropConfig):
     """SHA-256 of the teacher's weights and settings; default: computed. A run stops if the teacher has another hash"""
     teacher_size: int | None = Field(default=None, ge=1)
     """side in pixels to which a crop is resized for the teacher; default: `size`"""
+    students: str | list[str] | dict[str, dict[str, Any]] | None = None
+    """variants of more encoders that learn from the teacher beside `encoder`, or a mapping from variants to encoder
+    settings; default: none"""
     pooled_weight: float = Field(default=1.0, ge=0)
     """weight of the loss of the pooled features; 0: the pooled features are not matched"""
     token_weight: float = Field(default=1.0, ge=0)
@@ -58,13 +61,15 @@ class DistillConfig(RandomCropConfig):
 
 
 def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[DistillConfig, ResolvedOptim]:
-    """Return the settings of distillation and of the optimizer, with the hash of the teacher.
+    """Return the settings of distillation and of the optimizer, with the hash of the teacher and the encoder settings
+    of the students beside `encoder`.
 
     For data sets of ImageNet's size, the learning rate is that of AM-RADIO: 1e-3 for 1024 images. The other values are
     choices of this project.
 
     Raises:
-        SettingsError: no teacher is given, it cannot be read, or its hash is not `teacher_hash`.
+        SettingsError: no teacher is given, it cannot be read, its hash is not `teacher_hash`, or a student is given
+            twice or is unknown.
     """
     optim_defaults = {
         "lr": 2.5e-4 if size.large else size.small_lr(4e-3),
@@ -86,102 +91,43 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
             f"distill.teacher {config.teacher} is not the teacher with which the run started: its hash is {found}, and "
             f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run"
         )
+    config = config.model_copy(update={"students": resolved_students(config, size) or None})
     return fill(config, DistillConfig, {"teacher_hash": found}), fill(optim, ResolvedOptim, optim_defaults)
 
 
-def teacher_file(path: str | None) -> Path:
-    """Return the weight file of a teacher. `path` is a weight file, or the folder of a run or of a checkpoint.
+def resolved_students(config: DistillConfig, size: RunSize) -> dict[str, dict[str, Any]]:
+    """Return the encoder settings of the students beside `encoder`, by variant, with the defaults of `encoder`.
 
     Raises:
-        ValueError: there is no encoder at `path`, or `path` is None.
+        SettingsError: a student is given twice or is unknown.
     """
-    if path is None:
-        raise ValueError(
-            "The teacher is not set. Set distill.teacher to a run folder, an encoder.safetensors or a published weight "
-            "file."
-        )
-    given = Path(path).expanduser()
-    for file in (given, *encoders.places(given)):
-        if file.is_file():
-            return file
-    raise ValueError(f"No encoder found at {given}. Give a run folder, an encoder.safetensors or a weight file.")
+    given = student_settings(config)
+    try:
+        families = {variant: encoders.family(variant) for variant in given}
+    except EncoderError as error:
+        raise SettingsError(f"distill.students: {error}") from error
+    return {variant: student_defaults(config, families[variant], size) | given[variant] for variant in given}
 
 
-def teacher_hash(file: Path) -> str:
-    """Return the SHA-256 of a weight file and of the .json file beside it, if there is one."""
-    digest = hashlib.sha256()
-    for part in (file, file.with_suffix(".json")):
-        if part.is_file():
-            with part.open("rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()
-
-
-class Teacher:
-    """A frozen encoder that is loaded beside the method.
-
-    The teacher is not a module of the method. Engines therefore do not shard it, checkpoints do not store it, and each
-    process holds all of its weights.
-    """
-
-    def __init__(self, encoder: Encoder, size: int) -> None:
-        """Freeze `encoder`. `size` is the side in pixels of its input images."""
-        self.encoder, self.size = encoder.eval().requires_grad_(False), size
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
-        return self  # copies of the method share the teacher, because its weights never change
-
-    @torch.no_grad()
-    def features(self, images: Tensor, preprocessing: Preprocessing) -> Features:
-        """Return the teacher's features of images (B, C, H, W) that are normalised by `preprocessing`.
-
-        Raises:
-            EncoderError: the teacher does not support images of its size.
-        """
-        if images.shape[-2:] != (self.size, self.size):
-            images = F.interpolate(images, size=(self.size, self.size), mode="bicubic", antialias=True)
-        images = renormalized(images, preprocessing, self.encoder.preprocessing)
-        try:
-            return self._encode(images)
-        except EncoderError as error:
-            hint = f"distill.teacher_size sets the size of these images, which is {self.size} pixels."
-            raise EncoderError(f"The teacher does not support its images: {error} {hint}") from error
-
-    def _encode(self, images: Tensor) -> Features:
-        if images.is_meta:  # the check before a run needs only the shapes
-            tensors = {**dict(self.encoder.named_parameters()), **dict(self.encoder.named_buffers())}
-            empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-            return torch.func.functional_call(self.encoder, empty, (images,))
-        if next(self.encoder.parameters()).device != images.device:
-            self.encoder.to(images.device)
-        return self.encoder(images)
-
-
-def load_teacher(path: str | None, size: int) -> Teacher:
-    """Return the encoder at `path` as a teacher for images of `size` pixels.
+def student_settings(config: DistillConfig) -> dict[str, dict[str, Any]]:
+    """Return the encoder settings that `students` gives, by variant.
 
     Raises:
-        ValueError: there is no encoder at `path`, its format is not recognised, or an image is smaller than a token.
+        SettingsError: a student is given twice.
     """
-    with torch.device("cpu"):  # an export builds methods on the meta device
-        encoder, _ = fitting(teacher_file(path), None, {})
-    if min(encoder.grid(size, size)) < 1:
-        raise ValueError(
-            f"Images of {size} pixels are smaller than a token of the teacher, which has {encoder.stride} pixels. "
-            "Raise distill.teacher_size."
-        )
-    return Teacher(encoder, size)
+    if isinstance(config.students, dict):
+        return config.students
+    given = [config.students] if isinstance(config.students, str) else config.students or []
+    variants = [variant.strip() for words in given for variant in words.split(",")]
+    if twice := [variant for variant in variants if variants.count(variant) > 1]:
+        raise SettingsError(f"distill.students: {twice[0]} is given twice. Remove one of them")
+    return {variant: {} for variant in variants}
 
 
-def renormalized(images: Tensor, given: Preprocessing, wanted: Preprocessing) -> Tensor:
-    """Return images (B, C, H, W) that are normalised by `given` as images that are normalised by `wanted`."""
-    if given == wanted:
-        return images
-    images = images.clone()
-    statistics = zip(given.mean, given.std, wanted.mean, wanted.std, strict=True)
-    for channel, (mean, std, other_mean, other_std) in enumerate(statistics):
-        images[:, channel].mul_(std / other_std).add_((mean - other_mean) / other_std)
-    return images
+def student_defaults(config: DistillConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    """Return the defaults of the encoder settings of a student."""
+    small = {} if size.large else {"init": "xavier", "position_init": "sincos"}
+    return supported(family, {"image_size": config.size, "drop_path": 0.0} | small)
 
 
 def resized_tokens(features: Features, grid: tuple[int, int]) -> Tensor:
@@ -225,18 +171,69 @@ def make_projection(dim: int, width: int, config: DistillConfig) -> nn.Module:
     return nn.Sequential(nn.Linear(dim, hidden), nn.LayerNorm(hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
+def make_projections(encoder: Encoder, width: int, config: DistillConfig) -> nn.ModuleDict:
+    """Freeze the parts of a student that are not used, and return its projections by kind of features.
+
+    Args:
+        encoder: the student.
+        width: width of the teacher.
+        config: settings of distillation.
+    """
+    unused = () if config.pooled_weight else ("attn_pool",)
+    uses = {"pooled": config.pooled_weight > 0, "tokens": config.token_weight > 0}
+    unused += unused_norms(encoder, **uses, packed=False)
+    freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist", *unused))
+    weights = {"pooled": config.pooled_weight, "token": config.token_weight}
+    return nn.ModuleDict(
+        {kind: make_projection(encoder.dim, width, config) for kind, weight in weights.items() if weight}
+    )
+
+
+class Student(nn.Module):
+    """A student beside that of `encoder`, with its own projections."""
+
+    def __init__(
+        self, variant: str, settings: dict[str, Any], main: Encoder, width: int, config: DistillConfig
+    ) -> None:
+        """Build the student. Its initial weights follow from the seed of torch's generator, so that they do not depend
+        on other students. The state of the generator does not change.
+
+        Args:
+            variant: encoder variant of the student.
+            settings: encoder settings of the student.
+            main: the student of `encoder`, which takes the same images.
+            width: width of the teacher.
+            config: settings of distillation.
+
+        Raises:
+            EncoderError: the encoder does not support the settings, or `main` is of the same variant.
+        """
+        super().__init__()
+        if main.settings["variant"] == variant:
+            raise EncoderError(f"distill.students: {variant} is the encoder of the run already. Remove one of them.")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(torch.initial_seed())
+            try:
+                self.encoder = encoders.build(variant, **({"channels": main.channels} | settings))
+            except (EncoderError, TypeError) as error:
+                raise EncoderError(f"distill.students: {variant} cannot be built: {error}") from error
+            self.encoder.preprocessing = main.preprocessing
+            self.projections = make_projections(self.encoder, width, config)
+
+
 class Distill(Method):
-    """The distillation method: a student encoder, one projection per kind of features, and a frozen teacher."""
+    """The distillation method: student encoders with one projection per kind of features, and a frozen teacher."""
 
     Config = DistillConfig
     resolve = staticmethod(resolve)
     small_settings: ClassVar[dict[str, Any]] = {"size": 16}
 
     def __init__(self, encoder: Encoder, config: DistillConfig, steps: int) -> None:
-        """Load the teacher, and build the projections. `config` holds resolved settings.
+        """Load the teacher, and build the projections and the other students. `config` holds resolved settings.
 
         Raises:
-            ValueError: the teacher cannot be loaded, or takes images with another number of channels.
+            ValueError: the teacher cannot be loaded, or takes images with another number of channels; or another
+                student cannot be built.
         """
         super().__init__()
         del steps
@@ -249,21 +246,14 @@ class Distill(Method):
                 f"The teacher takes images of {teacher.channels} channels, but the student's images have "
                 f"{encoder.channels}. Choose another distill.teacher."
             )
-        unused = () if config.pooled_weight else ("attn_pool",)
-        uses = {"pooled": config.pooled_weight > 0, "tokens": config.token_weight > 0}
-        unused += unused_norms(encoder, **uses, packed=False)
-        freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist", *unused))
-        self.encoder = encoder
-        weights = {"pooled": config.pooled_weight, "token": config.token_weight}
-        self.projections = nn.ModuleDict(
-            {kind: make_projection(encoder.dim, teacher.dim, config) for kind, weight in weights.items() if weight}
-        )
-        self._pooled: Tensor | None = None  # pooled features (B, D) of the last forward pass, for health()
+        self.encoder, self.projections = encoder, make_projections(encoder, teacher.dim, config)
+        others = student_settings(config).items()
+        self.others = nn.ModuleDict({v: Student(v, settings, encoder, teacher.dim, config) for v, settings in others})
+        self._pooled: dict[str, Tensor] = {}  # pooled features (B, D) of the last forward pass, for health()
 
     @staticmethod
     def encoder_defaults(config: DistillConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        small = {} if size.large else {"init": "xavier", "position_init": "sincos"}
-        return supported(family, {"image_size": config.size, "drop_path": 0.0} | small)
+        return student_defaults(config, family, size)
 
     def transform(self) -> RandomCrop:
         return RandomCrop(self.config)
@@ -272,32 +262,67 @@ class Distill(Method):
         """Return loss and metrics of a batch with one view: B images, (B, C, H, W)."""
         del step
         (view,) = batch.views
-        images, c = view.images, self.config
+        images = view.images
         if not isinstance(images, Tensor):
             raise TypeError("Distillation needs batches of images of one size.")
         wanted = self._teacher.features(images, batch.preprocessing)
-        features = self.encoder(images)
-        self._pooled = features.pooled.detach().float()
-        loss, metrics = features.pooled.new_zeros((), dtype=torch.float32), {}
+        losses, metrics = [], {}
+        for start, (encoder, projections) in self._students().items():
+            with restarted_draws():
+                features = self._features(start, encoder, images)
+            self._pooled[start] = features.pooled.detach().float()
+            loss, found = self._loss(projections, features, wanted)
+            losses.append(loss)
+            metrics |= {start + name: value for name, value in found.items()}
+        return torch.stack(losses).sum(), metrics
+
+    def _students(self) -> dict[str, tuple[Encoder, nn.ModuleDict]]:
+        """Return the encoder and the projections of each student. The keys start the names of metrics: an empty text
+        for the student of `encoder`, and `VARIANT/` for the others."""
+        others = {name: cast(Student, student) for name, student in self.others.items()}
+        own = {f"{name}/": (student.encoder, student.projections) for name, student in others.items()}
+        return {"": (self.encoder, self.projections)} | own
+
+    def _features(self, start: str, encoder: Encoder, images: Tensor) -> Features:
+        """Return the features of a student. `start` is its key in `_students()`.
+
+        Raises:
+            EncoderError: the student does not support the images. The message names a student of `students`.
+        """
+        try:
+            return encoder(images)
+        except EncoderError as error:
+            if not start:
+                raise
+            name, hint = start.removesuffix("/"), f"distill.size, their side, is {self.config.size} pixels."
+            raise EncoderError(f"distill.students: {name} does not support the images: {error} {hint}") from error
+
+    def _loss(self, projections: nn.ModuleDict, own: Features, wanted: Features) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one student as a float32 scalar, and its metrics."""
+        c = self.config
+        loss, metrics = own.pooled.new_zeros((), dtype=torch.float32), {}
         if c.pooled_weight:
-            term, found = self._match("pooled", features.pooled, wanted.pooled.float(), c.pooled_loss)
+            term, found = self._match(projections, "pooled", own.pooled, wanted.pooled.float())
             loss, metrics = loss + c.pooled_weight * term, metrics | found
         if c.token_weight:
-            rows, columns = features.grids[0].tolist()
-            term, found = self._match("token", features.tokens, resized_tokens(wanted, (rows, columns)), c.token_loss)
+            rows, columns = own.grids[0].tolist()
+            term, found = self._match(projections, "token", own.tokens, resized_tokens(wanted, (rows, columns)))
             loss, metrics = loss + c.token_weight * term, metrics | found
         return loss, metrics
 
-    def _match(self, kind: str, own: Tensor, target: Tensor, loss: Match) -> tuple[Tensor, dict[str, Tensor]]:
+    def _match(
+        self, projections: nn.ModuleDict, kind: str, own: Tensor, target: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one kind of features, and its metrics.
 
         Args:
+            projections: projections of the student.
             kind: pooled or token.
             own: features of the student, (N, D).
             target: features of the teacher, (N, E) float32.
-            loss: kind of loss.
         """
-        predicted = self.projections[kind](own).float()  # (N, E)
+        predicted = projections[kind](own).float()  # (N, E)
+        loss = self.config.pooled_loss if kind == "pooled" else self.config.token_loss
         with full_precision(predicted):
             term = match_loss(predicted, target, loss)
         # Relative to the size of the features, because the cosine does not fix the size of the predictions.
@@ -311,16 +336,20 @@ class Distill(Method):
     def trained_encoder(self) -> Encoder:
         return self.encoder
 
+    def other_encoders(self) -> dict[str, Encoder]:
+        return {name: cast(Student, student).encoder for name, student in self.others.items()}
+
     def trained_parts(self) -> list[nn.Module]:
-        return [self.encoder, self.projections]
+        return [part for student in self._students().values() for part in student]
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        terms = [(start + kind, kind) for start, (_, kinds) in self._students().items() for kind in kinds]
         return {
-            kind: f"{kind}_spread {record[f'{kind}_spread']:.3f} is near 0, and {kind}_loss is "
-            f"{record[f'{kind}_loss']:.3f}: the student predicts nearly the same for every input, and the teacher does "
+            name: f"{name}_spread {record[f'{name}_spread']:.3f} is near 0, and {name}_loss is "
+            f"{record[f'{name}_loss']:.3f}: the student predicts nearly the same for every input, and the teacher does "
             f"not. Try a lower optim.lr, distill.projection linear, or a higher distill.{kind}_weight."
-            for kind in self.projections
-            if record[f"{kind}_spread"] < 0.02
+            for name, kind in terms
+            if record[f"{name}_spread"] < 0.02
         }
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
@@ -328,13 +357,11 @@ class Distill(Method):
             f"The teacher's features hardly differ between inputs: {name} is {value:.3f}. Try another distill.teacher "
             "or distill.teacher_size."
             for name, value in record.items()
-            if name.endswith("_teacher_spread") and value < 0.05
+            if name in ("pooled_teacher_spread", "token_teacher_spread") and value < 0.05
         ]
         found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
         return [*found, *super().advice(record)]
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:
-        if self._pooled is None:
-            return {}
-        return {"feature_rank": effective_rank(self._pooled)}
+        return {f"{start}feature_rank": effective_rank(pooled) for start, pooled in self._pooled.items()}

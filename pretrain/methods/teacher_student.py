@@ -5,7 +5,7 @@ encoder; K prototypes.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -161,7 +161,8 @@ class PendingCenter:
 
     def add(self, step: int, logits: Tensor) -> None:
         """Add the logits (N, K) of a forward pass. Sums of an earlier step are discarded: that step was skipped."""
-        sums = torch.cat([logits.sum(0), logits.new_full((1,), len(logits))])  # (K + 1,)
+        sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))  # (K,)
+        sums = torch.cat([sums, sums.new_full((1,), len(logits))])  # (K + 1,)
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
 
     def move(self, center: Tensor, momentum: float) -> None:
@@ -179,19 +180,33 @@ class PendingCenter:
         self._sums = None
 
 
-def output_collapse(loss: float, entropy: float, max_entropy: float) -> str | None:
-    """Return the kind of collapse of a teacher's output, `uniform` or `one prototype`, or None.
+def output_advice(
+    section: str, record: Mapping[str, float], prototypes: int, *, batch_norm: bool, centering: Centering
+) -> list[str]:
+    """Return what the metrics `teacher_spread` and `prototypes_used` of a run that does not learn show, and settings to
+    try.
 
     Args:
-        loss: cross-entropy between teacher and student, in nats.
-        entropy: mean entropy of the teacher's distributions, in nats.
-        max_entropy: entropy of the uniform distribution over the prototypes, ln K, in nats.
+        section: name of the method, which starts the names of its settings.
+        record: metrics of a step.
+        prototypes: number of prototypes (K).
+        batch_norm: True if the head has batch norm.
+        centering: centring of the teacher's output.
     """
-    if entropy > 0.995 * max_entropy and loss > 0.98 * max_entropy:
-        return "uniform"
-    if entropy < 0.01 * max_entropy and loss < 0.02 * max_entropy:
-        return "one prototype"
-    return None
+    found = []
+    if record["teacher_spread"] < 1:
+        settings = "encoder.init xavier, encoder.position_init sincos, or a higher optim.lr"
+        found.append(
+            f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
+            f"and should be above 1. Try {settings if batch_norm else f'{section}.batch_norm, {settings}'}."
+        )
+    if record["prototypes_used"] < prototypes / 16:
+        sinkhorn = f", or {section}.centering sinkhorn" if centering == "mean" else ""
+        found.append(
+            f"The images of the batch fall on {record['prototypes_used']:.0f} of {prototypes} prototypes. Try fewer "
+            f"{section}.prototypes{sinkhorn}."
+        )
+    return found
 
 
 def output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:
@@ -202,20 +217,17 @@ def output_signs(section: str, term: str, loss: float, entropy: float, most: flo
         entropy: entropy of the teacher's distributions, in nats.
         most: entropy of the uniform distribution over the prototypes, ln K, in nats.
     """
-    kind = output_collapse(loss, entropy, most)
-    if kind is None:
-        return {}
     what, prototypes = ("image", "prototypes") if term == "dino" else ("hidden token", "ibot_prototypes")
-    if kind == "uniform":
-        message = (
-            f"{term} cross-entropy {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = {most:.3f}: the "
-            f"teacher's output is uniform for every {what}. Try {section}.batch_norm, encoder.init xavier, fewer "
-            f"{section}.{prototypes}, a lower {section}.teacher_temperature_start, or larger crops."
-        )
-    else:
-        message = (
-            f"{term} teacher entropy {entropy:.4f} and cross-entropy {loss:.4f} are near 0: the teacher assigns every "
-            f"{what} to one prototype. Try {section}.centering sinkhorn, a lower {section}.center_momentum, a higher "
-            f"{section}.teacher_temperature, or a lower optim.lr."
-        )
-    return {f"{term} {kind}": message}
+    if entropy > 0.995 * most and loss > 0.98 * most:
+        return {
+            f"{term} uniform": f"{term} cross-entropy {loss:.3f} and teacher entropy {entropy:.3f} are near ln K = "
+            f"{most:.3f}: the teacher's output is uniform for every {what}. Try {section}.batch_norm, encoder.init "
+            f"xavier, fewer {section}.{prototypes}, a lower {section}.teacher_temperature_start, or larger crops."
+        }
+    if entropy < 0.01 * most and loss < 0.02 * most:
+        return {
+            f"{term} one prototype": f"{term} teacher entropy {entropy:.4f} and cross-entropy {loss:.4f} are near 0: "
+            f"the teacher assigns every {what} to one prototype. Try {section}.centering sinkhorn, a lower "
+            f"{section}.center_momentum, a higher {section}.teacher_temperature, or a lower optim.lr."
+        }
+    return {}

@@ -97,14 +97,14 @@ class Progress:
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
         """Move the progress bar to `step`, and show the given numbers and the newest accuracies next to the bar."""
-        numbers = f"loss {loss:.4f}  {self.accuracy}{images_per_second:.0f} images/s  data wait {100 * data_wait:.0f} %"
+        numbers = f"loss {loss:.4f}  {self.accuracy}{speed(images_per_second)}  data wait {100 * data_wait:.0f} %"
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def scored(self, record: Mapping[str, Any]) -> None:
         """Show the accuracies (0 to 1) in a record of metrics from now on. Do nothing if it has none."""
         found = [f"{name} {100 * record[metric]:.1f} %  " for metric, name in ACCURACIES.items() if metric in record]
         if found:
-            self.accuracy = "".join(found)
+            self.accuracy = "".join(found).rstrip() + (f" (step {record['step']})  " if "step" in record else "  ")
 
     def line(self, record: dict[str, Any]) -> None:
         """Print a record of metrics as one line, unless a progress bar is shown."""
@@ -114,11 +114,16 @@ class Progress:
         left = (time.perf_counter() - self.started) / max(done, 1) * (self.steps - record["step"])
         print(
             f"step {record['step']}/{self.steps}  epoch {record['epoch']:.1f}  loss {record['loss']:.4f}  "
-            f"{self.accuracy}lr {record['lr']:.2e}  {record['images_per_second']:.0f} images/s  "
+            f"{self.accuracy}lr {record['lr']:.2e}  {speed(record['images_per_second'])}  "
             f"data wait {100 * record['data_wait']:.0f} %  {duration(left)} left",
             file=sys.stderr,
             flush=True,
         )
+
+
+def speed(images_per_second: float) -> str:
+    """Return a throughput in words: `1234 images/s`, or with two digits below 10, as `0.38 images/s`."""
+    return f"{images_per_second:.0f} images/s" if images_per_second >= 10 else f"{images_per_second:.2g} images/s"
 
 
 def duration(seconds: float) -> str:

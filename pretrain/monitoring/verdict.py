@@ -46,14 +46,15 @@ class Scores:
 
     @property
     def newest(self) -> dict[str, float]:
-        """Accuracies of the newest evaluation by metric. Empty before the first evaluation."""
+        """Step of the newest evaluation, and its accuracies by metric. Empty before the first evaluation."""
         return self.memory.get("newest", {})
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
         """Add the accuracies of an evaluation: `knn_top1` and, if measured, `linear_top1` and `knn_pixels`; or
         `val_top1`."""
         accuracy = record["knn_top1"] if "knn_top1" in record else record["val_top1"]
-        self.memory["newest"] = {name: value for name, value in record.items() if name.endswith("_top1")}
+        accuracies = {name: value for name, value in record.items() if name.endswith("_top1")}
+        self.memory["newest"] = {"step": step} | accuracies
         self.memory.setdefault("history", []).append([step, accuracy])
         if "linear_top1" in record:
             self.memory.setdefault("linear", []).append([step, record["linear_top1"]])
@@ -129,19 +130,23 @@ def linear(scores: Scores) -> str:
     return f"{text} ({when} {100 * first.accuracy:.1f} %)"
 
 
-def line(scores: Scores, k: int, found: Outcome, advice: Sequence[str]) -> str:
+def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[str]) -> str:
     """Return the verdict in words: the accuracy beside its baselines, the outcome, and settings to try.
 
     Args:
         scores: accuracies so far.
         k: number of neighbours.
+        queries: number of images that are scored.
         found: result of `outcome`.
         advice: observations about the run, each with settings to try.
     """
     history = scores.history
-    now = history[-1]
+    first, now = history[0], history[-1]
     text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}){linear(scores)}: {found}"
-    if len(history) > 1:
+    if found == "flat":
+        gain, chance = 100 * (now.accuracy - first.accuracy), 100 * noise(now.accuracy, queries)
+        text += f", {gain:+.1f} points since step {first.step}, of which {chance:.1f} can be chance"
+    elif len(history) > 1:
         before = history[-2]
         text += f", {100 * (now.accuracy - before.accuracy):+.1f} points since step {before.step}"
     best = max(history, key=lambda score: score.accuracy)

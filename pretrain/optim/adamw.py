@@ -36,6 +36,9 @@ class OptimConfig(Section, frozen=True):
     layer_decay ** (depth + 1 - layer)"""
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
     """additional factor on the learning rate of the patch embedding, on top of layer_decay"""
+    encoder_lr_factor: float | None = Field(default=None, gt=0)
+    """factor on the learning rate of the encoder; default: 0.1 if `init_from` gives the weights of an encoder without
+    heads, which learn at the full rate, else 1"""
     weight_decay: float | None = Field(default=None, ge=0)
     """weight decay at the start of the run; biases, norms, other vectors and the parameters that the encoder's paper
     exempts have no weight decay"""
@@ -60,6 +63,7 @@ class ResolvedOptim(OptimConfig, frozen=True):
     lr: float = Field()
     min_lr: float = Field()
     warmup_steps: int = Field()
+    encoder_lr_factor: float = 1.0
     weight_decay: float = Field()
     weight_decay_end: float = Field()
     betas: tuple[float, float] = Field()
@@ -122,7 +126,7 @@ def learning_rate_factors(
     for encoder in (module for module in method.modules() if isinstance(module, Encoder)):
         last = len(flat_blocks(encoder)) + 1
         for name, parameter, layer in layers(encoder):
-            factors[parameter] = config.layer_decay ** (last - layer)
+            factors[parameter] = config.encoder_lr_factor * config.layer_decay ** (last - layer)
             if name.startswith("patch_embed"):
                 factors[parameter] *= config.patch_embed_lr_factor
     for name, parameter in method.named_parameters():

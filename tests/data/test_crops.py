@@ -14,6 +14,7 @@ from data.collate import collate
 from data.crops import (
     BOX_DRAWS,
     CenterCrop,
+    MixedCrops,
     MultiCrop,
     MultiCropConfig,
     RandomCropConfig,
@@ -262,3 +263,23 @@ def test_center_crop_of_odd_images():
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         MultiCropConfig(**bad)
+
+
+def test_mixed_crops_are_drawn_from_seed_and_step_alone():
+    """The oracle draws with NumPy's uniform doubles from the same generator."""
+    sizes, weights = (24, 32, 16), [0.3, 0.6, 0.1]
+    transforms = [MultiCrop(MultiCropConfig(global_size=size, local_size=8, local_crops=2)) for size in sizes]
+    mixed = pickle.loads(pickle.dumps(MixedCrops(transforms, [3 * weight for weight in weights])))
+    found = [mixed.at(7, step).views[0].size for step in range(3000)]
+    for step in range(50):
+        philox = np.random.Philox(key=np.array([7, 4], dtype=np.uint64), counter=[0, step, 0, 0])
+        drawn = np.random.Generator(philox).random()
+        assert found[step] == sizes[0 if drawn < 0.3 else 1 if drawn < 0.9 else 2]
+    shares = [found.count(size) / len(found) for size in sizes]
+    assert stats.chisquare(np.array(shares) * 3000, np.array(weights) * 3000).pvalue > 0.001
+    assert [mixed.at(7, step).views[0].size for step in (2999, 5, 0)] == [found[2999], found[5], found[0]]
+    assert [mixed.at(8, step).views[0].size for step in range(50)] != found[:50]
+    assert MixedCrops(transforms[:1], [0.05]).at(0, 3) is transforms[0]
+    # without a step: the largest crops
+    assert mixed.views == transforms[1].views
+    assert crops(mixed, picture()).views[0].images.shape == (2, 3, 32, 32)

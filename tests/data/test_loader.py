@@ -15,8 +15,9 @@ import torch
 
 from data.batch import Batch, ColorParameters, CropParameters, ViewParameters
 from data.collate import ViewShape
-from data.crops import CenterCrop
+from data.crops import CenterCrop, MixedCrops, MultiCrop, MultiCropConfig, ResizedView
 from data.loader import LoaderConfig
+from data.resample import cut_views
 from data.sampler import ShuffledSampler, sample_rng
 from data.shards import ShardError
 from tests.data.batches import color, evaluation_batches, same_color, step_positions, training_batches
@@ -117,6 +118,34 @@ def test_processes_passes_and_resuming_change_nothing(write_shards):
     joined = [ranks[rank][3 * step + micro] for step in range(9) for rank in range(2) for micro in range(3)]
     assert [number for batch in joined for number in zip(numbers(batch), batch.keys, strict=True)] == expected
     assert torch.equal(torch.cat([color(batch).hue[: len(batch)] for batch in joined]), noise)
+
+
+@pytest.mark.parametrize("where", ["workers", "device"])
+def test_each_step_has_the_crops_of_one_of_the_mixed_transforms(write_shards, where):
+    """The oracle is a run with that transform alone. Two processes, with workers, passes and a resumed run agree."""
+    shards = write_shards([30, 9])
+    small, large = (MultiCrop(MultiCropConfig(global_size=n, local_size=n // 2, local_crops=3)) for n in (4, 8))
+    mixed = MixedCrops([small, ResizedView(large, 10)], [0.5, 0.5])
+
+    def load(transform, first=0, **split):
+        given = {"batch_size": 12, "seed": 1, "steps": 8, "streams": 4, "first_step": first}
+        found = training_batches(shards, transform, **given, **split, config=LoaderConfig(crops=where))
+        return [cut_views(batch) if where == "device" else batch for batch in found]
+
+    alone = {one: load(one) for one in mixed.transforms}
+    expected = [alone[mixed.at(1, step)][step] for step in range(8)]
+    assert {batch.views[0].images.shape[-1] for batch in expected} == {4, 8}
+    whole = load(mixed)
+    assert len(whole) == 8
+    assert all(same(one, other) for one, other in zip(whole, expected, strict=True))
+    split = {"world_size": 2, "accumulation": 2, "workers": 1 if where == "workers" else 0}
+    ranks = [[*load(mixed, rank=rank, **split)[: 2 * 3], *load(mixed, 3, rank=rank, **split)] for rank in range(2)]
+    for step, batch in enumerate(expected):
+        parts = [ranks[rank][2 * step + micro] for rank in range(2) for micro in range(2)]
+        assert [key for part in parts for key in part.keys] == batch.keys
+        for place, view in enumerate(batch.views):
+            images = [part.views[place].images.unflatten(0, (view.crops, -1)) for part in parts]
+            assert torch.equal(torch.cat(images, 1).flatten(0, 1), view.images)
 
 
 def test_a_mixture_of_sources(write_shards):

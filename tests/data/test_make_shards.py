@@ -104,7 +104,10 @@ def test_killed_at_random_and_started_again(photos, tmp_path, capsys):
     rng, kept = random.Random(0), []
     for _ in range(12):
         process = in_process(words)
-        time.sleep(rng.uniform(0, took))
+        goal = len(shards(tmp_path / "killed")) + rng.randint(0, 4)
+        while process.is_alive() and len(shards(tmp_path / "killed")) < goal:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, took / 10))
         process.kill()
         process.join()
         found = shards(tmp_path / "killed")

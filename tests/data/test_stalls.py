@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from data import workers
 from data.workers import WorkerStates
 from runtime import preemption
-from tests.data.shards.batches import train
+from tests.data.shards.batches import evaluate, train
 
 PROGRAM = """
 import os, signal, sys, time
@@ -61,6 +62,22 @@ def test_a_stopped_worker_is_named_and_the_wait_hears_signals(write_shards, monk
     finally:
         os.kill(worker, signal.SIGCONT)
     assert f"worker 0 (process {worker}) is stopped" in caplog.text
+
+
+def test_an_evaluation_is_not_interrupted(write_shards, monkeypatch):
+    monkeypatch.setattr(preemption, "LONGEST_WAIT", 0.0)
+    path = write_shards([40])
+    expected = [batch.keys for batch in evaluate(path, batch_size=4)]
+    before = set(children())
+    with preemption.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        batches = iter(evaluate(path, batch_size=4, workers=1))
+        keys = [next(batches).keys]
+        (worker,) = set(children()) - before
+        os.kill(worker, signal.SIGSTOP)
+        threading.Timer(3 * workers.POLL, os.kill, (worker, signal.SIGCONT)).start()
+        keys += [batch.keys for batch in batches]
+    assert keys == expected
 
 
 def test_a_worker_that_goes_on_gives_the_same_batches(write_shards):

@@ -204,7 +204,8 @@ def test_packed_blocks_compile_and_those_of_one_size_whole():
         segments, x = Segments(torch.tensor(lengths), CPU), torch.randn(15, 16)
         torch.testing.assert_close(compiled(x, segments), block(x, segments))
         graphs.append(counter.frame_count)
-    assert len(set(graphs)) == 1  # the lengths of a batch compile nothing anew
+    # The lengths of a batch compile nothing anew, except that torch 2.11 makes a size dynamic at the second batch.
+    assert len(set(graphs[1:])) == 1
     torch.compiler.reset()
     segments, whole = Segments(torch.tensor([5, 5, 5]), CPU), torch.compile(block, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(whole(x, segments), block(x, segments))

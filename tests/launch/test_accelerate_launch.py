@@ -107,7 +107,12 @@ def module() -> ModuleType:
         ([-15, 75], None, 75),
         ([1, -15], None, 1),
         ([-15, 2], None, 2),
-        ([69, 1], None, 69),
+        ([69], None, 69),
+        ([69, -15], None, 69),
+        ([69, 1], None, 1),  # the agent found both at once
+        ([69, -9], None, 137),
+        ([75, 69], signal.SIGTERM, 75),  # one trainer saved and ended while the other was still in the last collective
+        ([75, 69], None, 69),
         ([75, 1], signal.SIGTERM, 1),
         ([1, 75], signal.SIGTERM, 1),
         ([-9, 69], None, 137),

@@ -233,7 +233,12 @@ def test_without_slurm_the_same_command_is_named(slurm: Slurm) -> None:
     [
         ("steps: 3", [], "names no data. Add `data: SHARDS` there"),
         ("data: d.tar", ["--after-pretraining", "knn"], "an evaluation needs labelled shards"),
-        ("data: d.tar\nevaluation: {val: v.tar}", ["--every-checkpoint", "probe"], "an evaluation needs labelled"),
+        ("data: d.tar\nevaluation: {train: v.tar}", ["--every-checkpoint", "probe"], "an evaluation needs labelled"),
+        (
+            "data: {shards: {d.tar: 1.0}}\nevaluation: {val: v.tar}",
+            ["--every-checkpoint", "probe"],
+            "an evaluation needs labelled",
+        ),
         ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk'. Choose from knn, probe"),
         ("data: d.tar", ["--every-checkpoint", "finetune"], "Give --after-pretraining finetune"),
         ("- a\n- b", [], "It must hold `name: value` lines"),

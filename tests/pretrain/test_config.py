@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import yaml
 from pydantic import BaseModel
 
@@ -25,6 +26,20 @@ RESOLVED_OPTIM = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 1, "weight_decay": 0
     "betas": (0.9, 0.999),
     "clip": 0.0,
 }
+
+
+@pytest.mark.parametrize("entry", [("optim", 0), ("init_from", 0), ("encoder", 3)])
+def test_a_saved_file_with_a_wrong_type_is_refused(tmp_path: Path, entry: tuple[str, object]) -> None:
+    file = tmp_path / "config.yaml"
+    whole = yaml.safe_load(to_yaml(resolve(load(SHARDS), 1000)))
+    file.write_text(yaml.safe_dump(whole | dict([entry])))
+    with pytest.raises(SettingsError, match=entry[0]):
+        load(["--config", str(file)])
+
+
+def test_a_mistyped_short_form_is_recognised() -> None:
+    with pytest.raises(SettingsError, match=r"unknown flag --encodr; did you mean '--encoder'\?"):
+        load([*SHARDS, "--encodr", "vit_mini"])
 
 
 def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
@@ -148,11 +163,17 @@ def test_without_data_the_preset_of_the_embedded_data_lies_below(tmp_path: Path)
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_presets_are_valid(file: Path) -> None:
+def test_presets_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: make(name, **options | {"pretrained": False}))
     teacher = ["--distill.teacher", small_teacher()] if "distill" in file.stem else []
     config = resolve(load([*SHARDS, "--config", str(file), *teacher]), 1_281_167)
     assert config.method == file.stem.split("_")[1]
-    if file.stem.startswith("imagenet_"):  # says in full what follows from the size of ImageNet anyway
+    if file.stem.startswith("continued_"):
+        assert config.optim.encoder_lr_factor == 0.1
+        assert config.encoder_settings["depth"] == 12
+    elif file.stem.startswith("imagenet_") and config.method != "dinov3":  # DINOv3's defaults are those of its ViT-7B
+        # the preset says in full what follows from the size of ImageNet anyway
         variant, size = config.encoder_settings["variant"], str(config.batch_size)
         flags = ["--method", config.method, "--encoder", variant, "--batch_size", size, "--precision", "bf16"]
         derived = resolve(load([*SHARDS, *flags, "--steps", str(config.steps)]), 1_281_167)

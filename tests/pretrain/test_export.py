@@ -1,5 +1,6 @@
 """Exports equal the trained weights, and a damaged checkpoint is not exported."""
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import encoders
+from encoders.base import Preprocessing
 from pretrain import export
 from pretrain.checkpoints import manifest
 from pretrain.checkpoints.resume import TrainState
@@ -20,6 +22,7 @@ from tests.pretrain.small import SECTIONS, STEPS, make, saver
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
     """Return a run folder with two checkpoints, the method's name, and the tensors of the newer checkpoint."""
     accelerator, engine = make(0, request.param)
+    engine.method.trained_encoder().preprocessing = Preprocessing((0.1, 0.2, 0.3), (0.5, 0.4, 0.3))
     output = tmp_path / "run"
     for step in (3, 6):
         saver(output, accelerator, engine, request.param).save(TrainState(step, 4), engine.method.trained_encoder())
@@ -139,13 +142,19 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
     trainer = json.loads((newest / "trainer.json").read_text())
     (newest / "trainer.json").write_text(json.dumps({k: v for k, v in trainer.items() if k != "optimizer_steps"}))
     assert "another version" in said(folder, output)
-    # of another shape than its settings say, which the manifest cannot know
-    trainer["settings"]["encoder"]["dim"] = 48
-    (newest / "trainer.json").write_text(json.dumps(trainer))
-    listed = json.loads((newest / "manifest.json").read_text())
-    listed["files"] |= manifest.describe([newest / "trainer.json"])
-    (newest / "manifest.json").write_text(json.dumps(listed))
-    assert "does not fit its own settings" in said(folder, output)
+
+    def changed(section: str, name: str) -> str:
+        """Return what the command says if a setting is changed, and the manifest with it."""
+        other = copy.deepcopy(trainer)
+        other["settings"][section][name] = 2**24 + 1 if section == "dino" else 48
+        (newest / "trainer.json").write_text(json.dumps(other))
+        listed = json.loads((newest / "manifest.json").read_text())
+        listed["files"] |= manifest.describe([newest / "trainer.json"])
+        (newest / "manifest.json").write_text(json.dumps(listed))
+        return said(folder, output)
+
+    assert "does not fit its own settings" in changed("encoder", "dim")  # another shape than that of the tensors
+    assert "trainer.json cannot be used: brightness is larger than 16777216" in changed("dino", "brightness")
 
 
 @pytest.mark.parametrize("run", ["mae"], indirect=True)

@@ -22,7 +22,7 @@ RECIPE = (
 )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_fine_tuning_beats_the_knn_of_its_start_and_resumes_exactly(launch, tmp_path: Path) -> None:
     train, val = demo_shards()
     start = tmp_path / "start"

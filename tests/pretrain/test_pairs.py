@@ -28,6 +28,18 @@ RUNS["dino of rope_vit_micro, random coordinates"] = {
     "--encoder.rope_shift": "0.1",
     "--encoder.rope_rescale": "2",
 }
+RUNS["distill of vit_micro, two students"] = {
+    "--method": "distill",
+    "--encoder": "vit_micro",
+    "--distill.students": "swin_micro",
+}
+RUNS["dinov3 of rope_vit_micro, mixed sizes"] = {
+    "--method": "dinov3",
+    "--encoder": "rope_vit_micro",
+    "--dinov3.sizes": "{16/12: 0.5, 24/16/32: 0.5}",
+    "--dinov3.gram_size": "16",
+    "--dinov3.gram_start": "1",
+}
 RUNS["mae of vit_micro in place"] = {"--method": "mae", "--encoder": "vit_micro"} | IN_PLACE
 
 

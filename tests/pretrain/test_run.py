@@ -84,7 +84,7 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     settings = yaml.safe_load((output / "config.yaml").read_text())
     assert settings["optim"]["lr"] == 4e-3
     assert settings["optim"]["warmup_steps"] == 1  # derived, and written down
-    assert "evaluation/linear_probe.py --checkpoint" in log
+    assert "tessera linear_probe --checkpoint" in log
     assert str(output / "encoder.safetensors") in re.sub(r"\s*\n\s*", "", log) or "encoder.safetensors" in log
     # the encoder of a checkpoint is one too
     encoders.load(output / "checkpoints" / "latest" / "encoder.safetensors")
@@ -158,6 +158,7 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Pat
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "/nowhere/run"], "/nowhere/run holds no run to continue"),
         (["--precision", "fp16"], "Use bf16 or fp32"),
+        (["--encoder.bf16_residuals", "true"], "needs --precision bf16, and the precision of this run is fp32"),
         (["--encoder.heads", "5"], "heads"),
         (["--dino.loca_crops", "5"], "did you mean '--dino.local_crops'"),
     ],

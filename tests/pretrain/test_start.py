@@ -13,7 +13,9 @@ from pretrain.job import build_method
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig
+from pretrain.run import main
 from pretrain.start import start_from_run
+from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
 
 
@@ -65,6 +67,47 @@ def test_init_from_a_run_fills_the_method_and_a_weight_file_only_its_encoder(tmp
         assert torch.equal(started["student.head.mlp.0.weight"], held["student.head.mlp.0.weight"]) == whole
         resumed = build_method(resolve(load(words), 1000), fresh=False).state_dict()
         assert not torch.equal(resumed["teacher.encoder.cls_token"], held["teacher.encoder.cls_token"])
+
+
+def test_an_encoder_with_new_heads_learns_slowly_and_keeps_its_layers(tmp_path: Path) -> None:
+    finished(tmp_path / "run", "dinov2")
+    alone = str(tmp_path / "run/checkpoints/latest/encoder.safetensors")
+    words = ["--data", "a.tar", "--method"]
+    for name, source, expected in (
+        ("dinov3", str(tmp_path / "run"), 1.0),
+        ("dinov3", alone, 0.1),
+        ("mae", str(tmp_path / "run"), 0.1),
+        ("finetune", alone, 1.0),
+    ):
+        config = resolve(load([*words, name, "--init_from", source]), 1_000_000, classes=2)
+        assert config.optim.encoder_lr_factor == expected
+        assert config.encoder_settings["layer_scale"] is None
+    given = [*words, "dinov2", "--init_from", alone, "--optim.encoder_lr_factor", "0.5"]
+    assert resolve(load(given), 1_000_000).optim.encoder_lr_factor == 0.5
+    scratch = resolve(load([*words, "dinov2"]), 1_000_000)
+    assert scratch.optim.encoder_lr_factor == 1.0
+    assert scratch.encoder_settings["layer_scale"] == 1e-5
+
+
+@pytest.mark.slow
+def test_features_do_not_get_worse_in_the_first_steps(tmp_path: Path) -> None:
+    base, steps = tmp_path / "base", ["--evaluate_every", "10", "--evaluation.pictures", "0"]
+    main(["--method", "lejepa", "--steps", "200", "--evaluate_every", "200", "--output", str(base)])
+    reached = scores(base)[-1]
+    lowest = {}
+    for factor in ("default", "1"):
+        given = [] if factor == "default" else ["--optim.encoder_lr_factor", factor]
+        start = ["--init_from", str(base / "encoder.safetensors"), "--output", str(tmp_path / factor)]
+        main(["--method", "lejepa", "--steps", "60", *steps, *start, *given])
+        found = scores(tmp_path / factor)
+        assert found[0] == reached
+        lowest[factor] = min(found)
+    assert lowest["default"] > reached - 0.015  # one standard error of 360 images
+    assert lowest["1"] < reached - 0.03
+
+
+def scores(run: Path) -> list[float]:
+    return [record["knn_top1"] for record in records(run) if "knn_top1" in record]
 
 
 def _with(**settings) -> Method:

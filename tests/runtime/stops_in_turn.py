@@ -87,7 +87,7 @@ def turn(arguments: list[str], output: Path, rng: random.Random | None) -> dict:
         "code": code,
         "sent": signals.sent,
         "reported": max(map(int, re.findall(r"^step (\d+)/", said.getvalue(), re.M)), default=None),
-        "message": re.findall(r"run\.py: .*", said.getvalue())[-1:],
+        "message": re.findall(r"^stops_in_turn\.py: .*", said.getvalue(), re.M)[-1:],
         "latest": int(latest.resolve().name[5:]) if latest.exists() else None,
         "recorded": json.loads(lines(output)[-1])["step"],
     }

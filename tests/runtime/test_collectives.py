@@ -1,5 +1,7 @@
 """Collectives with one process and with two."""
 
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,24 @@ def _two_processes(own: int, folder: str) -> None:
     with pytest.raises(RankError, match=r"^process 0: .*nothing is missing on "):
         run_on_all_ranks(lambda: wait_for_path(Path(folder, "nothing")) if own == 0 else None)
     dist.destroy_process_group()
+
+
+def _one_prepares_for_longer_than_collectives_wait(own: int, folder: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=0.5))
+    file = Path(folder, "prepared")
+    with collectives.first_of_node_first():
+        if own == 0:
+            time.sleep(1.2)
+            file.touch()
+        assert file.exists()
+    assert gather_objects(own) == [0, 1]
+    dist.destroy_process_group()
+
+
+def test_the_first_process_may_prepare_for_longer_than_collectives_wait(tmp_path: Path, free_port: int) -> None:
+    with collectives.first_of_node_first():
+        pass
+    on_processes(_one_prepares_for_longer_than_collectives_wait, free_port, str(tmp_path))
 
 
 def test_two_processes(tmp_path: Path, free_port: int) -> None:

@@ -61,15 +61,9 @@ def test_a_process_that_does_not_start_is_named_and_waited_for(start) -> None:
     assert waiting.returncode == late.returncode == 0
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    ("lost", "how"),
-    [
-        (0, signal.SIGKILL),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, signal.SIGKILL), (0, signal.SIGSTOP))),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_is_lost_while_it_waits_ends_the_other(start, lost: int, how: signal.Signals) -> None:
     # both send heartbeats, and neither goes on
     processes = [start(rank, inside="time.sleep(100)") for rank in range(2)]

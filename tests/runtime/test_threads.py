@@ -30,7 +30,7 @@ def started(tmp_path: Path, name: str, flags: tuple[str, ...] = (), **variables:
     return ran.stdout.strip()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc, which only Linux has")
 def test_a_number_of_threads_set_by_a_launcher_is_told_from_the_users_own(tmp_path: Path) -> None:
     assert started(tmp_path, "accelerate") == "True"

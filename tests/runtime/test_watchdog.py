@@ -228,6 +228,12 @@ def _ended(pid: int) -> bool:
         return True
 
 
+def _kill_the_frozen(process: int) -> None:
+    """Do what the launcher does half a minute after it has found that another trainer ended."""
+    time.sleep(2)  # until it has found that
+    os.kill(process, signal.SIGKILL)
+
+
 def _resumes(launch, output: Path) -> None:
     """Assert that the run resumes from its newest checkpoint for two more steps."""
     newest = int((output / "checkpoints" / "latest").resolve().name[5:])
@@ -260,8 +266,7 @@ def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
     os.kill(trainers[0], signal.SIGSTOP)  # process 0, to which all others listen
     assert 30 < _wait(lambda: _ended(trainers[1]), 60) < 60
     assert re.search(r"run.py: process 1: process 0 on .* was last heard at .* with --resume", run.log.read_text())
-    time.sleep(1)
-    os.kill(trainers[0], signal.SIGKILL)  # or the launcher waits half a minute for it
+    _kill_the_frozen(trainers[0])
     run.wait(60)
     assert run.process.returncode == watchdog.EXIT_CODE
     _resumes(launch, output)
@@ -319,6 +324,6 @@ def test_an_evaluation_whose_process_is_frozen_ends_by_name(launch, tmp_path: Pa
     assert re.search(
         r"evaluate.py: process 0: process 1 on .* was last heard at .*Start the command again", run.log.read_text()
     )
-    os.kill(trainers[1], signal.SIGKILL)
+    _kill_the_frozen(trainers[1])
     run.wait(60)
     assert run.process.returncode == watchdog.EXIT_CODE

@@ -159,7 +159,8 @@ def test_checkpoints_of_other_versions_are_refused_in_words(tmp_path: Path) -> N
     later = known | {"position": known["position"] | {"epoch": 3}}
     earlier = {name: value for name, value in known.items() if name not in ("optimizer_steps", "engine")}
     (path / "manifest.json").unlink()
-    for other in (later, earlier, []):
+    no_step = known | {"position": {"images": 3}}
+    for other in (later, earlier, no_step, []):
         (path / "trainer.json").write_text(json.dumps(other))
         for use in (resume.read_train_state, resume.read_trainer, lambda p: resume.check_fits(p, settings())):
             with pytest.raises(CheckpointError, match=r"written by another version.*--init_from .*step-00000001"):

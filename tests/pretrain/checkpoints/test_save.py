@@ -396,7 +396,8 @@ def test_killed_at_any_moment_of_saving(tmp_path: Path) -> None:
         assert listed
         for found in listed:
             assert manifest.wrong_sizes(found) == manifest.wrong_checksums(found) == []
-        assert (folder / "latest" / "trainer.json").exists()
+        if len(listed) > 1 or "latest" in names(folder):  # it is made after the first checkpoint
+            assert (folder / "latest" / "trainer.json").exists()
         accelerator, engine = make(1)
         assert resume.restore(listed[-1], accelerator, engine).step == int(listed[-1].name[5:])
         saver(output, accelerator, engine, keep=1).save(TrainState(10**6, 1), engine.method.trained_encoder())

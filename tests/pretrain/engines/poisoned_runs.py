@@ -3,7 +3,8 @@
 python poisoned_runs.py FILE.json
 
 FILE.json holds a list of {"arguments": a command line, "poison": {step: [process, pass of the step, what]}}. "what" is
-the first thing that is not finite: "loss", "gradient" or "image". An entry {"averages": FOLDER} calls
+the first thing that is not finite: "loss", "gradient" or "image". With {"in_chunks": true}, several processes compute
+the losses of a run in chunks of rows, and one process computes them in one. An entry {"averages": FOLDER} calls
 `thousand_averages.run` instead.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from encoders.images import PackedImages
-from pretrain.methods import METHODS
+from pretrain.methods import METHODS, cross_entropy
 from pretrain.methods.base import Method
 from pretrain.run import main
 
@@ -67,6 +68,7 @@ for run in json.loads(Path(sys.argv[1]).read_text()):
     GradientState._reset_state()
     poison = run.get("poison", {})
     passes.clear()
+    cross_entropy.CHUNK_BYTES = 2**10 if run.get("in_chunks") and PROCESSES > 1 else 2**28
     if "averages" in run:
         sys.path.insert(0, str(Path(__file__).parent))
         import thousand_averages

@@ -1,14 +1,17 @@
 """Nothing in a checkpoint of a stranger is executed, and nothing outside of it is read."""
 
+import io
 import json
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from pretrain import export
 from pretrain.checkpoints import manifest, resume
@@ -70,6 +73,28 @@ def _change(checkpoint: Path, change: Callable[[Any], object]) -> None:
     change(metadata)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     signed(checkpoint)
+
+
+def test_members_of_an_enumeration_may_be_written_as_by_an_early_python_3_11(checkpoint: Path) -> None:
+    class EarlyPickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+    expected, file = read_metadata(checkpoint / ".metadata"), io.BytesIO()
+    EarlyPickler(file).dump(pickle.loads((checkpoint / ".metadata").read_bytes()))
+    assert b"getattr" in file.getvalue()
+    (checkpoint / ".metadata").write_bytes(file.getvalue())
+    assert read_metadata(checkpoint / ".metadata").state_dict_metadata == expected.state_dict_metadata
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("os", "system"), (_MEM_FORMAT_ENCODING, "__init__"), (_MEM_FORMAT_ENCODING, "__members__"), ("a", [])],
+)
+def test_no_other_attribute_is_read(tmp_path: Path, arguments: tuple[Any, Any]) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(getattr, *arguments)))
+    with pytest.raises(MetadataError, match=r"it calls builtins\.getattr, which could run code"):
+        read_metadata(tmp_path / ".metadata")
 
 
 def _first(metadata: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import encoders
+from data.augment import to_model_input
 from data.batch import Batch, View
 from data.collate import collate
 from pretrain.methods.base import RunSize
@@ -134,6 +135,82 @@ def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colo
     assert len(plain.transform().views) == 2
 
 
+MIXED = {"sizes": {"24/12/32": 0.5, "16/8": 1.5}, "gram_start": 0, "gram_warmup_steps": 0}
+
+
+@pytest.mark.parametrize("variant", ["vit_micro", "rope_vit_micro"])
+def test_a_step_of_mixed_sizes_is_the_step_of_a_method_of_these_sizes(variant: str) -> None:
+    """The loss of every combination, with its masks and crops, is that of a method that knows no other one."""
+    image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    sizes = {"global_size": 24, "local_size": 12, "gram_size": 32}
+    config, _ = resolve(DINOv3Config(**SMALL | MIXED | sizes), OptimConfig(), RunSize(1000, 4, 60))
+    mixed = DINOv3(encoders.build(variant, mask_token=True, image_size=24), config, 60).eval()
+    transforms = mixed.transform().transforms
+    assert [[view.size for view in one.views] for one in transforms] == [[16, 8], [24, 12, 32]]
+    assert mixed.transform().views == transforms[1].views
+    for transform, (large, local, gram) in zip(transforms, ((16, 8, 16), (24, 12, 32)), strict=True):
+        own = {"global_size": large, "local_size": local, "gram_size": gram}
+        plain, _ = resolve(
+            DINOv3Config(**SMALL | {"gram_start": 0, "gram_warmup_steps": 0} | own), OptimConfig(), RunSize(1000, 4, 60)
+        )
+        method = DINOv3(encoders.build(variant, mask_token=True, image_size=24), plain, 60).eval()
+        method.load_state_dict(mixed.state_dict())
+        batches = [
+            to_model_input(collate(one, [image] * 3, [np.random.default_rng(seed) for seed in range(3)]))
+            for one in (transform, method.transform())
+        ]
+        found, expected = mixed(batches[0], 0), method(batches[1], 0)
+        assert torch.equal(found[0], expected[0])
+        assert found[1] == expected[1]
+        assert found[1]["gram_loss"] > 0
+        assert batches[0].views[0].masks[0].hidden.numel() == 6 * (large // 4) ** 2
+
+
+def test_sizes_set_the_sizes_that_are_not_given_and_are_sorted() -> None:
+    given = DINOv3Config(sizes={"64/16": 0.5, "128/48/256": "0.25", "128/32": 1})
+    assert given.sizes == {"64/16": 0.5, "128/32": 1.0, "128/48/256": 0.25}
+    config, _ = resolve(given, OptimConfig(), RunSize(1000, 4, 60))
+    assert (config.global_size, config.local_size, config.gram_size, config.local_crops) == (128, 48, 256, 8)
+    again, _ = resolve(DINOv3Config(**config.model_dump()), OptimConfig(), RunSize(1000, 4, 60))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"16/8/24": 1, "18/8/24": 1},
+            r"18/8/24 of sizes has a side that is not a multiple of 4 .* Use multiples of 4",
+        ),
+        ({"16/8/24": 1, "20/6/24": 1}, r"20/6/24 of sizes has a side that is not a multiple of 4"),
+        ({"16/8": 1, "24/8/20": 1}, r"24/8/20 of sizes are smaller than the global crops. Write at least 24"),
+        ({"4/4": 1, "16/8": 1}, r"4/4 of sizes is one token of ViT.* Use at least 8 pixels"),
+        ({"16-8": 1}, r"'16-8' is no combination of crop sizes. Write global/local/gram"),
+        ({"16/8/24/32": 1}, r"'16/8/24/32' is no combination"),
+        ({"16/0": 1}, r"'16/0' is no combination"),
+        ({"16/8": 0}, r"probability of 16/8 must be a positive number"),
+        ({"16/8": float("inf")}, r"probability of 16/8 must be a positive number"),
+        ({}, r"there is no combination"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixed(sizes=sizes)
+
+
+def test_sizes_that_contradict_other_settings_are_refused() -> None:
+    sizes = {"16/8": 1, "24/8": 1}
+    assert mixed(sizes=sizes, global_size=16, local_size=8, gram_size=16).image_size == 16
+    with pytest.raises(ValueError, match=r"global_size 16, local_size 8 and gram_size 24 are not one .* Leave out"):
+        mixed(sizes=sizes, global_size=16)
+
+
+def mixed(**settings) -> DINOv3:
+    config, _ = resolve(DINOv3Config(local_crops=2, prototypes=32, **settings), OptimConfig(), RunSize(1000, 4, 60))
+    return DINOv3(encoders.build("vit_micro", **NARROW), config, 60)
+
+
 def test_schedules_are_constant_after_the_warm_up() -> None:
     config, optim = resolve(DINOv3Config(), OptimConfig(), RunSize(20_000_000, 4096, 1_000_000))
     assert (config.momentum, config.teacher_temperature_steps, config.gram_start) == (0.994, 100_000, 833_333)
@@ -148,6 +225,18 @@ def test_schedules_are_constant_after_the_warm_up() -> None:
     assert method.momentum(0) == method.momentum(59)
     with pytest.raises(ValueError, match=r"gram_size 8 is less than global_size 16"):
         make(gram_size=8)
+
+
+def test_the_number_of_prototypes_is_bounded_by_the_rows_of_a_forward_pass() -> None:
+    def prototypes(*size: int) -> int:
+        return resolve(DINOv3Config(), OptimConfig(), RunSize(*size))[0].prototypes
+
+    assert prototypes(20_000_000, 4096, 1_000_000) == 65536
+    assert prototypes(1_281_167, 512, 100_000) == 32 * 2 * 512
+    assert prototypes(20_000, 64, 1000) == 8 * 2 * 64
+    assert prototypes(20_000, 64, 1000, None, 4) == 8 * 2 * 16
+    config = resolve(DINOv3Config(prototypes=99), OptimConfig(), RunSize(20_000, 64, 1000))[0]
+    assert (config.prototypes, config.ibot_prototypes, config.ibot_hidden_dim) == (99, 99, config.hidden_dim)
 
 
 def test_without_a_gram_loss_there_is_no_gram_teacher() -> None:

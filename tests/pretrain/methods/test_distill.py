@@ -14,7 +14,8 @@ from data.augment import normalize
 from data.batch import Batch
 from encoders.base import IMAGENET, Features, Preprocessing
 from pretrain.methods.base import RunSize
-from pretrain.methods.distill import Distill, DistillConfig, load_teacher, match_loss, resized_tokens, resolve
+from pretrain.methods.distill import Distill, DistillConfig, match_loss, resized_tokens, resolve
+from pretrain.methods.frozen_teacher import load_teacher
 from pretrain.optim.adamw import OptimConfig
 from pretrain.preflight import dry_forward
 from runtime.settings import SettingsError
@@ -236,10 +237,10 @@ def test_signs_of_collapse_name_the_flag_of_their_term(tmp_path: Path) -> None:
 def _two_ranks(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
-    method, batch = make(Path(folder) / "teacher.safetensors", images=6)
+    method, batch = make(Path(folder) / "teacher.safetensors", images=6, students=["swin_micro"])
     loss, _ = method(batch_of([batch.views[0].images[rank * 3 : rank * 3 + 3]]), 0)
     loss.backward()
-    result = {"loss": loss.detach(), "rank": torch.tensor(method.health()["feature_rank"])}
+    result = {"loss": loss.detach()} | {name: torch.tensor(value) for name, value in method.health().items()}
     result |= {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
     for value in result.values():
         torch.distributed.all_reduce(value)
@@ -250,14 +251,15 @@ def _two_ranks(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_two_processes_equal_one(tmp_path: Path, free_port: int) -> None:
-    method, batch = make(save_teacher(tmp_path), images=6)
+    method, batch = make(save_teacher(tmp_path), images=6, students=["swin_micro"])
     loss, _ = method(batch, 0)
     loss.backward()
     mp.start_processes(_two_ranks, (free_port, str(tmp_path)), nprocs=2, start_method="forkserver")
     for rank in range(2):
         result = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(result["loss"], loss.detach(), rtol=1e-6, atol=0)
-        assert result["rank"].item() == pytest.approx(method.health()["feature_rank"], rel=1e-5)
+        for name in ("feature_rank", "swin_micro/feature_rank"):
+            assert result[name].item() == pytest.approx(method.health()[name], rel=1e-5)
         for name, p in method.named_parameters():
             if p.grad is not None:
                 torch.testing.assert_close(result[name], p.grad, rtol=1e-4, atol=1e-7)

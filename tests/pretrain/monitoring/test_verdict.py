@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pretrain.monitoring.metrics import duration
+from pretrain.monitoring.metrics import duration, speed
 from pretrain.monitoring.verdict import Score, Scores, baselines, line, linear, noise, outcome
 
 QUERIES = 1800  # two standard errors of a difference near 50 % are 3.3 points
@@ -54,10 +54,11 @@ def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
     assert baselines(scores) == "before training 50.4 %, raw pixels 56.4 %"
     scores.add(100, {"knn_top1": 0.58})
     scores.add(200, {"knn_top1": 0.512})
-    assert line(scores, 20, "learning", ["Try this."]) == (
+    assert line(scores, 20, 360, "learning", ["Try this."]) == (
         "step 200: 20-NN 51.2 % (before training 50.4 %, raw pixels 56.4 %): learning, -6.8 points since step 100"
     )
-    assert line(scores, 20, "falling", ["Seen that.", "Try this."]).endswith(
+    assert line(scores, 20, 360, "flat", []).endswith("flat, +0.8 points since step 0, of which 7.5 can be chance. ")
+    assert line(scores, 20, 360, "falling", ["Seen that.", "Try this."]).endswith(
         "falling, -6.8 points since step 100, best 58.0 % at step 100. Seen that. Try this."
     )
 
@@ -67,7 +68,7 @@ def test_line_shows_the_linear_probe_of_the_same_step() -> None:
     scores.add(0, {"knn_top1": 0.5, "linear_top1": 0.6, "knn_pixels": 0.55})
     assert linear(scores) == ", linear probe 60.0 %"
     scores.add(100, {"knn_top1": 0.7, "linear_top1": 0.812})
-    assert line(Scores(json.loads(json.dumps(scores.memory))), 20, "learning", []) == (
+    assert line(Scores(json.loads(json.dumps(scores.memory))), 20, 360, "learning", []) == (
         "step 100: 20-NN 70.0 % (before training 50.0 %, raw pixels 55.0 %), linear probe 81.2 % "
         "(before training 60.0 %): learning, +20.0 points since step 0"
     )
@@ -96,3 +97,9 @@ def test_a_run_from_an_older_checkpoint_has_no_baselines_of_step_0() -> None:
 )
 def test_durations_are_readable(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_slow_runs_do_not_show_a_speed_of_zero() -> None:
+    assert [speed(value) for value in (1234.4, 10.4, 9.84, 0.0382)] == [
+        "1234 images/s", "10 images/s", "9.8 images/s", "0.038 images/s"
+    ]  # fmt: skip

@@ -160,6 +160,8 @@ def test_factors_of_prefixes_and_of_the_patch_embedding_multiply() -> None:
     assert named["encoder.norm.weight"] == 0.5
     assert named["encoder.patch_embed.proj.weight"] == pytest.approx(0.1)
     assert learning_rate_factors(method, RESOLVED, {}) == {}
+    slow = learning_rate_factors(method, RESOLVED.model_copy(update={"encoder_lr_factor": 0.1}), {})
+    assert slow == dict.fromkeys(method["encoder"].parameters(), 0.1)
 
 
 def test_default_settings_split_nothing() -> None:

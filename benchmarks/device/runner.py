@@ -1,0 +1,165 @@
+"""Run stages in processes of their own, each with a time limit, and collect the rows that they report.
+
+A row is a JSON object on a line of its own. Stages append rows as soon as they have them, so that a failure costs only
+the rest of the stage. What a stage prints goes to a log and is never read as a result.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import printable
+
+RESULTS, LOG, TABLE = "results.jsonl", "log.txt", "results.md"
+"""Names of the files in the output folder."""
+LAST_LINES = 6
+"""Number of lines of a failed stage's output that its result quotes."""
+LINE = 300
+"""Number of characters to which a quoted line is shortened."""
+SHORTEST = 2.0
+"""Seconds that must be left for another stage to start."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command that appends rows to the results."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    """Time limit."""
+
+
+def append(output: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to the results in the folder `output`."""
+    with (output / RESULTS).open("a") as file:
+        # The first line break ends a line that a killed process left incomplete.
+        file.write("\n" + json.dumps(row, default=str) + "\n")
+
+
+def rows(output: Path, start: int = 0) -> list[Row]:
+    """Return the rows of the results from byte `start` on. Lines that are no rows are left out."""
+    path = output / RESULTS
+    found = []
+    for line in path.read_bytes()[start:].splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("stage"), str):
+                found.append(row)
+    return found
+
+
+def run_stages(stages: Sequence[Stage], output: Path, minutes: float, title: str) -> bool:
+    """Run stages one after another, and write the table after each. Return True if none of them failed.
+
+    Args:
+        output: folder for the results, the log and the table.
+        minutes: time for all stages. Stages that would start later are not started, which is no failure.
+        title: first line of the table.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    start = (output / RESULTS).stat().st_size if (output / RESULTS).exists() else 0
+    end = time.monotonic() + 60 * minutes
+    passed = True
+    for stage in stages:
+        left = end - time.monotonic()
+        result = run_stage(stage, output, left) if left > SHORTEST else {"result": "not started, the time is over"}
+        passed &= not str(result["result"]).startswith("failed")
+        append(output, {"stage": stage.name} | result)
+        print(f"{stage.name}: {', '.join(str(value) for value in result.values())}", flush=True)
+        (output / TABLE).write_text(f"{title}\n\n{markdown(rows(output, start))}")
+    return passed
+
+
+def run_stage(stage: Stage, output: Path, left: float) -> Row:
+    """Run one stage for at most `left` seconds, and return its result, its seconds and, after a failure, why."""
+    limit, started = min(stage.seconds, left), time.monotonic()
+    log = output / LOG
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, log.open("ab") as file:
+        file.write(f"\n== {stage.name}\n".encode())
+        file.flush()
+        start = file.tell()
+        # a session of its own, so that all processes of the stage can be ended together
+        process = subprocess.Popen(
+            stage.command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": scratch},
+            start_new_session=True,
+        )
+        why = ""
+        try:
+            code = process.wait(limit)
+            if code:
+                why = f"exit code {code}" if code > 0 else f"ended by {_signal_name(-code)}"
+        except subprocess.TimeoutExpired:
+            why = f"ran longer than {limit:.0f} s"
+        finally:
+            end(process)
+    seconds = round(time.monotonic() - started, 1)
+    if not why:
+        return {"result": "passed", "seconds": seconds}
+    return {"result": f"failed: {why}", "seconds": seconds, "last lines": last_lines(log, start)}
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all processes that it has started, and wait for it."""
+    for pid in descendants(process.pid):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(OSError):  # no process of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken device cannot be killed
+        process.wait(10)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and those that these have started. Only Linux tells them."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                yield from descendants(child)
+                yield child
+
+
+def last_lines(log: Path, start: int) -> str:
+    """Return the last lines of a log, which is read from byte `start` on, as one printable line."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    lines = [printable(line.strip())[:LINE] for line in lines if line.strip()]
+    return " / ".join(lines[-LAST_LINES:])
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """Return the rows of all stages as Markdown: for each stage its result, and a table for rows of the same keys."""
+    lines = []
+    for name in dict.fromkeys(row["stage"] for row in found):
+        own = [{key: value for key, value in row.items() if key != "stage"} for row in found if row["stage"] == name]
+        results = [row for row in own if "result" in row]
+        lines += [f"## {name}", "", *(", ".join(f"{key} {_cell(row[key])}" for key in row) for row in results), ""]
+        for keys, group in groupby((row for row in own if "result" not in row), key=tuple):
+            lines += [f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
+            lines += [f"| {' | '.join(_cell(value) for value in row.values())} |" for row in group]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    """Return a value as the text of a cell: numbers with four digits, and no character that ends the cell."""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return printable(str(value)).replace("|", "\\|")

@@ -1,0 +1,144 @@
+"""Compare a training step of DINO on this machine's CPU with a step of the official code, on the same number of crops.
+
+    git clone https://github.com/facebookresearch/dino
+    python benchmarks/official_dino.py --code dino [--encoder small] [--images 8] [--rounds 3]
+
+Both train ViT-S/16 with 2 global crops of 224 pixels, 8 local crops of 96 pixels and 65,536 prototypes: forward passes
+of teacher and student, loss, backward pass, clipping, AdamW and the update of the teacher. The official step calls the
+official functions in the order of its `train_one_epoch`, in float32. Ours runs through the training loop, in float32
+and in bf16. Loading and cropping are not measured. Each step is a process of its own, and the processes take turns.
+"""
+
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from runtime.settings import Settings, parse
+
+PROTOTYPES, GLOBAL, LOCAL, CROPS = 65_536, 224, 96, (2, 8)
+
+
+class OfficialBenchmark(Settings):
+    """Compare a training step of DINO with a step of the official code."""
+
+    code: Path
+    """folder with a clone of github.com/facebookresearch/dino"""
+    encoder: str = "small"
+    """encoder: tiny, small or base"""
+    images: int = Field(default=8, ge=2)
+    """number of images per step"""
+    rounds: int = Field(default=3, ge=1)
+    """number of timed steps of each process, after one step that is not timed"""
+    threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
+    """number of threads; default: one per available core"""
+
+
+def main(settings: OfficialBenchmark) -> None:
+    context = multiprocessing.get_context("spawn")
+    kinds = ("official, float32", "float32", "bf16", "bf16, tokens between blocks in bf16")
+    pipes: dict[str, Connection] = {}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for kind in kinds:
+        pipes[kind], other = context.Pipe()
+        context.Process(target=work, args=(other, kind, settings), daemon=True).start()
+        pipes[kind].recv()
+    for number in range(settings.rounds + 1):
+        for kind in kinds:
+            pipes[kind].send(number)
+            times[kind].append(pipes[kind].recv())
+            print(f"round {number}, {kind}: {times[kind][-1]:.2f} s", file=sys.stderr)
+    for pipe in pipes.values():
+        pipe.send(None)
+    table = Table("step", "s, median", "s, least", "images/s", "times as fast as the official step")
+    medians = {kind: statistics.median(taken[1:]) for kind, taken in times.items()}
+    for kind, median in medians.items():
+        ratio = medians[kinds[0]] / median
+        least, rate = min(times[kind][1:]), settings.images / median
+        table.add_row(kind, f"{median:.2f}", f"{least:.2f}", f"{rate:.2f}", f"{ratio:.2f}")
+    Console().print(table)
+
+
+def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
+    """Prepare a step, then take and time one step for each number that comes, until None comes."""
+    torch.set_num_threads(settings.threads)
+    step = official(settings) if kind.startswith("official") else ours(settings, kind)
+    pipe.send("ready")
+    while (number := pipe.recv()) is not None:
+        start = time.perf_counter()
+        step(number)
+        pipe.send(time.perf_counter() - start)
+
+
+def crops(images: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(images, 3, side, side) for side in [GLOBAL] * CROPS[0] + [LOCAL] * CROPS[1]]
+
+
+def official(settings: OfficialBenchmark) -> Callable[[int], None]:
+    """Return a step of the official code, with its defaults for a ViT."""
+    sys.path.insert(0, str(settings.code.resolve()))
+    import main_dino  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist
+    import utils  # pyright: ignore[reportMissingImports]
+    import vision_transformer  # pyright: ignore[reportMissingImports]
+
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+
+    def network(**options: Any) -> nn.Module:
+        encoder = getattr(vision_transformer, f"vit_{settings.encoder}")(patch_size=16, **options)
+        return utils.MultiCropWrapper(encoder, main_dino.DINOHead(encoder.embed_dim, PROTOTYPES))
+
+    student, teacher = network(drop_path_rate=0.1), network()
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    loss_function = main_dino.DINOLoss(PROTOTYPES, sum(CROPS), 0.04, 0.04, 0, 100)
+    optimizer = torch.optim.AdamW(utils.get_params_groups(student), lr=1e-4)
+    images = crops(settings.images)
+
+    def step(number: int) -> None:
+        loss = loss_function(student(images), teacher(images[: CROPS[0]]), 1)
+        assert math.isfinite(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        utils.clip_gradients(student, 3.0)
+        utils.cancel_gradients_last_layer(1, student, 1)
+        optimizer.step()
+        with torch.no_grad():
+            for ours, theirs in zip(student.parameters(), teacher.parameters(), strict=True):
+                theirs.data.mul_(0.996).add_(0.004 * ours.detach().data)
+
+    return step
+
+
+def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
+    """Return a step of the training loop."""
+    from device.training import loader_batch, make_run
+
+    from data.augment import to_model_input
+    from pretrain import loop
+
+    method = {"global_size": GLOBAL, "local_size": LOCAL, "local_crops": CROPS[1], "prototypes": PROTOTYPES}
+    encoder = {"drop_path": 0.1} | ({"bf16_residuals": True} if "between" in kind else {})
+    run = make_run(
+        "dino", f"vit_{settings.encoder}", settings.images, own=method, steps=1000, encoder=encoder,
+        precision="bf16" if "bf16" in kind else "fp32",
+    )  # fmt: skip
+    batch = to_model_input(loader_batch(run.method.transform(), settings.images))
+    return lambda _: loop.training_step(run, [batch]) and None
+
+
+if __name__ == "__main__":
+    main(parse(OfficialBenchmark, sys.argv[1:]))

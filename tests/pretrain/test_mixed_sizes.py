@@ -1,0 +1,94 @@
+"""Runs of DINOv3 whose crop sizes are drawn for each step: resumption, dry run, preview, and the count of a step."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.demo import demo_shards
+from pretrain.command_line import load
+from pretrain.config import resolve
+from pretrain.job import build_method
+from pretrain.methods.dinov3 import DINOv3
+from pretrain.preflight import activation_bytes
+from pretrain.preview import crop_cells, first_images
+from pretrain.run import main
+from tests.launched import ROOT
+from tests.pretrain.test_pairs import numbers
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import roofline
+
+SIZES = "{16/8: 0.5, 24/12/32: 0.5}"
+WORDS = (
+    "--method dinov3 --encoder rope_vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2 --batch_size 16 "
+    "--steps 6 --seed 1 --record_every 1 --checkpoint_every 3 --workers 0 --evaluation.pictures 1 "
+    "--encoder.drop_path 0.2 --encoder.rope_rescale 2 --dinov3.prototypes 64 --dinov3.hidden_dim 32 "
+    "--dinov3.bottleneck_dim 16 --dinov3.local_crops 2 --dinov3.gram_start 1"
+)
+
+
+def command(sizes: str = SIZES) -> list[str]:
+    return ["--data", demo_shards()[0], *WORDS.split(), "--dinov3.sizes", sizes]
+
+
+@pytest.mark.medium
+def test_a_run_resumes_bit_for_bit_with_the_sizes_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, list[int]]] = []
+    forward = DINOv3.forward
+
+    def watched(method, batch, step):
+        if not batch.views[0].images.is_meta:
+            seen.append((step, [view.images.shape[-1] for view in batch.views]))
+        return forward(method, batch, step)
+
+    monkeypatch.setattr(DINOv3, "forward", watched)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main([*command(), "--output", str(whole)]) == 0
+    first = dict(seen)
+    assert sorted(first) == list(range(6))
+    for part in (range(3), range(3, 6)):
+        assert {tuple(first[step]) for step in part} == {(16, 8), (24, 12, 32)}
+    shutil.copytree(whole, resumed, symlinks=True)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000006")
+    seen.clear()
+    assert main(["--resume", str(resumed)]) == 0
+    assert dict(seen) == {step: first[step] for step in range(3, 6)}
+    assert numbers(resumed / "metrics.jsonl") == numbers(whole / "metrics.jsonl")
+    ours, theirs = (load_file(folder / "encoder.safetensors") for folder in (resumed, whole))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_dry_run_checks_all_sizes_and_prints_the_memory_of_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    def activations(sizes: str) -> int:
+        return activation_bytes(build_method(resolve(load(command(sizes)), 1437), fresh=False), "fp32", 8)
+
+    assert activations(SIZES) == activations("{24/12/32: 1}") > activations("{16/8: 1}")
+    assert main([*command(), "--dry_run"]) == 0
+    assert "16/8: 0.5" in capsys.readouterr().out
+    assert main([*command("{16/8: 1, 22/8: 1}"), "--dry_run"]) == 2
+    assert "Use multiples of 4" in capsys.readouterr().err
+
+
+def test_a_preview_shows_the_crops_of_the_first_step() -> None:
+    captions = {}
+    for seed in ("0", "1"):
+        batch, _, _ = first_images(load([*command(), "--seed", seed]), 2)
+        captions[seed] = [cell.caption for cell in crop_cells(batch, 1) if "hidden" not in cell.caption]
+    small = ["global 1, 16 px", "global 2, 16 px", "local 1, 8 px", "local 2, 8 px"]
+    large = ["global 1, 24 px", "global 2, 24 px", "local 1, 12 px", "local 2, 12 px"]
+    large += ["Gram teacher 1, 32 px", "Gram teacher 2, 32 px"]
+    assert sorted(captions.values()) == [small, large]
+
+
+@pytest.mark.slow
+def test_the_roofline_counts_a_step_of_the_largest_crops() -> None:
+    def flop(sizes: dict[str, float]) -> float:
+        settings = {"sizes": sizes, "gram_start": 0, "gram_warmup_steps": 0, "prototypes": 64}
+        given = {"method": "dinov3", "encoder": "rope_vit_micro", "batch_size": 2}
+        return roofline.count_step(roofline.RooflineBenchmark(**given, settings=settings)).total().flop
+
+    assert flop({"16/8": 1, "24/12/32": 1}) == flop({"24/12/32": 1})
