@@ -1,16 +1,20 @@
 """Worker processes of the loader: their number, and their handling of signals sent to all processes of a job."""
 
+import contextlib
 import gc
 import logging
 import mmap
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runtime import preemption
@@ -42,6 +46,10 @@ class WorkersError(UserError, RuntimeError):
     """Raised if the system cannot run loader workers."""
 
 
+class IdleWorkersError(Exception):
+    """Raised if no loader worker has anything to do, and the batch that their parent waits for does not come."""
+
+
 def check_semaphores() -> None:
     """Raise `WorkersError` if the system has no semaphores, which loader workers need, for example without /dev/shm."""
     try:
@@ -55,35 +63,51 @@ def check_semaphores() -> None:
 class WorkerStates:
     """State of each loader worker, in memory that the workers share with their parent.
 
-    A worker writes its process id when it starts, and the time at which it began its current batch.
+    A worker writes its process id when it starts, the time at which it began its current batch, and the number of
+    batches that it has made.
     """
 
     def __init__(self, workers: int) -> None:
-        # anonymous memory, which needs no /dev/shm; two numbers for each worker: process id, and time in nanoseconds
-        self._numbers = memoryview(mmap.mmap(-1, max(16 * workers, 1))).cast("q") if workers else None
+        # anonymous memory, which needs no /dev/shm; three numbers for each worker: process id, time in nanoseconds, and
+        # number of batches
+        self._numbers = memoryview(mmap.mmap(-1, 24 * max(workers, 1))).cast("q")
         self._workers = workers
 
     def start(self, worker: int) -> None:
         """Record that a worker process has started. Only this worker may call the method."""
-        if self._numbers is not None:
-            self._numbers[2 * worker] = os.getpid()
+        self._numbers[3 * worker] = os.getpid()
 
     def working(self, worker: int, is_working: bool) -> None:
         """Record that a worker begins or has finished a batch. Only this worker may call the method."""
-        if self._numbers is not None:
-            self._numbers[2 * worker + 1] = time.monotonic_ns() if is_working else 0
+        self._numbers[3 * worker + 1] = time.monotonic_ns() if is_working else 0
+        self._numbers[3 * worker + 2] += not is_working
 
     def describe(self) -> str:
         """Return a text about the workers that are stopped, waiting for a disk, or long at work on a batch."""
         found = []
         for worker in range(self._workers):
-            process, began = self._numbers[2 * worker : 2 * worker + 2] if self._numbers is not None else (0, 0)
+            process, began, _ = self._numbers[3 * worker : 3 * worker + 3]
             state = STATES.get((process_fields(process) or [""])[0])
             if state is None and began and (spent := (time.monotonic_ns() - began) // 10**9) >= BUSY:
                 state = f"has worked on a batch for {spent} s"
             if state is not None:
                 found.append(f"worker {worker} (process {process}) {state}")
-        return ", ".join(found) or "all workers are waiting"
+        return ", ".join(found)
+
+    def describe_idle(self) -> str:
+        """Return how many batches each worker has made if no worker is at work, stopped or waiting for a disk.
+
+        The text is empty if any worker is.
+        """
+        if self.describe() or any(self._numbers[3 * worker + 1] for worker in range(self._workers)):
+            return ""
+        made = [(self._numbers[3 * worker], self._numbers[3 * worker + 2]) for worker in range(self._workers)]
+        return ", ".join(
+            f"worker {number} (process {process}) has made {batches} batches"
+            if process
+            else f"worker {number} has not started"
+            for number, (process, batches) in enumerate(made)
+        )
 
 
 def receive(batches: Iterator[Any], states: WorkerStates, *, interruptible: bool) -> Iterator[Any]:
@@ -98,10 +122,13 @@ def receive(batches: Iterator[Any], states: WorkerStates, *, interruptible: bool
 
     Raises:
         WaitInterruptedError: `interruptible` is True, and this process was asked to stop while it waited.
+        IdleWorkersError: for `STALLED` seconds, no worker had anything to do. A fork of a process with several threads
+            can leave a child that waits forever for a lock that no thread holds.
     """
     try:
         while True:
             since = named = time.monotonic()
+            idle = 0.0  # counts polls, because the clock also runs while this process and its workers are stopped
             while True:
                 try:
                     batch = next(batches)
@@ -113,13 +140,20 @@ def receive(batches: Iterator[Any], states: WorkerStates, *, interruptible: bool
                         raise
                 if interruptible:
                     preemption.check_wait(since)
+                made = states.describe_idle()
+                idle = idle + POLL if made else 0.0
+                if idle >= STALLED:
+                    raise IdleWorkersError(made)
                 if time.monotonic() - named >= STALLED:
                     named = time.monotonic()
                     message = (
                         "Process %d has waited %.0f s for its loader, and waits on: %s. SIGTERM saves and ends the run."
                     )
-                    log.warning(message, os.getpid(), named - since, states.describe())
+                    log.warning(message, os.getpid(), named - since, states.describe() or "all workers are at work")
             yield batch
+    except IdleWorkersError:
+        _abandon(batches)
+        raise
     except preemption.WaitInterruptedError:
         raise  # without ending the workers, because a stopped worker would delay the checkpoint that follows
     except BaseException:
@@ -128,6 +162,31 @@ def receive(batches: Iterator[Any], states: WorkerStates, *, interruptible: bool
         if isinstance(batches, _MultiProcessingDataLoaderIter):
             batches._shutdown_workers()
         raise
+
+
+def _abandon(batches: Iterator[Any]) -> None:
+    """End the workers of a `DataLoader` without the locks that they share with this process.
+
+    A worker gets SIGABRT. Where Python's `faulthandler` is on, the worker then prints what its threads wait for.
+    """
+    assert isinstance(batches, _MultiProcessingDataLoaderIter)
+    batches._shutdown = True  # otherwise, its finaliser would take the locks
+    if batches._worker_pids_set:  # otherwise, the end of a worker would raise an error in this process
+        _utils.signal_handling._remove_worker_pids(id(batches))  # pyright: ignore[reportPrivateImportUsage]
+        batches._worker_pids_set = False
+    if hasattr(batches, "_pin_memory_thread"):
+        batches._pin_memory_thread_done_event.set()
+    for worker in batches._workers:
+        if worker.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                if sys.platform == "linux":
+                    resource.prlimit(worker.pid, resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+                os.kill(worker.pid, signal.SIGABRT)
+        worker.join(POLL)
+        worker.kill()
+    for queue in batches._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def start_worker(number: int, states: WorkerStates, parent: int, of_main_thread: bool) -> None:

@@ -35,9 +35,10 @@ from pydantic import Field
 from torch import Tensor
 
 from data.augment import Share, to_model_input
+from data.batches import Batches
 from data.crops import Areas, RandomCrop, RandomCropConfig, WholeImage
 from data.decode import ImageError
-from data.loader import Batches, Reading, evaluation_batches, training_batches
+from data.loader import Reading, evaluation_batches, training_batches
 from data.maps import IGNORED, decode_map
 from data.sampler import BatchSampler
 from data.shards import Reader, ShardError, ShardList, open_shards

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 import encoders
+from data.batches import Batches
 from data.decode import jpeg_decoder
 from data.demo import demo_shards
-from data.loader import Batches, Reading, training_batches
+from data.loader import Reading, training_batches
 from data.sampler import BatchSampler, bounded_buffers
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
 from data.workers import free_cores

@@ -1,6 +1,7 @@
 """Pretrain a vision encoder: `accelerate launch pretrain/run.py --method dino --data SHARDS`."""
 
 import errno
+import faulthandler
 import logging
 import os
 import sys
@@ -9,6 +10,8 @@ from runtime import preemption, streams
 
 if __name__ == "__main__":
     streams.protect()
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash, and a loader worker that does not answer, print where they were
     preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
 

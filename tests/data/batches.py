@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from data.batch import Batch, ColorParameters, SampleParameters
+from data.batches import Batches
 from data.collate import CropBuilder, PackBuilder, RawBuilder, Transform, collate
-from data.loader import Batches, LoaderConfig, Reading, StreamConfig
+from data.loader import LoaderConfig, Reading, StreamConfig
 from data.loader import evaluation_batches as _evaluation_batches
 from data.loader import training_batches as _training_batches
 from data.sampler import BUFFER, STREAMS, BatchSampler

@@ -158,10 +158,10 @@ def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
 @pytest.mark.parametrize("crops", ["workers", "device"])
 def test_batches_that_do_not_fit_their_buffers_arrive_all_the_same(pictures, crops, monkeypatch):
     expected = contents(batches(pictures, 0, crops))
-    ring = data.loader.BufferRing
-    monkeypatch.setattr("data.loader.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
+    ring = data.batches.BufferRing
+    monkeypatch.setattr("data.batches.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
     same(contents(list(batches(pictures, 2, crops))), expected)
-    monkeypatch.setattr("data.loader.BufferRing", lambda workers, buffers, size: ring(workers, 1, size))  # too few
+    monkeypatch.setattr("data.batches.BufferRing", lambda workers, buffers, size: ring(workers, 1, size))  # too few
     same(contents(list(batches(pictures, 2, crops))), expected)
 
 

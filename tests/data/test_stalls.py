@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data import workers
+from data import batches, workers
 from data.workers import WorkerStates
 from runtime import preemption
 from tests.data.shards.batches import evaluate, train
@@ -94,15 +94,62 @@ def test_a_worker_that_goes_on_gives_the_same_batches(write_shards):
     assert found == expected
 
 
+def wait_forever():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@pytest.mark.parametrize("made", [0, 5])
+def test_workers_that_wait_for_nothing_are_started_again(made, write_shards, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(workers, "STALLED", 2)
+    settings = {"batch_size": 4, "seed": 0, "steps": 12, "streams": 2}
+    path = write_shards([20])
+    expected = [batch.keys for batch in train(path, **settings)]
+    start_worker, working = batches.start_worker, WorkerStates.working
+
+    def hanging_start(*arguments, **options):
+        if made == 0 and not (tmp_path / "hung").exists():
+            (tmp_path / "hung").touch()
+            wait_forever()
+        start_worker(*arguments, **options)
+
+    def hanging_after(states, worker, is_working):
+        working(states, worker, is_working)
+        if made and states._numbers[2] == made and not (tmp_path / "hung").exists():
+            (tmp_path / "hung").touch()
+            wait_forever()
+
+    monkeypatch.setattr(batches, "start_worker", hanging_start)
+    monkeypatch.setattr(WorkerStates, "working", hanging_after)
+    before = set(children())
+    with caplog.at_level(logging.WARNING):
+        assert [batch.keys for batch in train(path, workers=1, **settings)] == expected
+    (line,) = caplog.messages
+    assert line.startswith(f"Process {os.getpid()} starts its loader workers again, because worker 0 ")
+    assert line.endswith(f"has made {made} batches." if made else "has not started.")
+    assert set(children()) <= before
+
+
+def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch):
+    monkeypatch.setattr(workers, "STALLED", 1)
+    monkeypatch.setattr(batches, "start_worker", lambda *_, **__: wait_forever())
+    with pytest.raises(workers.WorkersError, match=r"sent no batch, 4 times in a row .*not started.*--workers 0"):
+        list(train(write_shards([20]), batch_size=4, seed=0, steps=3, streams=2, workers=2))
+
+
 def test_a_worker_long_at_work_is_described(monkeypatch):
     states = WorkerStates(2)
-    assert states.describe() == "all workers are waiting"
+    assert states.describe() == ""
+    assert states.describe_idle() == "worker 0 has not started, worker 1 has not started"
     states.start(1)
     states.working(1, True)
     monkeypatch.setattr(workers, "BUSY", 0)
     assert states.describe() == f"worker 1 (process {os.getpid()}) has worked on a batch for 0 s"
+    assert states.describe_idle() == ""
     states.working(1, False)
-    assert states.describe() == "all workers are waiting"
+    assert states.describe() == ""
+    assert states.describe_idle() == f"worker 0 has not started, worker 1 (process {os.getpid()}) has made 1 batches"
 
 
 def test_workers_end_with_a_killed_parent_also_if_they_are_stopped(write_shards):

@@ -1,0 +1,200 @@
+"""Batches that the workers of a `torch.utils.data.DataLoader` make, and workers that have to be started again."""
+
+import functools
+import itertools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from data.batch import Batch
+from data.collate import Collator
+from data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
+from data.sampler import BatchSampler
+from data.shards import ShardError
+from data.shared_memory import BufferRing, SharedBatch
+from data.workers import POLL, IdleWorkersError, WorkersError, WorkerStates, check_semaphores, receive, start_worker
+
+AHEAD = 2
+"""Number of batches that each worker prepares in advance."""
+MOST_RESTARTS = 3
+"""Number of times in a row that workers which send nothing are started again."""
+
+log = logging.getLogger(__name__)
+
+
+class Batches:
+    """Iterable of batches. Every iteration starts at the first batch. `len` is the number of batches of this process.
+
+    Args:
+        dataset: returns the decoded samples.
+        batches: for each batch, the indices of its samples in `dataset`.
+        collator: makes a batch from samples.
+        workers: number of worker processes.
+        total: number of images in the shards, over all processes.
+    """
+
+    def __init__(
+        self,
+        dataset: TrainDataset | EvaluationDataset,
+        batches: BatchSampler | Sequence[range],
+        collator: Collator,
+        workers: int,
+        total: int,
+    ) -> None:
+        self.total, self.dataset, self.batches, self.collator = total, dataset, batches, collator
+        self._workers = min(workers, len(batches))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        skipped = 0
+        for batch in self._received():
+            if isinstance(batch, _Failure):
+                raise ShardError(batch.message)
+            if isinstance(batch, SharedBatch):
+                batch = batch.open()
+            for name in batch.skipped:
+                skipped += 1
+                # Log each of the first corrupt images. Later, log only when the number of corrupt images has doubled.
+                if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
+                    log.warning("corrupt image %s (%d so far)", name, skipped)
+            if batch.keys:
+                yield batch
+
+    def _received(self) -> "Iterator[Batch | SharedBatch | _Failure]":
+        """Yield what the workers send. Start new workers if all wait although a batch is missing.
+
+        Raises:
+            WorkersError: new workers, too, sent nothing several times in a row.
+        """
+        count = failures = 0
+        while True:
+            # An evaluation within a run is not interrupted, because other processes may wait for it in a collective.
+            # The run saves and ends after it.
+            batches = receive(self._start(count), self._states, interruptible=isinstance(self.dataset, TrainDataset))
+            try:
+                for batch in batches:
+                    count, failures = count + 1, 0
+                    yield batch
+                return
+            except IdleWorkersError as error:
+                failures += 1
+                if failures > MOST_RESTARTS:
+                    raise WorkersError(
+                        f"The loader workers sent no batch, {failures} times in a row ({error}). Use --workers 0, and "
+                        "report the lines above, please."
+                    ) from None
+                log.warning("Process %d starts its loader workers again, because %s.", os.getpid(), error)
+
+    def _start(self, first: int) -> Iterator[Any]:
+        """Start the workers. Return the iterator of a `DataLoader` over the batches from number `first`."""
+        # Block SIGTERM while the workers are forked, so that no worker receives a SIGTERM before it can handle signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return iter(self._loader(first))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _ring(self) -> BufferRing | None:
+        """Return the shared buffers of the workers; None if there are no workers or the system refuses the memory.
+
+        Each worker gets one buffer for each batch that it prepares in advance, and one more buffer for the batch that
+        the parent process is copying.
+        """
+        if not self._workers:
+            return None
+        try:
+            return BufferRing(self._workers, AHEAD + 1, self.collator.size)
+        except OSError as error:
+            log.warning(
+                "The system refuses shared memory for loader workers (%s). Batches will be sent more slowly.",
+                error.strerror,
+            )
+            return None
+
+    def _loader(self, first: int) -> DataLoader:
+        workers = self._workers
+        if workers:
+            check_semaphores()
+        self._states = WorkerStates(workers)
+        of_main_thread = threading.current_thread() is threading.main_thread()
+        start = functools.partial(start_worker, states=self._states, parent=os.getpid(), of_main_thread=of_main_thread)
+        return DataLoader(
+            self.dataset,
+            batch_sampler=_From(self.batches, first),  # pyright: ignore[reportArgumentType] - torch expects lists
+            collate_fn=_SharedCollator(self.collator, self._ring(), self._states),
+            num_workers=workers,
+            prefetch_factor=AHEAD if workers else None,
+            # Workers must be children of this process, and must set signal handlers before they start threads. Only the
+            # start method `fork` guarantees both.
+            multiprocessing_context="fork" if workers else None,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=start,
+            timeout=POLL if workers else 0,
+            # Without this generator, DataLoader would draw a seed from torch's global generator at each start or resume
+            # of a run, and so change the random numbers that follow.
+            generator=torch.Generator(),
+        )
+
+
+@dataclass
+class _From:
+    """The batches of a sampler from number `first`."""
+
+    batches: BatchSampler | Sequence[range]
+    first: int
+
+    def __len__(self) -> int:
+        return len(self.batches) - self.first
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.batches, self.first, None)
+
+
+@dataclass
+class _Failure:
+    """Message of a `ShardError` that a worker returns in place of a batch.
+
+    The worker does not raise the error, because DataLoader would add a traceback to the message.
+    """
+
+    message: str
+
+
+@dataclass
+class _SharedCollator:
+    """Collator that writes a batch to a shared buffer of its worker.
+
+    If there are no shared buffers, or none of them is free, the batch is written to new memory.
+    """
+
+    collator: Collator
+    ring: BufferRing | None
+    states: WorkerStates
+    failure: _Failure | None = None
+    """First failure of this worker. After a failure the worker reads no more samples."""
+
+    def __call__(self, samples: Any) -> Batch | SharedBatch | _Failure:
+        if self.failure:
+            return self.failure
+        info = get_worker_info()
+        buffer = self.ring.take(info.id) if self.ring and info else None
+        if info:
+            self.states.working(info.id, True)
+        try:
+            batch = self.collator(samples, buffer.memory if buffer else None)
+        except ShardError as error:
+            self.failure = _Failure(str(error))
+            return self.failure
+        finally:
+            if info:
+                self.states.working(info.id, False)
+        return SharedBatch.from_batch(batch, buffer) if buffer else batch
