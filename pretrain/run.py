@@ -10,8 +10,7 @@ from runtime import preemption, streams
 
 if __name__ == "__main__":
     streams.protect()
-    if sys.stderr is not None:
-        faulthandler.enable()  # a crash, and a loader worker that does not answer, print where they were
+    faulthandler.enable()  # a crash, and a loader worker that does not answer, print where they were
     preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
 
