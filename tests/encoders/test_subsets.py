@@ -25,10 +25,10 @@ def build(variant: str, **settings: Any) -> Any:
     return encoders.build(variant, **{**SMALL, "drop_path": 0.6, **settings}).train()
 
 
-def crops(kind: str) -> Images:
+def crops(kind: str, dtype: torch.dtype = torch.float32) -> Images:
     """Two large and three small crops of four samples, as a batch of one size or packed."""
     generator = torch.Generator().manual_seed(0)
-    large, small = (torch.randn(4 * n, 3, s, s, generator=generator) for n, s in ((2, 16), (3, 8)))
+    large, small = (torch.randn(4 * n, 3, s, s, generator=generator, dtype=dtype) for n, s in ((2, 16), (3, 8)))
     return pack([large, small], 4) if kind == "packed" else large
 
 
@@ -61,10 +61,10 @@ def test_a_block_equals_a_loop_over_images_in_float64(packed: bool) -> None:
 @pytest.mark.parametrize("kind", ["plain", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients_are_those_of_drop_path_that_computes_everything(variant: str, kind: str) -> None:
-    images, samples = crops(kind), torch.tensor([5, 0, 9, 2])
+    images, samples = crops(kind, torch.float64), torch.tensor([5, 0, 9, 2])
     found = {}
     for skip, recompute in ((False, False), (True, False), (True, True)):
-        encoder = build(variant, skip_dropped=skip, checkpoint_activations=recompute)
+        encoder = build(variant, skip_dropped=skip, checkpoint_activations=recompute).double()
         outputs = encode(encoder, images, samples)
         loss = outputs.pooled.square().sum() + outputs.tokens.cos().sum()
         loss.backward()
@@ -72,10 +72,10 @@ def test_outputs_and_gradients_are_those_of_drop_path_that_computes_everything(v
         found[skip, recompute] = outputs.pooled, outputs.tokens, gradients
     plain = found.pop((False, False))
     for pooled, tokens, gradients in found.values():
-        torch.testing.assert_close(pooled, plain[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(tokens, plain[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(pooled, plain[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(tokens, plain[1], rtol=1e-12, atol=1e-12)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain[2][name], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(gradient, plain[2][name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
