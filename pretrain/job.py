@@ -157,9 +157,8 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
-        # With the first option, gradients are views of DDP's communication buckets and take no additional memory.
-        # Buffers need no broadcast before each forward pass, because all processes compute equal buffers.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        # gradients are then views of DDP's communication buckets and take no additional memory
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     return accelerator, engines.select(accelerator, config.precision, config.accumulate)
 

@@ -2,6 +2,7 @@
 
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from data.batch import Batch
 from pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
@@ -19,6 +20,10 @@ class DDP(Engine):
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method.to(accelerator.device)
         self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
+        if isinstance(self.wrapped, DistributedDataParallel):
+            # Buffers need no broadcast before each forward pass, because all processes compute equal buffers. The
+            # argument of this name is deprecated, and accelerate does not yet know the one that replaces it.
+            self.wrapped.broadcast_buffers = False
         allocate_moments(self.adamw_state, trainable(method).values())
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:

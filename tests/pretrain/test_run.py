@@ -56,7 +56,9 @@ def test_one_process_equals_two_and_accumulation(launch, tmp_path: Path) -> None
     }
     alone = [*tiny, "--dino.batch_norm", "false"]
     for run in runs.values():
-        assert "encoder:" in run.wait()
+        log = run.wait()
+        assert "encoder:" in log
+        assert "Warning" not in log
     launch([*alone, "--output", str(tmp_path / "plain")]).wait()
     launch([*alone, "--accumulate", "2", "--output", str(tmp_path / "accumulated")]).wait()
     for a, b in (("one", "two"), ("plain", "accumulated")):
