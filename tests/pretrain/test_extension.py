@@ -11,7 +11,7 @@ import encoders
 from data.demo import demo_shards
 from evaluation.knn import KNNSettings, run
 from pretrain import export
-from tests.pretrain.test_pairs import check_runs
+from tests.pretrain.test_pairs import check_runs, scored_shards
 from tests.pretrain.toy import ENTRIES, Toy, ToyConv
 
 
@@ -23,8 +23,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_method_and_an_encoder_from_outside_are_like_ours(registered, launch, tmp_path: Path) -> None:
-    train, val = demo_shards()
-    data = {"--data": str(train), "--evaluation.val": str(val)}
+    train, val = scored_shards()
+    data = {"--data": demo_shards()[0]}
     pairs = [("toy", "toy_conv_micro"), ("toy", "vit_micro"), ("dino", "toy_conv_micro"), ("mae", "toy_conv_micro")]
     runs = {f"{m} of {v}": {"--method": m, "--encoder": v} | (data if m == "toy" else {}) for m, v in pairs}
     check_runs(launch, tmp_path, runs, script=Path(__file__).with_name("toy_runs.py"))
@@ -38,7 +38,7 @@ def test_a_method_and_an_encoder_from_outside_are_like_ours(registered, launch, 
     assert isinstance(trained, ToyConv)
     for name, tensor in trained.state_dict().items():
         assert torch.equal(method.encoder.state_dict()[name], tensor)
-    run(KNNSettings(checkpoint=str(folder), train=str(train), val=str(val), k=[20], workers=0))
+    run(KNNSettings(checkpoint=str(folder), train=train, val=val, k=[20], workers=0))
     last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
     (path,) = (folder / "evaluation").glob("knn-*-step-00000006-*.json")
     found = json.loads(path.read_text())

@@ -49,12 +49,17 @@ def small(method: str) -> dict[str, str]:
     return {f"--{method}.{name}": str(value).lower() for name, value in small_settings(METHODS[method]).items()}
 
 
+def scored_shards() -> tuple[str, str]:
+    """One shard of the training digits and one of those held out. To score all would take most of the time of a run."""
+    train, val = (f"{shards.partition('{')[0]}000000.tar" for shards in demo_shards())
+    return train, val
+
+
 def arguments(run: dict[str, str], output: Path, *more: str) -> list[str]:
     """The command line of a small run."""
     common = {"--steps": "6", "--batch_size": "16", "--record_every": "1", "--checkpoint_every": "3", "--workers": "1"}
     common["--optim.lr"] = "1e-3"  # at the preset's own, rounding grows tenfold a step
-    # one shard each, and no linear probe: scoring all digits would take most of the time of a run
-    train, val = (f"{shards.partition('{')[0]}000000.tar" for shards in demo_shards())
+    train, val = scored_shards()
     common |= {"--evaluation.train": train, "--evaluation.val": val, "--evaluation.linear_iterations": "0"}
     if "drop_path" in inspect.signature(encoders.family(run["--encoder"])).parameters:
         common["--encoder.drop_path"] = "0"
