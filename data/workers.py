@@ -86,7 +86,7 @@ class WorkerStates:
         """Return a text about the workers that are stopped, waiting for a disk, or long at work on a batch."""
         found = []
         for worker in range(self._workers):
-            process, began, _ = self._numbers[3 * worker : 3 * worker + 3]
+            process, began, _ = self._of(worker)
             state = STATES.get((process_fields(process) or [""])[0])
             if state is None and began and (spent := (time.monotonic_ns() - began) // 10**9) >= BUSY:
                 state = f"has worked on a batch for {spent} s"
@@ -99,15 +99,19 @@ class WorkerStates:
 
         The text is empty if any worker is.
         """
-        if self.describe() or any(self._numbers[3 * worker + 1] for worker in range(self._workers)):
-            return ""
-        made = [(self._numbers[3 * worker], self._numbers[3 * worker + 2]) for worker in range(self._workers)]
-        return ", ".join(
-            f"worker {number} (process {process}) has made {batches} batches"
-            if process
-            else f"worker {number} has not started"
-            for number, (process, batches) in enumerate(made)
-        )
+        found = []
+        for worker in range(self._workers):
+            process, began, made = self._of(worker)
+            if began:
+                return ""
+            text = f"worker {worker} (process {process}) has made {made} batches"
+            found.append(text if process else f"worker {worker} has not started")
+        return "" if self.describe() else ", ".join(found)
+
+    def _of(self, worker: int) -> tuple[int, int, int]:
+        """Return the process id of a worker, the time at which it began its batch (0 without one), and its batches."""
+        process, began, made = self._numbers[3 * worker : 3 * worker + 3]
+        return process, began, made
 
 
 def receive(batches: Iterator[Any], states: WorkerStates, *, interruptible: bool) -> Iterator[Any]:

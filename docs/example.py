@@ -15,7 +15,7 @@ STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 450
 train, val = demo_shards()
 
 # %% [markdown]
-# What a method draws from the images: one batch of crops.
+# The next cell prints the shapes of the crops in one training batch.
 
 # %%
 batch = next(iter(tessera.training_batches(method="lejepa", steps=STEPS)))

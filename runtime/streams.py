@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO)
-"""Errors of writing to a pipe that nobody reads, or to a closed terminal."""
+"""Error numbers that the system returns for a write to a pipe without a reader, or to a closed terminal."""
 
 
 class _Lasting(io.FileIO):
-    """A stream whose output is dropped as soon as nobody reads it, or while its disk is full."""
+    """A stream that drops its output instead of raising an error if its reader has gone or its disk is full."""
 
     def write(self, data: Any, /) -> int | None:
         try:
