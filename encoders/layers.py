@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from encoders.dot_product import dot_product_attention
 from encoders.errors import EncoderError
 from encoders.segments import Segments
 
@@ -46,17 +47,13 @@ def attention(
     Raises:
         EncoderError: both `bias` and `segments` are given.
     """
-    if _needs_float32(q):
-        with torch.autocast("cpu", enabled=False):
-            bias = bias.float() if bias is not None and bias.is_floating_point() else bias
-            return attention(q.float(), k.float(), v.float(), scale=scale, bias=bias, segments=segments).to(v.dtype)
     if segments is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        return dot_product_attention(q, k, v, bias=bias, scale=scale)
     if bias is not None:
         raise EncoderError("Attention of packed images supports no bias. Pass either bias or segments.")
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        out = dot_product_attention(q, k, v, scale=scale)
         return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the kernels' memory layout is (B, N, heads, d)
     # imported here, because the module loads torch's compiler, which takes seconds
     from encoders.packed_attention import packed_attention
@@ -64,19 +61,11 @@ def attention(
     return packed_attention(q, k, v, scale, segments)
 
 
-def _needs_float32(x: Tensor) -> bool:
-    """Return True on a CPU under autocast or in half precision, where torch's gradient of attention is slow."""
-    return x.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or x.dtype in (torch.bfloat16, torch.float16))
-
-
 def self_attention(qkv: Tensor, *, scale: float | None = None, segments: Segments | None = None) -> Tensor:
     """Return `attention` for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., heads, N, d).
 
     With `segments`, `qkv` holds the tokens of packed images (T, 3, heads, d).
     """
-    if _needs_float32(qkv):
-        with torch.autocast("cpu", enabled=False):
-            return self_attention(qkv.float(), scale=scale, segments=segments).to(qkv.dtype)
     if segments is not None and not segments.uniform:
         from encoders import packed_attention  # see `attention`
 

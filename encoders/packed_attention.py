@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
+from encoders.dot_product import dot_product_attention
 from encoders.segments import PaddedSequences, Segments
 
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
@@ -95,7 +96,7 @@ def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
         [x.unflatten(1, (images, -1)).transpose(0, 1) for x in part]  # three of (images, heads, N, d)
         for part, (images, _, _) in zip(parts, segments.runs, strict=True)
     )
-    return _join([F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches])
+    return _join([dot_product_attention(*batch, scale=scale) for batch in batches])
 
 
 @torch.compiler.disable()
@@ -106,7 +107,7 @@ def self_attention_by_run(qkv: Tensor, scale: float | None, segments: Segments) 
     """
     parts = _SplitRuns.apply(qkv, segments)
     batches = [parts[i : i + 3] for i in range(0, len(parts), 3)]
-    return _join([F.scaled_dot_product_attention(*batch, scale=scale) for batch in batches])
+    return _join([dot_product_attention(*batch, scale=scale) for batch in batches])
 
 
 def _join(runs: list[Tensor]) -> Tensor:

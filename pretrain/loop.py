@@ -104,7 +104,9 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
         losses.append(loss)
         metrics.append(numbers)
     gradients = engine.local_gradients(method.trained_parts())
-    norm = clip_gradients(gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded)
+    norm = clip_gradients(
+        gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded, copies=engine.copies
+    )
     loss, norm, finite, stop, discarded = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device), discard)
     if discarded:
         engine.skip()

@@ -170,8 +170,7 @@ class Saver:
         self._on_all_ranks(function if self.accelerator.is_main_process else lambda: None)
 
     def _snapshot(self, folder: Path, train_state: TrainState, encoder: encoders.Encoder, keep_old: bool) -> _Snapshot:
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        state = {name: tensor.write_share(rank, processes) for name, tensor in self.engine.local_state().items()}
+        state = {name: tensor.write_share() for name, tensor in self.engine.local_state().items()}
         full = self.engine.gather_on_main(encoder)
         own = sum(tensor.data.nbytes for tensor in state.values())
         own += sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0

@@ -30,6 +30,8 @@ class Engine(ABC):
     """Name of the engine in logs and checkpoints."""
     sharded: bool
     """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
+    copies: int = 1
+    """Number of processes that hold the same shard."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer

@@ -1,14 +1,15 @@
 """FSDP2 (torch's `fully_shard`): weights, gradients and moments are sharded by rows, and weights are gathered block by
-block."""
+block. With HSDP, groups of processes, such as nodes, hold copies of all shards."""
 
 import os
 from collections.abc import Iterator
 from typing import cast
 
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +37,8 @@ class FSDP2(Engine):
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method)
         plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        mesh = _mesh(accelerator)
+        self.copies = mesh.size(0) if mesh.ndim == 2 else 1
         policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         for unit in method.units():
             fully_shard(
@@ -68,6 +70,13 @@ class FSDP2(Engine):
         return local_state(self.method, self.adamw_state, _local_rows)
 
 
+def _mesh(accelerator: Accelerator) -> DeviceMesh:
+    """Return the mesh of all processes. Its last dimension shards; under HSDP, its first dimension holds the copies."""
+    copies = ParallelismConfig().dp_replicate_size or 1
+    shape = (copies, accelerator.num_processes // copies) if copies > 1 else (accelerator.num_processes,)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
+
+
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield each parameter of `module` in full, after gathering it from all processes. Collective."""
     for parameter in module.parameters():
@@ -78,9 +87,12 @@ def _local_rows(tensor: Tensor) -> LocalTensor:
     """Return this process's rows of a tensor. The last processes may hold fewer rows than the others, or none."""
     if not isinstance(tensor, DTensor):
         return unsharded(tensor)
-    rows = -(-len(tensor) // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * rows, len(tensor))
-    return LocalTensor(local(tensor).detach().view(-1), first * tensor[0:1].numel(), tensor.numel())
+    mesh = tensor.device_mesh
+    rows = -(-len(tensor) // mesh.size(-1))
+    first = min(mesh.get_local_rank("shard") * rows, len(tensor))
+    copies, copy = (mesh.size(0), mesh.get_local_rank("copy")) if mesh.ndim == 2 else (1, 0)
+    data = local(tensor).detach().view(-1)
+    return LocalTensor(data, first * tensor[0:1].numel(), tensor.numel(), copies, copy)
 
 
 def check_options(accelerator: Accelerator, precision: str) -> None:
@@ -95,6 +107,7 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
         raise SettingsError("--precision fp16 has no gradient scaler under FSDP2. Use --precision bf16.")
     if accelerator.num_processes == 1:
         raise SettingsError("FSDP2 needs two or more processes. Launch two or more, or launch without FSDP.")
+    _check_groups(accelerator.num_processes)
     plugin = FullyShardedDataParallelPlugin()
     if _offloads(plugin) and accelerator.device.type == "cpu":
         raise SettingsError("fsdp_offload_params needs a GPU, and this run is on the CPU. Remove fsdp_offload_params.")
@@ -102,6 +115,30 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
         raise SettingsError(
             "fsdp_activation_checkpointing is not supported. Remove it and set --encoder.checkpoint_activations true."
         )
+
+
+def _check_groups(processes: int) -> None:
+    """Check the launcher's settings of HSDP, if there are any.
+
+    Raises:
+        SettingsError: the groups do not fit the number of processes, or another kind of parallelism is asked for.
+    """
+    config = ParallelismConfig()  # reads the launcher's settings from environment variables
+    if config.total_size == 1:
+        return
+    if config.non_data_parallel_size > 1:
+        raise SettingsError(
+            "Tensor, context and sequence parallelism are not supported. Remove tp_size, cp_size, sp_size."
+        )
+    copies, shards = config.dp_replicate_size, config.dp_shard_size
+    if copies * shards != processes:
+        raise SettingsError(
+            f"dp_replicate_size {copies} x dp_shard_size {shards} are {copies * shards} processes, but {processes} "
+            "were launched. Set dp_replicate_size to the number of groups that hold all shards, and dp_shard_size to "
+            "the number of processes of a group."
+        )
+    if shards == 1:
+        raise SettingsError("dp_shard_size 1 shards nothing. Set it to 2 or more, or launch without FSDP.")
 
 
 def _offloads(plugin: FullyShardedDataParallelPlugin) -> bool:

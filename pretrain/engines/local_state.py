@@ -1,9 +1,9 @@
 """Local state: this process's shards of a run's tensors, saved and loaded by torch.distributed.checkpoint.
 
-A process holds full tensors under DDP, rows of the tensors under FSDP2, ranges of the flattened tensors under ZeRO-3,
-and full weights and ranges of the flattened moments under ZeRO-1 and ZeRO-2. Each of these shards is a contiguous range
-of a flattened tensor. Checkpoints therefore store flattened tensors, and each process reads the ranges that it needs,
-under any engine and with any number of processes.
+A process holds full tensors under DDP, rows of the tensors under FSDP2 and HSDP, ranges of the flattened tensors under
+ZeRO-3, and full weights and ranges of the flattened moments under ZeRO-1 and ZeRO-2. Each of these shards is a
+contiguous range of a flattened tensor. Checkpoints therefore store flattened tensors, and each process reads the ranges
+that it needs, under any engine and with any number of processes.
 """
 
 import warnings
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pretrain.engines.metadata import Reader
+from runtime.collectives import rank, world_size
 
 # torch warns if there is no process group, but runs of one process need none
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -53,18 +54,19 @@ class LocalTensor:
     """Index of the first element of `data` in the flattened tensor."""
     numel: int
     """Number of elements of the full tensor, over all processes."""
-    replicated: bool = False
-    """True if every process holds the same elements."""
+    copies: int = 1
+    """Number of processes that hold the same elements."""
+    copy: int = 0
+    """Index of this process among these processes."""
 
-    def write_share(self, rank: int, processes: int) -> "LocalTensor":
-        """Return the elements that process `rank` writes to a checkpoint.
+    def write_share(self) -> "LocalTensor":
+        """Return the elements that this process writes to a checkpoint.
 
-        These are all of `data`, or an equal share of `data` if every process holds the same elements.
+        Processes that hold the same elements write equal shares of them.
         """
-        if not self.replicated:
-            return self
-        share = -(-len(self.data) // processes)
-        return replace(self, data=self.data[rank * share : (rank + 1) * share], offset=self.offset + rank * share)
+        share = -(-len(self.data) // self.copies)
+        first = self.copy * share
+        return LocalTensor(self.data[first : first + share], self.offset + first, self.numel)
 
     def to_host(self) -> "LocalTensor":
         """Return a copy whose elements are in host memory."""
@@ -80,7 +82,7 @@ LocalState = Mapping[str, LocalTensor]
 
 def unsharded(tensor: Tensor) -> LocalTensor:
     """Return the `LocalTensor` of a contiguous tensor that every process holds in full."""
-    return LocalTensor(tensor.detach().view(-1), 0, tensor.numel(), replicated=True)
+    return LocalTensor(tensor.detach().view(-1), 0, tensor.numel(), copies=world_size(), copy=rank())
 
 
 class _SavePlanner(DefaultSavePlanner):

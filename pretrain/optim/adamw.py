@@ -183,7 +183,9 @@ def apply_schedules(
 
 
 @torch.no_grad()
-def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False) -> Tensor:
+def clip_gradients(
+    grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False, copies: int = 1
+) -> Tensor:
     """Scale gradients in place so that no norm is above `limit`, and return the global norm before scaling in float32.
 
     If `limit` is 0, gradients are not scaled. The function does not wait for the device.
@@ -192,13 +194,14 @@ def clip_gradients(grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, 
         grads: Gradients of each module, one list per module.
         by: Gradients over which one norm is computed: "tensor", "module" or "global" (all gradients).
         sharded: True if each process holds a part of every tensor, which may be empty.
+        copies: Number of processes that hold the same part.
     """
     flat = [g for part in grads for g in part]
     if not flat:
         raise ValueError("no parameter has a gradient. Call clip_gradients after the backward pass")
     norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
     if sharded:
-        norms = all_reduce_sum(norms.square()).sqrt()
+        norms = (all_reduce_sum(norms.square()) / copies).sqrt()
     total = norms.norm()
     if limit == 0:
         return total

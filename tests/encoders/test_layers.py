@@ -229,15 +229,3 @@ def test_packed_attention_by_the_varlen_kernel(scale):
     out = packed_attention.attention_varlen(q, k, v, scale, segments)
     expected = packed_attention.attention_by_run(*(x.float() for x in (q, k, v)), scale, segments)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_attention_in_bf16_on_the_cpu_rounds_only_its_inputs_and_its_result(autocast: bool) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 7, 8).bfloat16() for _ in range(3))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = attention(q, k, v)
-    weights = (torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * 8**-0.5).softmax(-1)
-    expected = torch.einsum("bhqk,bhkd->bhqd", weights, v.double())
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - expected).abs().max() <= 2**-8 * expected.abs().max()  # half a unit of bf16's last place

@@ -20,6 +20,7 @@ from tests.teachers import small_teacher
 
 Run = tuple[list[str], dict[int, tuple[int, int, str]]]
 SCRIPT = Path(__file__).with_name("poisoned_runs.py")
+CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 CLOSE = 1e-5
 LOOSE = 3e-4
 """of weights whose gradient is small beside its rounding: AdamW makes of it as large a step as of any other"""
@@ -247,6 +248,17 @@ def test_a_users_deepspeed_file_changes_nothing(
     )
     names = [name for name in RUNS if "skipped" in name]
     several = start({name: RUNS[name] for name in names}, processes=2, engine=str(launcher.with_suffix("")))
+    for name in names:
+        assert_same(several.folder(name), alone.folder(name))
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_processes_equal_one(start: Callable[..., Started], alone: Started, tmp_path: Path) -> None:
+    """HSDP: each group holds copies of all shards."""
+    launcher = (CONFIGS / "hsdp.yaml").read_text().replace("dp_shard_size: 8", "dp_shard_size: 2")
+    (tmp_path / "hsdp.yaml").write_text(launcher)
+    names = ("dino", "distill, two students", "dinov3", "dino, skipped", "mae, skipped", "mae, evaluated")
+    several = start({name: RUNS[name] for name in names}, processes=4, engine=str(tmp_path / "hsdp"))
     for name in names:
         assert_same(several.folder(name), alone.folder(name))
 

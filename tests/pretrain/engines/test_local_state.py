@@ -3,6 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ Split = Callable[[Tensor, int, int], LocalTensor]
 
 def everywhere(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
     """DDP."""
-    del rank, processes
-    return unsharded(tensor)
+    return LocalTensor(tensor.reshape(-1), 0, tensor.numel(), copies=processes, copy=rank)
 
 
 def rows(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
@@ -35,6 +35,13 @@ def rows(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
     chunks = tensor.chunk(processes)
     own = chunks[rank] if rank < len(chunks) else tensor[:0]
     return LocalTensor(own.reshape(-1), sum(c.numel() for c in chunks[:rank]), tensor.numel())
+
+
+def copied_rows(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
+    """HSDP: as many copies as the number of processes allows, two or three, and the rows of FSDP2 in each copy."""
+    copies = next((n for n in (2, 3) if processes % n == 0), 1)
+    shards = processes // copies
+    return replace(rows(tensor, rank % shards, shards), copies=copies, copy=rank // shards)
 
 
 def ranges(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
@@ -52,13 +59,14 @@ def uneven(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
     return LocalTensor(tensor.reshape(-1)[cuts[rank] : cuts[rank + 1]], cuts[rank], tensor.numel())
 
 
-SPLITS = [everywhere, rows, ranges, uneven]
+SPLITS = [everywhere, rows, copied_rows, ranges, uneven]
 
 
 def write_in_turn(folder: Path, of_each: list[dict[str, LocalTensor]]) -> None:
     """Save as torch.distributed.checkpoint.save does over processes, but one process after the other."""
-    planners = [local_state._SavePlanner({name: p.write_share(r, len(of_each)) for name, p in own.items()})
-                for r, own in enumerate(of_each)]  # fmt: skip
+    planners = [
+        local_state._SavePlanner({name: tensor.write_share() for name, tensor in own.items()}) for own in of_each
+    ]
     writer = FileSystemWriter(folder)
     for rank, planner in enumerate(planners):
         planner.set_up_planner({}, is_coordinator=rank == 0)
@@ -82,7 +90,7 @@ def write_in_turn(folder: Path, of_each: list[dict[str, LocalTensor]]) -> None:
 def test_any_split_is_read_in_any_other(
     shapes: list[list[int]], writers: int, readers: int, written: Split, loaded: Split
 ) -> None:
-    if rows in (written, loaded):  # a tensor without dimensions has no rows
+    if {rows, copied_rows} & {written, loaded}:  # a tensor without dimensions has no rows
         shapes = [shape or [1] for shape in shapes]
     data = {f"t{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
     with tempfile.TemporaryDirectory() as name:
@@ -152,7 +160,7 @@ def _over_processes(rank: int, folder: str) -> None:
     dist.init_process_group("gloo")
     data = {f"{split.__name__}{n}": torch.arange(float(n)) for split in SPLITS for n in (1, 2, 9)}
     split = {name: next(s for s in SPLITS if name.startswith(s.__name__)) for name in data}
-    write({n: split[n](t, rank, 2).write_share(rank, 2) for n, t in data.items()}, Path(folder))
+    write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder))
     for other in SPLITS:
         own = {n: other(torch.full_like(t, torch.nan), rank, 2) for n, t in data.items()}
         read(own, Path(folder))
@@ -162,7 +170,7 @@ def _over_processes(rank: int, folder: str) -> None:
         FileSystem.create_stream = _full  # pyright: ignore
     with pytest.raises(RankError, match=r"^process 1: No space left on device: /the/disk$"):
         run_on_all_ranks(
-            lambda: write({n: split[n](t, rank, 2).write_share(rank, 2) for n, t in data.items()}, Path(folder) / "b")
+            lambda: write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder) / "b")
         )
     dist.barrier()
     dist.destroy_process_group()

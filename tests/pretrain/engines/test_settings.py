@@ -132,6 +132,9 @@ def fsdp(processes: int = 2) -> Any:
         ("FSDP_OFFLOAD_PARAMS", "true", 2, "needs a GPU, and this run is on the CPU"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", 2, "--encoder.checkpoint_activations"),
         ("FSDP_RESHARD_AFTER_FORWARD", "true", 1, "Launch two or more"),
+        ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3", 2, "dp_replicate_size 3 x dp_shard_size 1 are 3 processes"),
+        ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2", 2, "dp_shard_size 1 shards nothing"),
+        ("PARALLELISM_CONFIG_CP_SIZE", "2", 2, "Remove tp_size, cp_size, sp_size"),
     ],
 )
 def test_fsdp_settings_that_cannot_be_are_refused(
@@ -163,4 +166,5 @@ def test_every_engine_has_a_file_for_the_launcher() -> None:
         "zero2": ("DEEPSPEED", 2),
         "zero3": ("DEEPSPEED", 3),
         "fsdp2": ("FSDP", None),
+        "hsdp": ("FSDP", None),
     }

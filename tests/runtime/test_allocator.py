@@ -1,0 +1,48 @@
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tests.launched import ROOT
+
+# Counts the pages that the system had to provide for ten tensors of 64 MiB, each freed before the next.
+FAULTS = """
+import resource, sys
+import torch
+from runtime.allocator import keep_freed_memory
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+for _ in range(8):  # the heap grows for the first tensors
+    torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(2**24)
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(mode: str, **variables: str) -> tuple[str, int]:
+    """Return what `keep_freed_memory` returned, and the number of page faults of ten tensors of 64 MiB."""
+    glibc = ("MALLOC_", "GLIBC_TUNABLES")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(glibc)} | variables
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULTS, mode],
+        cwd=ROOT, capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    kept, count = ran.stdout.split()
+    return kept, int(count)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again() -> None:
+    kept, count = faults("keep")
+    assert kept == "True"
+    _, default = faults("default")
+    assert default > 1_000  # 64 MiB are 16,384 pages of 4 KiB, or 32 of 2 MiB
+    assert count < default / 20
+
+
+def test_the_users_settings_of_the_allocator_hold() -> None:
+    assert faults("keep", MALLOC_ARENA_MAX_="2")[0] == "False"
+    assert faults("keep", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0] == "False"
