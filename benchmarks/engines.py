@@ -135,7 +135,9 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
             forget_peak()
         apply_schedules(engine.optimizer, optim, number, steps, 256)
         engine.forward_backward(to_model_input(batch.to(accelerator.device)), number, last=True)
-        clip_gradients(engine.local_gradients(method.trained_parts()), 3.0, "global", sharded=engine.sharded, copies=engine.copies)
+        clip_gradients(
+            engine.local_gradients(method.trained_parts()), 3.0, "global", sharded=engine.sharded, copies=engine.copies
+        )
         engine.step()
         method.after_step(number)
         dist.barrier()

@@ -1,7 +1,7 @@
 """Count what a training step asks of a GPU, and bound the images per second from above. No GPU is needed.
 
     python benchmarks/roofline.py [--method dino] [--encoder vit_small] [--batch_size 512] [--gpu h200]
-        [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}']
+        [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}'] [--compile true]
 
 The step is that of a run: the loader's batch is copied to the device, crops are cut and colours changed, then
 `pretrain.loop.training_step` runs through the engine. The tensors on the device are fake (`fake_device.py`). For each
@@ -27,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
+from fused import Calls, record_calls, saving
 from pydantic import Field
 from torch import nn
 
@@ -73,20 +74,23 @@ class RooflineBenchmark(Settings):
     """GPU whose rates bound the step"""
     crops: Literal["device", "workers"] = "workers"
     """where crops are cut"""
+    compile: bool = False
+    """also count the blocks as torch's compiler fuses them with --compile true (ViT, RoPE-ViT); takes a minute"""
     top: int = Field(default=0, ge=0)
     """number of operations and of kinds of activations to list, most expensive first"""
 
 
 def main(settings: RooflineBenchmark) -> None:
     try:
-        counter = count_step(settings)
+        counter, calls = count_step(settings)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    show(counter, settings)
+    fused = saving(calls, GPUS[settings.gpu]) if settings.compile else None
+    show(counter, settings, fused)
 
 
-def count_step(settings: RooflineBenchmark) -> Counter:
-    """Run one training step on a fake device and return its counts.
+def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
+    """Run one training step on a fake device. Return its counts, and how often each block was called.
 
     Raises:
         ValueError: the method or the encoder is unknown, or they do not fit together.
@@ -114,6 +118,7 @@ def count_step(settings: RooflineBenchmark) -> Counter:
         method.to = lambda *_, **__: method  # torch cannot move a module of fake tensors, and it is there already
         run = make_run(config, accelerator, method)
         name_parts(counter, method, run.engine)
+        calls = record_calls(method)
         counter.rows.clear()
         with counter.named("copy to the device"):
             batch = batch.to(DEVICE, non_blocking=True)
@@ -121,7 +126,7 @@ def count_step(settings: RooflineBenchmark) -> Counter:
             batch = to_model_input(batch)
         with counter.named("other"):
             loop.training_step(run, [batch])
-    return counter
+    return counter, calls
 
 
 def loader_batch(transform: Transform, images: int, *, raw: bool) -> Batch:
@@ -196,8 +201,12 @@ def _count_as(counter: Counter, module: nn.Module, name: str) -> None:
     module.forward = counted
 
 
-def show(counter: Counter, settings: RooflineBenchmark) -> None:
-    """Print the table of parts, and the totals as JSON."""
+def show(counter: Counter, settings: RooflineBenchmark, fused: tuple[Count, Count] | None = None) -> None:
+    """Print the table of parts, and the totals as JSON.
+
+    Args:
+        fused: counts of the blocks without attention, one kernel per operation and fused.
+    """
     gpu, total = counter.gpu, counter.total()
     heads = ("part", "kernels", "GB", "TFLOP", "ms memory", "ms arithmetic", "ms at least", "host reads")
     print(
@@ -205,7 +214,13 @@ def show(counter: Counter, settings: RooflineBenchmark) -> None:
     )
     print(f"{gpu.low / 1e12:.0f} TFLOP/s in bf16, {gpu.full / 1e12:.0f} in float32, {gpu.launch * 1e6} us a kernel\n")
     print(f"| {' | '.join(heads)} |\n|---|{'--:|' * (len(heads) - 1)}")
-    for name, count in {**counter.parts(), "all": total}.items():
+    rows = {**counter.parts(), "all": total}
+    if fused is not None:
+        separate, compiled = fused
+        total = total.minus(separate)
+        total.add(compiled)
+        rows |= {"blocks without attention": separate, "the same, compiled": compiled, "all, compiled": total}
+    for name, count in rows.items():
         print(f"| {name} | {_cells(count)} |")
     if settings.top:
         print("\n| part | operation | kernels | GB | TFLOP | ms memory | ms arithmetic | ms at least | host reads |")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from tests.launched import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import fake_device
+import fused
 import roofline
 
+from encoders.blocks import Block
 from pretrain.methods.cross_entropy import crop_loss
 
 GPU = roofline.GPUS["h200"]
@@ -60,7 +63,7 @@ def test_its_backward_pass_is_that_of_torch() -> None:
 @pytest.mark.parametrize("method", ["dino", "mae"])
 def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = roofline.RooflineBenchmark(method=method, encoder="vit_tiny", batch_size=4)
-    counter = roofline.count_step(settings)
+    counter, _ = roofline.count_step(settings)
     parts, total = counter.parts(), counter.total()
     assert total.host_reads == 1  # loss, norm, and the two flags, in one read
     values = 4 * 3 * (2 * 224**2 + 8 * 96**2 if method == "dino" else 224**2)
@@ -82,7 +85,7 @@ def test_tokens_between_blocks_in_bf16_move_fewer_bytes() -> None:
     moved = {}
     for given in (False, True):
         settings = roofline.RooflineBenchmark(encoder="vit_tiny", encoder_settings={"bf16_residuals": given})
-        counter = roofline.count_step(settings)
+        counter, _ = roofline.count_step(settings)
         moved[given] = counter.parts()["teacher.encoder 224"].bytes / (2 * 512 * 197 * 192 * 12)
         assert counter.total().host_reads == 1
     assert moved[True] <= 83
@@ -93,7 +96,7 @@ def test_recomputed_blocks_are_counted_once() -> None:
     counted = {}
     for given in (False, True):
         settings = roofline.RooflineBenchmark(encoder="vit_tiny", encoder_settings={"checkpoint_activations": given})
-        counted[given] = roofline.count_step(settings).parts()
+        counted[given] = roofline.count_step(settings)[0].parts()
     forward = counted[False]["student.encoder"].flop
     again = counted[True]["backward"].flop - counted[False]["backward"].flop
     assert 0.8 * forward < again <= forward  # the last products of a block have no gradient that needs their results
@@ -121,6 +124,22 @@ def test_bytes_of_a_loss_in_chunks() -> None:
 
 def test_flop_of_an_encoder_agree_with_its_summary() -> None:
     """encoders.summary counts multiply-adds of a 224-pixel image by another route."""
-    counter = roofline.count_step(roofline.RooflineBenchmark(encoder="vit_tiny", batch_size=2))
+    counter, _ = roofline.count_step(roofline.RooflineBenchmark(encoder="vit_tiny", batch_size=2))
     crops = 2 * 2
     assert counter.parts()["teacher.encoder 224"].flop / crops / 2 == pytest.approx(1.26e9, rel=0.02)
+
+
+@pytest.mark.slow
+def test_bytes_of_a_compiled_block() -> None:
+    """Bytes per channel of a token in the forward pass, with tokens in float32: first norm 4 + 4 and its cast 4 + 2
+    (attention, which is not compiled, is between them), sum and second norm 4 + 2 + 2 (the sum is computed again where
+    it is needed), GELU 8 + 8, last sum 4 + 2 + 2 + 4; and the products."""
+    block = Block(64, 2, mlp_ratio=4, qkv_bias=True, norm_eps=1e-6, layer_scale=None, drop_path=0.0)
+    tokens = 4096
+    call = fused.Call((tokens, 64), 64, torch.float32, scaled=False, trained=False)
+    separate, compiled = fused.saving(Counter({(block, call): 3}), GPU)
+    products = (2 + 6) + (2 + 2) + (2 + 8) + (8 + 2)
+    values = 3 * tokens * 64
+    assert compiled.bytes == pytest.approx(values * (products + 14 + 8 + 16 + 12), rel=0.05)  # and weights
+    assert separate.bytes == pytest.approx(values * (products + 2 * (8 + 6) + 2 * 10 + 16), rel=0.05)
+    assert separate.flop == compiled.flop == 3 * 2 * tokens * 64 * 64 * (3 + 1 + 4 + 4)

@@ -1,0 +1,181 @@
+"""Count what `--compile true` saves in a training step: the kernels of each block as torch's compiler fuses them.
+
+The compiler schedules each block for the CPU, because it needs a GPU to schedule for a GPU. Its decisions for a GPU are
+similar, but not equal. Attention is not counted on either side, because the blocks of a training step do not compile
+it.
+"""
+
+import copy
+import itertools
+from collections import Counter as Tally
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
+from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+from encoders.blocks import Block
+from encoders.segments import Segments
+from pretrain.methods.base import Method
+
+FEW, MORE = 64, 128
+"""Number of images of 64 tokens for which a block is compiled. The bytes of larger batches follow from these two."""
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+"""Matrix products. They stay kernels of their own."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward pass of a block, and its backward pass if `trained`."""
+
+    shape: tuple[int, ...]
+    """Shape of the tokens, (B, N, D) or packed (T, D)."""
+    images: int
+    dtype: torch.dtype
+    scaled: bool
+    """True if drop path has factors."""
+    trained: bool
+
+
+Calls = Tally[tuple[nn.Module, Call]]
+"""Number of calls of each block."""
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that costs nothing: (..., N, 3, heads, d) -> (..., heads, N, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        ctx.shape = qkv.shape
+        return qkv.new_empty(*qkv.shape[:-3], *qkv.shape[-2:]).transpose(-3, -2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0].new_empty(ctx.shape)
+
+
+@torch.compiler.disable()
+def _free_attention(qkv: Tensor, **_: Any) -> Tensor:
+    return _Attention.apply(qkv)  # pyright: ignore[reportReturnType]
+
+
+def record_calls(method: Method) -> Calls:
+    """Return a tally that counts the calls of all blocks of ViT and RoPE-ViT in the steps that follow."""
+    calls: Calls = Tally()
+    alike: dict[Any, nn.Module] = {}  # one block for all blocks with the same shapes
+    for block in method.modules():
+        if isinstance(block, Block):
+            shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+            first = alike.setdefault((shapes, block.training), block)
+            block.forward = _recorded(block.forward, first, calls)
+    return calls
+
+
+def _recorded(forward: Callable[..., Tensor], block: nn.Module, calls: Calls) -> Any:
+    def recorded(x: Tensor, segments: Segments | None = None, scales: Any = None, *rest: Any) -> Tensor:
+        images = len(x) if segments is None else len(segments.lengths)
+        call = Call(tuple(x.shape), images, x.dtype, scales is not None, torch.is_grad_enabled())
+        calls[block, call] += 1
+        return forward(x, segments, scales, *rest)
+
+    return recorded
+
+
+def saving(calls: Calls, gpu: GPU) -> tuple[Count, Count]:
+    """Return the counts of all calls, without attention: one kernel per operation, and as the compiler fuses them."""
+    separate, fused = Count(), Count()
+    for (block, call), times in calls.items():
+        with mock.patch("encoders.blocks.self_attention", _free_attention):
+            eager = _count_operations(block, call, gpu)
+            compiled = _count_fused(block, call, eager, gpu)
+        one = Count()
+        for count in eager.rows.values():
+            one.add(count)
+        for _ in range(times):
+            separate.add(one)
+            fused.add(compiled)
+    return separate, fused
+
+
+def _count_operations(block: nn.Module, call: Call, gpu: GPU) -> Counter:
+    with counting(gpu) as counter, torch.set_grad_enabled(call.trained):
+        own = copy.deepcopy(_on_cpu(block))
+        fake_copy(own)
+        x, arguments = _arguments(call, call.shape, call.images, DEVICE)
+        counter.rows.clear()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = own(x, *arguments)
+        if call.trained:
+            backward(out)
+            del counter.rows["", "ones_like"]  # the gradient of `out`
+    return counter
+
+
+def _count_fused(block: nn.Module, call: Call, eager: Counter, gpu: GPU) -> Count:
+    """Return the counts of a call of a compiled block. Matrix products take as long as in `eager`."""
+    few, more = (_scheduled(block, call, images) for images in (FEW, MORE))
+    tokens = call.shape[0] if len(call.shape) == 2 else call.shape[0] * call.shape[1]
+    products = Count()
+    for (_, operation), count in eager.rows.items():
+        if operation in PRODUCTS:
+            products.add(count)
+    fused = products
+    for first, second in zip(few, more, strict=True):
+        each = (second - first) / (64 * (MORE - FEW))  # bytes per token
+        size = round(first + each * (tokens - 64 * FEW))
+        memory = size / gpu.memory
+        fused.add(Count(1, size, 0, memory, 0, max(memory, gpu.launch)))
+    return fused
+
+
+def _scheduled(block: nn.Module, call: Call, images: int) -> list[int]:
+    """Compile a block for `images` images of 64 tokens. Return the bytes of each kernel that is no matrix product."""
+    sizes: list[int] = []
+    codegen = GraphLowering.codegen
+
+    def recorded(graph: GraphLowering) -> Any:
+        result = codegen(graph)
+        for node in graph.scheduler.nodes:
+            if not isinstance(node, (ExternKernelSchedulerNode, NopKernelSchedulerNode)):
+                sizes.append(node.get_read_write_buffers_sizes())
+        return result
+
+    shape = (64 * images, call.shape[-1]) if len(call.shape) == 2 else (images, 64, call.shape[-1])
+    x, arguments = _arguments(call, shape, images, torch.device("cpu"))
+    torch._dynamo.reset()
+    options = {"fx_graph_cache": False}
+    with (
+        mock.patch.object(GraphLowering, "codegen", recorded),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.set_grad_enabled(call.trained),
+        torch._functorch.config.patch(enable_autograd_cache=False),  # pyright: ignore
+    ):
+        out = torch.compile(_on_cpu(block), options=options)(x, *arguments)
+        if call.trained:
+            out.backward(torch.ones_like(out))
+    return sizes
+
+
+def _on_cpu(block: nn.Module) -> nn.Module:
+    """Return a copy of a block with real weights on the CPU."""
+    real: dict[int, Any] = {id(p): nn.Parameter(torch.randn(p.shape, device="cpu") / 50) for p in block.parameters()}
+    made = copy.deepcopy(block, real)
+    made.__dict__.pop("forward", None)  # the one that records calls
+    return made
+
+
+def _arguments(call: Call, shape: tuple[int, ...], images: int, device: torch.device) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return the tokens, and the other arguments of a block."""
+    x = torch.zeros(shape, dtype=call.dtype, device=device, requires_grad=call.trained)
+    segments = None
+    if len(shape) == 2:
+        ends = [shape[0] * n // images for n in range(images + 1)]
+        segments = Segments(torch.tensor([b - a for a, b in itertools.pairwise(ends)]), device)
+        segments.image_ids  # noqa: B018  # computed once for all blocks
+    scales = torch.ones(2, images, device=device) if call.scaled else None
+    return x, (segments, scales)
