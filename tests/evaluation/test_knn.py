@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
 import encoders
 from evaluation.features import EvaluationError, LabelledFeatures
-from evaluation.knn import KNNProtocol, KNNSettings, knn_accuracy, run
+from evaluation.knn import KNNProtocol, KNNSettings, _nearest, _unpack, knn_accuracy, run
 from runtime.processes import exit_on_user_error
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def accuracy(train, train_labels, val, val_labels, **protocol):
     )
 
 
-def made_up(seed=0, bank=400, scored=151, dim=12, classes=7):
+def made_up(seed=0, bank=1300, scored=151, dim=12, classes=7):
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(classes, dim))
     labels = [rng.integers(0, classes, n) for n in (bank, scored)]
@@ -32,7 +33,7 @@ def made_up(seed=0, bank=400, scored=151, dim=12, classes=7):
     return [torch.from_numpy(x).float() for x in features], [torch.from_numpy(y) for y in labels]
 
 
-@pytest.mark.parametrize(("queries", "chunk"), [(1000, 1000), (40, 64), (7, 3)])
+@pytest.mark.parametrize(("queries", "chunk"), [(1000, 2000), (40, 64), (7, 3), (90, 640)])
 def test_accuracy_is_that_of_scikit_learn_for_any_chunks(queries, chunk):
     (train, val), (train_labels, val_labels) = made_up()
     found = accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), queries=queries, chunk=chunk)
@@ -69,6 +70,17 @@ def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk
     assert [right(c, 1) for c in range(5)] == [0, 0, 0, 1, 0]  # the first of the four
     assert [right(c, 3) for c in range(5)] == [0, 1, 0, 0, 0]  # 3, 1 and 2 have a vote each
     assert [right(c, 4) for c in range(5)] == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("chunk", [1000, 160, 96])  # blocks of neighbouring images are compared only in 160
+def test_the_nearest_of_many_equal_neighbours_are_the_first(chunk):
+    generator = torch.Generator().manual_seed(0)
+    bank = torch.randint(-1, 2, (1000, 2), generator=generator).float()  # nine directions, one of them 0
+    query = F.normalize(torch.tensor([[1.0, 0.5], [0.0, -1.0], [-1.0, -1.0]]), dim=1)
+    similarity = query @ F.normalize(bank, dim=1).T
+    expected = similarity.sort(dim=1, descending=True, stable=True).indices[:, :5]
+    found = _unpack(_nearest(query, bank, 0, 5, chunk).sort(dim=1, descending=True).values)[1]
+    assert torch.equal(found, expected)
 
 
 def test_a_class_without_a_vote_is_never_right():
