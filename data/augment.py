@@ -49,6 +49,8 @@ def ascending(pair: tuple[float, float]) -> tuple[float, float]:
 Share = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0)]
 Sigmas = Annotated[tuple[Strength, Strength], AfterValidator(ascending)]
+BLUR_SIGMA = (0.1, 2.0)
+"""Smallest and largest standard deviation of the Gaussian blur in DINO (2104.14294), in pixels of a crop."""
 
 
 class ColorConfig(Section, frozen=True):
@@ -66,8 +68,6 @@ class ColorConfig(Section, frozen=True):
     """probability that the brightness, contrast, saturation and hue of a crop are changed; their order is random"""
     grayscale: Share = 0.2
     """probability that a crop is converted to gray"""
-    blur_sigma: Sigmas = (0.1, 2.0)
-    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop"""
 
 
 ColorConfigT = TypeVar("ColorConfigT", bound=ColorConfig)
@@ -95,19 +95,24 @@ def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
 
 
 def draw_colors(
-    rng: np.random.Generator, config: ColorConfig, blur: Sequence[float], solarize: Sequence[float]
+    rng: np.random.Generator,
+    config: ColorConfig,
+    blur: Sequence[float],
+    solarize: Sequence[float],
+    blur_sigma: tuple[float, float] = BLUR_SIGMA,
 ) -> ColorParameters:
     """Draw the colour changes of N crops.
 
-    Crop i is blurred with probability `blur[i]` and solarised with probability `solarize[i]`. For any settings, the
-    function draws N * `COLOR_DRAWS` values from `rng`, one crop after another.
+    Crop i is blurred with probability `blur[i]`, by a standard deviation in the range `blur_sigma`, and solarised with
+    probability `solarize[i]`. For any settings, the function draws N * `COLOR_DRAWS` values from `rng`, one crop after
+    another.
     """
     u = rng.random((len(blur), COLOR_DRAWS))  # (N, COLOR_DRAWS)
     spread = np.array([config.brightness, config.contrast, config.saturation, config.hue])
     neutral = np.array([1.0, 1.0, 1.0, 0.0])
     low = np.maximum(neutral - spread, [0, 0, 0, -0.5])
     factors = np.where(u[:, :1] < config.jitter, low + (neutral + spread - low) * u[:, 1:5], neutral)  # (N, 4)
-    least, most = config.blur_sigma
+    least, most = blur_sigma
     sigma = np.where(u[:, 5] < blur, least + (most - least) * u[:, 6], 0)
     values = torch.from_numpy(np.column_stack([factors, sigma]).astype(np.float32))  # (N, 5)
     brightness, contrast, saturation, hue, sigmas = values.unbind(1)

@@ -9,14 +9,14 @@ Shapes: an image has H x W pixels; n crops have S x S pixels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from data.augment import ColorConfig, Share, ascending, draw_colors
+from data.augment import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, draw_colors
 from data.batch import CropParameters, Packing, SampleParameters, ViewParameters
 from data.collate import Transform, ViewShape
 from data.sampler import step_noise
@@ -29,6 +29,12 @@ BOX_DRAWS = 2 * TRIES + 4
 LONGEST = 4
 """Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
 
+SMALL = 128
+"""Side of global crops in pixels, below which other defaults hold. docs/results.md has the measurements."""
+SMALL_LOCAL_SCALE = (0.15, 0.5)
+"""Areas of local crops if the global crops are small."""
+
+T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0)]
 Areas = Annotated[
     tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]], AfterValidator(ascending)
@@ -60,6 +66,21 @@ def local_side(global_side: int) -> int:
     return max(round(global_side * 96 / 224 / 16), 1) * 16
 
 
+def by_size(small: T, large: T) -> Callable[[dict[str, Any]], T]:
+    """Return a function that chooses a default: `small` if `global_size` is less than 128, else `large`."""
+    return lambda given: small if given.get("global_size", 224) < SMALL else large
+
+
+def blur_sigma(global_side: int) -> tuple[float, float]:
+    """Return the range of the standard deviation of the blur, in pixels.
+
+    The range is that of DINO. Below 128 pixels, it shrinks with the crops: in a small crop, the blur of a large one
+    would remove most of what there is to see.
+    """
+    factor = global_side / 224 if global_side < SMALL else 1
+    return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
+
+
 class MultiCropConfig(ColorConfig, frozen=True):
     """Settings of global and local crops with colour changes."""
 
@@ -67,18 +88,22 @@ class MultiCropConfig(ColorConfig, frozen=True):
     """side length of each of the two global crops, in pixels"""
     global_scale: Areas = (0.4, 1.0)
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
-    local_crops: int = Field(default_factory=lambda given: 8 if given.get("global_size", 224) >= 128 else 4, ge=0)
+    local_crops: int = Field(default_factory=by_size(4, 8), ge=0)
     """number of local crops per image; default: 8, or 4 if global_size is less than 128"""
     local_size: int = Field(default_factory=lambda given: local_side(given.get("global_size", 224)), ge=1)
     """side of a local crop, in pixels; default: 3/7 of global_size, rounded to a multiple of 16"""
-    local_scale: Areas = (0.05, 0.4)
-    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
+    local_scale: Areas = Field(default_factory=by_size(SMALL_LOCAL_SCALE, (0.05, 0.4)))
+    """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.4,
+    or 0.15,0.5 if global_size is less than 128"""
     ratio: Ratios = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a crop before the resize"""
     flip: Share = 0.5
     """probability that a crop is mirrored left to right"""
     rotation: Degrees = 0.0
     """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
+    blur_sigma: Sigmas = Field(default_factory=lambda given: blur_sigma(given.get("global_size", 224)))
+    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop; default: 0.1,2.0, multiplied
+    by global_size / 224 if global_size is less than 128"""
     blur_global1: Share = 1.0
     """probability that the first global crop is blurred"""
     blur_global2: Share = 0.1
@@ -108,10 +133,12 @@ class MultiCrop:
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         """Draw the parameters of the global and local crops of an image of `size` (H, W)."""
-        return [
-            ViewParameters(random_boxes(size, rng, shape.crops, boxes), draw_colors(rng, self.config, blur, solarize))
-            for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False)
-        ]
+        c = self.config
+        parameters = []
+        for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False):
+            drawn = random_boxes(size, rng, shape.crops, boxes)
+            parameters.append(ViewParameters(drawn, draw_colors(rng, c, blur, solarize, c.blur_sigma)))
+        return parameters
 
 
 class ResizedView:

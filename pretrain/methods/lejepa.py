@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.crops import Areas, MultiCrop, MultiCropConfig
+from data.crops import SMALL_LOCAL_SCALE, Areas, MultiCrop, MultiCropConfig, by_size
 from encoders.base import Encoder
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
@@ -38,10 +38,11 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
 
     global_scale: Areas = (0.3, 1.0)
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
-    local_crops: int = Field(default_factory=lambda given: 6 if given.get("global_size", 224) >= 128 else 4, ge=0)
+    local_crops: int = Field(default_factory=by_size(4, 6), ge=0)
     """number of local crops per image; default: 6, or 4 if global_size is less than 128"""
-    local_scale: Areas = (0.05, 0.3)
-    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
+    local_scale: Areas = Field(default_factory=by_size(SMALL_LOCAL_SCALE, (0.05, 0.3)))
+    """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.3,
+    or 0.15,0.5 if global_size is less than 128"""
     sigreg_weight: float | None = Field(default=None, gt=0, lt=1)
     """weight of SIGReg (lambda) for 256 images per forward pass of all processes; the weight of the invariance is
     1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer
