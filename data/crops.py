@@ -28,11 +28,8 @@ BOX_DRAWS = 2 * TRIES + 4
 """Number of random values that are drawn for the box of each crop, its mirroring and its rotation."""
 LONGEST = 4
 """Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
-
 SMALL = 128
-"""Side of global crops in pixels, below which other defaults hold. docs/results.md has the measurements."""
-SMALL_LOCAL_SCALE = (0.15, 0.5)
-"""Areas of local crops if the global crops are small."""
+"""Side of global crops, in pixels, below which other defaults hold (measurements: docs/results.md)."""
 
 T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0)]
@@ -71,16 +68,6 @@ def by_size(small: T, large: T) -> Callable[[dict[str, Any]], T]:
     return lambda given: small if given.get("global_size", 224) < SMALL else large
 
 
-def blur_sigma(global_side: int) -> tuple[float, float]:
-    """Return the range of the standard deviation of the blur, in pixels.
-
-    The range is that of DINO. Below 128 pixels, it shrinks with the crops: in a small crop, the blur of a large one
-    would remove most of what there is to see.
-    """
-    factor = global_side / 224 if global_side < SMALL else 1
-    return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
-
-
 class MultiCropConfig(ColorConfig, frozen=True):
     """Settings of global and local crops with colour changes."""
 
@@ -92,18 +79,16 @@ class MultiCropConfig(ColorConfig, frozen=True):
     """number of local crops per image; default: 8, or 4 if global_size is less than 128"""
     local_size: int = Field(default_factory=lambda given: local_side(given.get("global_size", 224)), ge=1)
     """side of a local crop, in pixels; default: 3/7 of global_size, rounded to a multiple of 16"""
-    local_scale: Areas = Field(default_factory=by_size(SMALL_LOCAL_SCALE, (0.05, 0.4)))
-    """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.4,
-    or 0.15,0.5 if global_size is less than 128"""
+    local_scale: Areas = (0.05, 0.4)
+    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     ratio: Ratios = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a crop before the resize"""
     flip: Share = 0.5
     """probability that a crop is mirrored left to right"""
     rotation: Degrees = 0.0
     """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
-    blur_sigma: Sigmas = Field(default_factory=lambda given: blur_sigma(given.get("global_size", 224)))
-    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop; default: 0.1,2.0, multiplied
-    by global_size / 224 if global_size is less than 128"""
+    blur_sigma: Sigmas = BLUR_SIGMA
+    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop"""
     blur_global1: Share = 1.0
     """probability that the first global crop is blurred"""
     blur_global2: Share = 0.1

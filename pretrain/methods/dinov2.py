@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data.augment import Share
 from data.batch import Batch, View
 from data.collate import Transform
-from data.crops import SMALL_LOCAL_SCALE, Areas, MultiCrop, by_size
+from data.crops import Areas, MultiCrop
 from data.masking import MaskedMultiCrop
 from encoders.base import Encoder
 from encoders.formats.checkpoint import load_weights
@@ -57,9 +57,8 @@ class DINOv2Config(DINOConfig, frozen=True):
 
     global_scale: Areas = (0.32, 1.0)
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
-    local_scale: Areas = Field(default_factory=by_size(SMALL_LOCAL_SCALE, (0.05, 0.32)))
-    """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.32,
-    or 0.15,0.5 if global_size is less than 128"""
+    local_scale: Areas = (0.05, 0.32)
+    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     blur_global1: Share = 0.0
     """probability that the first global crop is blurred; the paper means 1, but the official code inverts it"""
     blur_global2: Share = 0.9

@@ -15,8 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from data.augment import BLUR_SIGMA, Sigmas
 from data.batch import Batch
-from data.crops import SMALL_LOCAL_SCALE, Areas, MultiCrop, MultiCropConfig, by_size
+from data.crops import SMALL, Areas, MultiCrop, MultiCropConfig, by_size
 from encoders.base import Encoder
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
@@ -33,6 +34,15 @@ REFERENCE_IMAGES = 256
 """Number of images per forward pass to which `sigreg_weight` refers."""
 
 
+def scaled_blur(side: int) -> tuple[float, float]:
+    """Return the range of the blur's standard deviation for global crops of `side` pixels.
+
+    Below 128 pixels, the blur shrinks with the crops, because it would remove most of what a small crop shows.
+    """
+    factor = side / 224 if side < SMALL else 1
+    return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
+
+
 class LeJEPAConfig(MultiCropConfig, frozen=True):
     """Settings of LeJEPA. Missing values are derived from the number of images."""
 
@@ -40,9 +50,12 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
     local_crops: int = Field(default_factory=by_size(4, 6), ge=0)
     """number of local crops per image; default: 6, or 4 if global_size is less than 128"""
-    local_scale: Areas = Field(default_factory=by_size(SMALL_LOCAL_SCALE, (0.05, 0.3)))
+    local_scale: Areas = Field(default_factory=by_size((0.15, 0.5), (0.05, 0.3)))
     """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.3,
     or 0.15,0.5 if global_size is less than 128"""
+    blur_sigma: Sigmas = Field(default_factory=lambda given: scaled_blur(given.get("global_size", 224)))
+    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop; default: 0.1,2.0, multiplied
+    by global_size / 224 if global_size is less than 128"""
     sigreg_weight: float | None = Field(default=None, gt=0, lt=1)
     """weight of SIGReg (lambda) for 256 images per forward pass of all processes; the weight of the invariance is
     1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer

@@ -266,21 +266,6 @@ def test_settings_out_of_range_are_refused(bad):
         MultiCropConfig(**bad)
 
 
-def test_defaults_of_small_crops() -> None:
-    small, large = MultiCropConfig(global_size=112), MultiCropConfig(global_size=128)
-    assert (small.local_crops, small.local_scale, small.blur_sigma) == (4, (0.15, 0.5), (0.05, 1.0))
-    assert (large.local_crops, large.local_scale, large.blur_sigma) == (8, (0.05, 0.4), (0.1, 2.0))
-    assert MultiCropConfig() == MultiCropConfig(local_crops=8, local_scale=(0.05, 0.4), blur_sigma=(0.1, 2.0))
-    source, transform = rng(), MultiCrop(small)
-    views = [view for _ in range(100) for view in transform.draw((300, 400), source)]
-    for drawn, least, most in ((views[::2], 0.4, 1.0), (views[1::2], 0.15, 0.5)):
-        areas = np.concatenate([view.boxes.boxes[:, 2:].prod(1) for view in drawn]) / (300 * 400)
-        assert least - 0.01 < areas.min() < least + 0.05
-        assert areas.max() < most + 0.01
-        blurs = torch.cat([view.color.blur for view in drawn if view.color])
-        assert 0.9 < float(blurs.max()) <= 1.0
-
-
 def test_mixed_crops_are_drawn_from_seed_and_step_alone():
     """The oracle draws with NumPy's uniform doubles from the same generator."""
     sizes, weights = (24, 32, 16), [0.3, 0.6, 0.1]

@@ -199,6 +199,7 @@ def test_settings_scale_with_the_data() -> None:
         1024,
     )
     assert (imagenet.local_crops, imagenet.global_scale, imagenet.local_scale) == (6, (0.3, 1.0), (0.05, 0.3))
+    assert imagenet.blur_sigma == (0.1, 2.0)
     assert (optim.lr, optim.min_lr, optim.weight_decay, optim.clip) == (5e-4, 1e-6, 0.05, 0.0)
     _, given = resolve(LeJEPAConfig(), OptimConfig(lr=1e-3), RunSize(1_281_167, 256, 250_200))
     assert given.min_lr == 1e-6  # a thousandth of the peak, at any learning rate
@@ -207,6 +208,9 @@ def test_settings_scale_with_the_data() -> None:
     small, _ = resolve(LeJEPAConfig(global_size=64), OptimConfig(), RunSize(4809, 64, 600))
     assert (small.sigreg_weight, small.directions) == (0.02, 256)
     assert (small.hidden_dim, small.output_dim, small.local_crops) == (512, 16, 4)
+    assert (small.local_scale, small.blur_sigma) == ((0.15, 0.5), (0.029, 0.571))
+    assert LeJEPAConfig(global_size=112).blur_sigma == (0.05, 1.0)
+    assert LeJEPAConfig(global_size=128) == LeJEPAConfig(global_size=128, local_crops=6, local_scale=(0.05, 0.3))
 
 
 def _two_ranks(rank: int, port: int, folder: str) -> None:
