@@ -71,7 +71,7 @@ def record_calls(method: Method) -> Calls:
     for block in method.modules():
         if isinstance(block, Block):
             shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-            first = alike.setdefault((shapes, block.training), block)
+            first = alike.setdefault((shapes, block.training, block.drop_path.rate > 0), block)
             block.forward = _recorded(block.forward, first, calls)
     return calls
 
@@ -120,16 +120,15 @@ def _count_fused(block: nn.Module, call: Call, eager: Counter, gpu: GPU) -> Coun
     """Return the counts of a call of a compiled block. Matrix products take as long as in `eager`."""
     few, more = (_scheduled(block, call, images) for images in (FEW, MORE))
     tokens = call.shape[0] if len(call.shape) == 2 else call.shape[0] * call.shape[1]
-    products = Count()
+    fused = Count()
     for (_, operation), count in eager.rows.items():
         if operation in PRODUCTS:
-            products.add(count)
-    fused = products
+            fused.add(count)
     for first, second in zip(few, more, strict=True):
         each = (second - first) / (64 * (MORE - FEW))  # bytes per token
         size = round(first + each * (tokens - 64 * FEW))
         memory = size / gpu.memory
-        fused.add(Count(1, size, 0, memory, 0, max(memory, gpu.launch)))
+        fused.add(Count(kernels=1, bytes=size, memory_seconds=memory, seconds=max(memory, gpu.launch)))
     return fused
 
 

@@ -99,6 +99,7 @@ def draw_colors(
     config: ColorConfig,
     blur: Sequence[float],
     solarize: Sequence[float],
+    *,
     blur_sigma: tuple[float, float] = BLUR_SIGMA,
 ) -> ColorParameters:
     """Draw the colour changes of N crops.

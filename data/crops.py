@@ -28,7 +28,7 @@ BOX_DRAWS = 2 * TRIES + 4
 """Number of random values that are drawn for the box of each crop, its mirroring and its rotation."""
 LONGEST = 4
 """Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
-SMALL = 128
+SMALL_SIDE = 128
 """Side of global crops, in pixels, below which other defaults hold (measurements: docs/results.md)."""
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ def local_side(global_side: int) -> int:
 
 
 def by_size(small: T, large: T) -> Callable[[dict[str, Any]], T]:
-    """Return a function that chooses a default: `small` if `global_size` is less than 128, else `large`."""
-    return lambda given: small if given.get("global_size", 224) < SMALL else large
+    """Return a function that chooses a default: `small` if `global_size` is less than `SMALL_SIDE`, else `large`."""
+    return lambda given: small if given.get("global_size", 224) < SMALL_SIDE else large
 
 
 class MultiCropConfig(ColorConfig, frozen=True):
@@ -122,7 +122,7 @@ class MultiCrop:
         parameters = []
         for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False):
             drawn = random_boxes(size, rng, shape.crops, boxes)
-            parameters.append(ViewParameters(drawn, draw_colors(rng, c, blur, solarize, c.blur_sigma)))
+            parameters.append(ViewParameters(drawn, draw_colors(rng, c, blur, solarize, blur_sigma=c.blur_sigma)))
         return parameters
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runtime import preemption
+from runtime.allocator import return_freed_memory
 from runtime.errors import UserError
 from runtime.machine import process_fields, signal_at_end_of_parent
 
@@ -210,6 +211,7 @@ def start_worker(number: int, states: WorkerStates, parent: int, of_main_thread:
         signal.signal(one, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     preemption.forget()
+    return_freed_memory()  # one large image must not take the memory for good
     states.start(number)
     if of_main_thread:
         signal_at_end_of_parent(signal.SIGKILL)  # ends a stopped process, too

@@ -1,11 +1,27 @@
 """Attention of one batch of sequences. Torch's kernel is replaced where it is slow: in half precision on the CPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONGEST = 1024
+MOST_KEYS = 1024
 """Largest number of keys up to which bf16 attention on the CPU keeps the weights of all pairs of tokens in memory."""
+_torchs_kernel = False
+"""True in the block of `only_torchs_kernel`."""
+
+
+@contextmanager
+def only_torchs_kernel() -> Iterator[None]:
+    """Use torch's kernel in the block, to count on a CPU the memory that attention takes on a GPU."""
+    global _torchs_kernel
+    before, _torchs_kernel = _torchs_kernel, True
+    try:
+        yield
+    finally:
+        _torchs_kernel = before
 
 
 def dot_product_attention(
@@ -13,23 +29,24 @@ def dot_product_attention(
 ) -> Tensor:
     """Return softmax(q k^T * scale + bias) v: queries (..., N, d), keys and values (..., M, d) -> (..., N, d).
 
-    On a CPU in bf16, torch's kernel takes five times as long as the two matrix products, and one that computes in
-    float32 twice as long. The products round the logits to bf16, as attention without a fused kernel does under
-    autocast; the softmax is computed in float32.
+    In bf16 on the CPU, attention is computed as two matrix products and a softmax, because torch's fused kernel takes
+    five times as long in bf16, and twice as long in float32 (AMD EPYC with bf16 instructions). Logits and weights are
+    rounded to bf16, as in attention without a fused kernel under autocast. In fp16, and for more than `MOST_KEYS` keys,
+    attention is computed in float32.
 
     Args:
         bias: tensor that broadcasts to (..., N, M). A float bias is added to the logits. A bool bias excludes keys
             where it is False.
         scale: factor of the logits. None means d ** -0.5.
     """
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or _torchs_kernel:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     autocast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if autocast else q.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     with torch.autocast("cpu", enabled=False):
-        if dtype == torch.bfloat16 and k.shape[-2] <= LONGEST:
+        if dtype == torch.bfloat16 and k.shape[-2] <= MOST_KEYS:
             return _by_products(q.to(dtype), k.to(dtype), v.to(dtype), bias, scale).to(v.dtype)
         bias = bias.float() if bias is not None and bias.is_floating_point() else bias
         out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=bias, scale=scale)
@@ -42,6 +59,6 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     if bias is not None and bias.is_floating_point():
         logits = logits + bias.to(logits.dtype)
     elif bias is not None:
-        # the smallest number, because a row of -inf, which a window of padding alone would have, becomes NaN
+        # not -inf, which would turn the row of a query without keys into NaN
         logits = logits.masked_fill(~bias, torch.finfo(logits.dtype).min)
     return logits.softmax(-1) @ v

@@ -54,7 +54,7 @@ def attention(
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         out = dot_product_attention(q, k, v, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the kernels' memory layout is (B, N, heads, d)
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the fused kernels' memory layout is (B, N, heads, d)
     # imported here, because the module loads torch's compiler, which takes seconds
     from encoders.packed_attention import packed_attention
 

@@ -112,7 +112,7 @@ def self_attention_by_run(qkv: Tensor, scale: float | None, segments: Segments) 
 
 def _join(runs: list[Tensor]) -> Tensor:
     """Join the images of all runs: (images, heads, N, d) of each run -> (heads, T, d)."""
-    # (images, N, heads, d) is the memory layout of the kernels' results, so joining the images in it copies nothing.
+    # (images, N, heads, d) is the memory layout of the fused kernels' results, in which joining copies nothing.
     return torch.cat([run.transpose(1, 2).flatten(0, 1) for run in runs]).transpose(0, 1)
 
 

@@ -39,8 +39,8 @@ LOW = 2**32 - 1
 """Mask of the low 32 bits of a sort key. These bits hold the index of an image in the bank."""
 NONE = -(2**63)
 """Sort key where there is no neighbour. It is smaller than the sort key of any neighbour."""
-BLOCK = 16
-"""Number of neighbouring images of the bank whose largest similarity is computed first."""
+BLOCK_IMAGES = 16
+"""Number of consecutive images of the bank that form a block."""
 
 
 class KNNSettings(FeatureSettings):
@@ -186,20 +186,21 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 
 
 def _candidates(similarity: Tensor, offset: int, k: int) -> Tensor:
-    """Return sort keys that include those of the k nearest images: (Q, chunk) -> (Q, fewer).
+    """Return sort keys that include those of the k nearest images: (Q, chunk) -> (Q, at most chunk).
 
-    The k nearest images are in the k blocks of neighbouring images with the largest maxima. To find these blocks is
-    several times faster than to sort all images. `similarity` may be overwritten.
+    The k nearest images lie in the k blocks of consecutive images with the largest maxima. To select blocks first is
+    several times faster than to select among all images. `similarity` may be overwritten.
     """
-    count = similarity.shape[1]
-    index = torch.arange(offset, offset + count, device=similarity.device)
-    if count < 2 * k * BLOCK or count % BLOCK:
+    index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
+    whole = similarity.shape[1] // BLOCK_IMAGES * BLOCK_IMAGES
+    if whole < 2 * k * BLOCK_IMAGES:
         return _pack(similarity, index)
-    blocks = similarity.unflatten(1, (-1, BLOCK))
-    largest = _pack(blocks.amax(dim=2), torch.arange(count // BLOCK, device=similarity.device))
-    _, chosen = _unpack(largest.topk(k, sorted=False).values)  # (Q, k)
-    near = blocks.gather(1, chosen[..., None].expand(-1, -1, BLOCK))
-    return _pack(near.flatten(1), index.unflatten(0, (-1, BLOCK))[chosen].flatten(1))
+    blocks = similarity[:, :whole].unflatten(1, (-1, BLOCK_IMAGES))
+    numbers = torch.arange(whole // BLOCK_IMAGES, device=similarity.device)
+    _, chosen = _unpack(_pack(blocks.amax(dim=2), numbers).topk(k, sorted=False).values)  # (Q, k)
+    near = blocks.gather(1, chosen[..., None].expand(-1, -1, BLOCK_IMAGES)).flatten(1)
+    keys = _pack(near, index[:whole].unflatten(0, (-1, BLOCK_IMAGES))[chosen].flatten(1))
+    return torch.cat([keys, _pack(similarity[:, whole:].contiguous(), index[whole:])], dim=1)
 
 
 def _pack(similarity: Tensor, index: Tensor) -> Tensor:

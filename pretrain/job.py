@@ -40,6 +40,7 @@ from pretrain.precision import with_precision
 from pretrain.preflight import Plan, dry_forward, report
 from pretrain.start import start_from_run
 from runtime import processes
+from runtime.allocator import keep_freed_memory
 from runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
 from runtime.files import atomic_write
 from runtime.preemption import saving_on_interrupt
@@ -160,6 +161,8 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         # gradients are then views of DDP's communication buckets and take no additional memory
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()  # each step allocates the same tensors
     return accelerator, engines.select(accelerator, config.precision, config.accumulate)
 
 

@@ -20,6 +20,7 @@ from data.collate import Transform, collate
 from data.crops import MixedCrops
 from data.shards import WeightedShards, plan
 from encoders.base import IMAGENET, Encoder
+from encoders.dot_product import only_torchs_kernel
 from pretrain.config import ResolvedRun, to_yaml
 from pretrain.methods.base import Method
 
@@ -89,8 +90,8 @@ def state_bytes(method: Method) -> int:
 def activation_bytes(method: Method, precision: str, images: int) -> int:
     """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
 
-    The number is extrapolated from real forward passes of two images and of four images. If the crop sizes are drawn
-    for each step, it is that of the largest crops.
+    The number is extrapolated from real forward passes of two images and of four images. Attention keeps what a fused
+    kernel keeps, as on a GPU. If the crop sizes are drawn for each step, the number is that of the largest crops.
     """
     method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
@@ -111,6 +112,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"),
+        only_torchs_kernel(),
     ):
         method(batch, 0)
     return sum(size for address, size in kept.items() if address not in weights)

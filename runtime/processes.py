@@ -13,7 +13,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from runtime import preemption, watchdog
-from runtime.allocator import keep_freed_memory
 from runtime.errors import UserError, without_controls
 from runtime.rendezvous import naming_missing_processes
 from runtime.threads import set_threads
@@ -30,7 +29,7 @@ class LaunchError(UserError, ValueError):
 def make_accelerator(**settings: Any) -> Accelerator:
     """Return `Accelerator(**settings)`. The function works without CUDA, with several processes and under DeepSpeed.
 
-    Torch's number of threads is set too; see `set_threads`. On the CPU, freed memory is kept for the next tensors.
+    Torch's number of threads is set too; see `set_threads`.
 
     Raises:
         LaunchError: the environment variables of the launcher do not describe one process group.
@@ -43,7 +42,7 @@ def make_accelerator(**settings: Any) -> Accelerator:
                 PartialState(cpu=True)
         except ValueError as error:
             raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
-    # The engines read the sizes of the groups themselves. Without this line, accelerate refuses groups on the CPU.
+    # pretrain.engines reads the sizes of the groups itself. Without this line, accelerate refuses groups on the CPU.
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     wanted, started = settings.get("mixed_precision"), AcceleratorState._shared_state.get("_mixed_precision")
     if wanted and started and wanted != started:
@@ -57,8 +56,6 @@ def make_accelerator(**settings: Any) -> Accelerator:
             f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE."
         )
     set_threads(accelerator.num_processes)
-    if accelerator.device.type == "cpu":
-        keep_freed_memory()
     for command in _commands:
         command.enter_context(watchdog.watched(AGAIN))
     return accelerator

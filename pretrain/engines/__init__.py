@@ -21,11 +21,17 @@ def select(accelerator: Accelerator, precision: str, accumulate: int) -> type[En
     Raises:
         SettingsError: the launcher's settings choose a backend or an option that is not supported.
     """
+    # Read the environment variable, because accelerate ignores the launcher's FSDP settings on machines without CUDA.
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not fsdp and fsdp2.groups().total_size > 1:
+        raise SettingsError(
+            "parallelism_config is only supported under FSDP2. Remove it from the launcher's file, or launch with "
+            "configs/accelerate/hsdp.yaml."
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.complete_config(accelerator, precision, accumulate)
         return ZeRO
-    # Read the environment variable, because accelerate ignores the launcher's FSDP settings on machines without CUDA.
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if fsdp:
         fsdp2.check_options(accelerator, precision)
         return FSDP2
     if accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):

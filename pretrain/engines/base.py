@@ -31,7 +31,7 @@ class Engine(ABC):
     sharded: bool
     """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
     copies: int = 1
-    """Number of processes that hold the same shard."""
+    """Number of processes that hold the same shard, if `sharded` is True."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer

@@ -39,6 +39,8 @@ class FSDP2(Engine):
         plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
         mesh = _mesh(accelerator)
         self.copies = mesh.size(0) if mesh.ndim == 2 else 1
+        if self.copies > 1:
+            self.name = "hsdp"
         policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         for unit in method.units():
             fully_shard(
@@ -72,9 +74,11 @@ class FSDP2(Engine):
 
 def _mesh(accelerator: Accelerator) -> DeviceMesh:
     """Return the mesh of all processes. Its last dimension shards; under HSDP, its first dimension holds the copies."""
-    copies = ParallelismConfig().dp_replicate_size or 1
-    shape = (copies, accelerator.num_processes // copies) if copies > 1 else (accelerator.num_processes,)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
+    copies, processes = groups().dp_replicate_size, accelerator.num_processes
+    if copies == 1:
+        return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
+    shape = (copies, processes // copies)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "shard"))
 
 
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -117,13 +121,25 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
         )
 
 
+def groups() -> ParallelismConfig:
+    """Return the launcher's settings of groups of processes, which it passes in environment variables.
+
+    Raises:
+        SettingsError: a size is out of range.
+    """
+    try:
+        return ParallelismConfig()
+    except ValueError as error:
+        raise SettingsError(f"parallelism_config of the launcher: {error}") from None
+
+
 def _check_groups(processes: int) -> None:
     """Check the launcher's settings of HSDP, if there are any.
 
     Raises:
         SettingsError: the groups do not fit the number of processes, or another kind of parallelism is asked for.
     """
-    config = ParallelismConfig()  # reads the launcher's settings from environment variables
+    config = groups()
     if config.total_size == 1:
         return
     if config.non_data_parallel_size > 1:

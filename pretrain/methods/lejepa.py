@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from data.augment import BLUR_SIGMA, Sigmas
 from data.batch import Batch
-from data.crops import SMALL, Areas, MultiCrop, MultiCropConfig, by_size
+from data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size
 from encoders.base import Encoder
 from encoders.segments import copy_to_device
 from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
@@ -39,7 +39,7 @@ def scaled_blur(side: int) -> tuple[float, float]:
 
     Below 128 pixels, the blur shrinks with the crops, because it would remove most of what a small crop shows.
     """
-    factor = side / 224 if side < SMALL else 1
+    factor = side / 224 if side < SMALL_SIDE else 1
     return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
 
 

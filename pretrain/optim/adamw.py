@@ -194,7 +194,7 @@ def clip_gradients(
         grads: Gradients of each module, one list per module.
         by: Gradients over which one norm is computed: "tensor", "module" or "global" (all gradients).
         sharded: True if each process holds a part of every tensor, which may be empty.
-        copies: Number of processes that hold the same part.
+        copies: Number of processes that hold the same part, if `sharded` is True.
     """
     flat = [g for part in grads for g in part]
     if not flat:

@@ -72,7 +72,7 @@ def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk
     assert [right(c, 4) for c in range(5)] == [1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("chunk", [1000, 160, 96])  # blocks of neighbouring images are compared only in 160
+@pytest.mark.parametrize("chunk", [1000, 160, 96])  # in 96, no blocks are selected
 def test_the_nearest_of_many_equal_neighbours_are_the_first(chunk):
     generator = torch.Generator().manual_seed(0)
     bank = torch.randint(-1, 2, (1000, 2), generator=generator).float()  # nine directions, one of them 0

@@ -14,9 +14,9 @@ from tests.launched import records
 from tests.pretrain.test_pairs import arguments
 
 STEPS = 10
-# the engine, its processes, and up to which step its checkpoints are left to the next one
 METHODS_IN_TURN = ("dino", "dinov3", "distill", "mae")
-"""the others keep nothing that these do not keep"""
+"""Methods of the test. The others store no other kinds of tensors."""
+# the engine, its processes, and up to which step its checkpoints are left to the next one
 CHAIN = [("zero2", 2, 2), (None, 1, 4), ("zero3", 2, 6), ("fsdp2", 2, 8), (None, 1, 10)]
 MORE = {"--steps": str(STEPS), "--checkpoint_every": "2", "--checkpoint.keep": "9"}
 OWN = {"freeze_steps": "1", "batch_norm": "false"}

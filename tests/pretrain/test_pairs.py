@@ -96,7 +96,8 @@ def check_runs(launch, tmp_path: Path, runs: dict[str, dict[str, str]], by_two: 
         if name in by_two:
             assert (tmp_path / "two" / name / "encoder.safetensors").exists(), name
             for step, other in numbers(tmp_path / "two" / name / "metrics.jsonl").items():
-                assert not step or other["loss"] == pytest.approx(lines[step]["loss"], rel=1e-5, abs=1e-5), (name, step)
+                if step:
+                    assert other["loss"] == pytest.approx(lines[step]["loss"], rel=1e-5, abs=1e-5), (name, step)
         trained = encoders.load(folder / "encoder.safetensors")
         before = encoders.load(folder / "checkpoints" / "step-00000003" / "encoder.safetensors").state_dict()
         changed = [not torch.equal(tensor, before[key]) for key, tensor in trained.state_dict().items()]

@@ -90,6 +90,18 @@ def test_activations_equal_those_of_a_real_forward_pass() -> None:
     assert activation_bytes(dino(recomputed), recomputed.precision, 4) < 0.7 * real
 
 
+def test_attention_counts_as_a_fused_kernel_would() -> None:
+    """Each of the tensors grows with the number of tokens, and none with its square."""
+    kept = {}
+    for side in (32, 64):
+        config = settings("--precision", "bf16", "--encoder.drop_path", "0", "--dino.local_crops", "0")
+        chosen = {**config.encoder_settings, "image_size": side}
+        sized = config.method_config.model_copy(update={"global_size": side})
+        method = DINO(encoders.build(chosen.pop("variant"), **chosen), sized, config.steps)
+        kept[side] = activation_bytes(method, "bf16", 2)
+    assert kept[64] < 4.2 * kept[32]
+
+
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")

@@ -260,6 +260,8 @@ def test_two_groups_of_two_processes_equal_one(start: Callable[..., Started], al
     names = ("dino", "distill, two students", "dinov3", "dino, skipped", "mae, skipped", "mae, evaluated")
     several = start({name: RUNS[name] for name in names}, processes=4, engine=str(tmp_path / "hsdp"))
     for name in names:
+        known = json.loads((several.folder(name) / "checkpoints/latest/trainer.json").read_text())
+        assert known["engine"] == "hsdp"
         assert_same(several.folder(name), alone.folder(name))
 
 

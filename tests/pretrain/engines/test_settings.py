@@ -10,7 +10,7 @@ import yaml
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from pretrain import engines
-from pretrain.engines import fsdp2, zero
+from pretrain.engines import ddp, fsdp2, zero
 from runtime.settings import SettingsError
 from tests.pretrain.small import OPTIM
 
@@ -135,6 +135,7 @@ def fsdp(processes: int = 2) -> Any:
         ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3", 2, "dp_replicate_size 3 x dp_shard_size 1 are 3 processes"),
         ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2", 2, "dp_shard_size 1 shards nothing"),
         ("PARALLELISM_CONFIG_CP_SIZE", "2", 2, "Remove tp_size, cp_size, sp_size"),
+        ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "0", 2, "parallelism_config of the launcher: .*dp_shard_size"),
     ],
 )
 def test_fsdp_settings_that_cannot_be_are_refused(
@@ -146,6 +147,13 @@ def test_fsdp_settings_that_cannot_be_are_refused(
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError, match=message):
         engines.select(fsdp(processes), "bf16", 1)
+
+
+def test_groups_of_processes_are_refused_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engines.select(fsdp(), "bf16", 1) is ddp.DDP
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(SettingsError, match=r"hsdp\.yaml"):
+        engines.select(fsdp(), "bf16", 1)
 
 
 def test_what_accelerate_knows_besides_is_refused() -> None:
