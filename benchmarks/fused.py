@@ -147,14 +147,13 @@ def _scheduled(block: nn.Module, call: Call, images: int) -> list[int]:
     shape = (64 * images, call.shape[-1]) if len(call.shape) == 2 else (images, 64, call.shape[-1])
     x, arguments = _arguments(call, shape, images, torch.device("cpu"))
     torch._dynamo.reset()
-    options = {"fx_graph_cache": False}
     with (
         mock.patch.object(GraphLowering, "codegen", recorded),
         torch.autocast("cpu", torch.bfloat16),
         torch.set_grad_enabled(call.trained),
         torch._functorch.config.patch(enable_autograd_cache=False),  # pyright: ignore
     ):
-        out = torch.compile(_on_cpu(block), options=options)(x, *arguments)
+        out = torch.compile(_on_cpu(block), options={"fx_graph_cache": False})(x, *arguments)
         if call.trained:
             out.backward(torch.ones_like(out))
     return sizes

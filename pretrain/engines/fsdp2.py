@@ -74,7 +74,7 @@ class FSDP2(Engine):
 
 def _mesh(accelerator: Accelerator) -> DeviceMesh:
     """Return the mesh of all processes. Its last dimension shards; under HSDP, its first dimension holds the copies."""
-    copies, processes = groups().dp_replicate_size, accelerator.num_processes
+    copies, processes = groups().dp_replicate_size or 1, accelerator.num_processes
     if copies == 1:
         return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
     shape = (copies, processes // copies)
@@ -146,7 +146,7 @@ def _check_groups(processes: int) -> None:
         raise SettingsError(
             "Tensor, context and sequence parallelism are not supported. Remove tp_size, cp_size, sp_size."
         )
-    copies, shards = config.dp_replicate_size, config.dp_shard_size
+    copies, shards = config.dp_replicate_size or 1, config.dp_shard_size or 1
     if copies * shards != processes:
         raise SettingsError(
             f"dp_replicate_size {copies} x dp_shard_size {shards} are {copies * shards} processes, but {processes} "
