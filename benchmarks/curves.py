@@ -42,15 +42,17 @@ def draw(panels: dict[str, list[Path]], output: Path) -> None:
         panels: run folders by the title of the panel. The runs of a panel use one data set.
         output: PNG file.
     """
+    runs_of = {title: read_runs(folders)[0] for title, folders in panels.items()}
+    every = list(dict.fromkeys(run.method for runs in runs_of.values() for run in runs))
+    color = {method: PALETTE[number] for number, method in enumerate(every)}
     figure = Figure(figsize=(5 * len(panels), 3.6), dpi=120, layout="tight")
-    for axes, (title, folders) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        runs, _ = read_runs(folders)
-        methods = list(dict.fromkeys(run.method for run in runs))
-        look = {run.name: Look(PALETTE[methods.index(run.method)], "solid") for run in runs}
+    for axes, (title, runs) in zip(figure.subplots(1, len(panels), squeeze=False)[0], runs_of.items(), strict=True):
+        look = {run.name: Look(color[run.method], "solid") for run in runs}
         lines = {run.name: {step: 100 * top1 for step, top1 in run.curve("knn_top1").items()} for run in runs}
         draw_chart(Chart(title, lines, reference=100 * runs[0].curve("knn_pixels")[0]), axes, look)
         axes.set_ylabel("20-NN accuracy, %")
-        handles = [Line2D([], [], color=PALETTE[n], label=NAMES.get(one, one)) for n, one in enumerate(methods)]
+        methods = dict.fromkeys(run.method for run in runs)
+        handles = [Line2D([], [], color=color[one], label=NAMES.get(one, one)) for one in methods]
         # below the axes, where it hides no curve
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=len(handles), frameon=False)
     figure.savefig(output)
