@@ -63,8 +63,11 @@ def test_its_backward_pass_is_that_of_torch() -> None:
 @pytest.mark.parametrize("method", ["dino", "mae"])
 def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = roofline.RooflineBenchmark(method=method, encoder="vit_tiny", batch_size=4)
-    counter, _ = roofline.count_step(settings)
+    counter, calls = roofline.count_step(settings)
     parts, total = counter.parts(), counter.total()
+    # the student's first block, whose rate is 0, does not stand for the others
+    dropping = {block.drop_path.rate > 0: call.scaled for block, call in calls if call.trained and block.training}
+    assert dropping[True] if method == "dino" else list(dropping) == [False]
     assert total.host_reads == 1  # loss, norm, and the two flags, in one read
     values = 4 * 3 * (2 * 224**2 + 8 * 96**2 if method == "dino" else 224**2)
     assert parts["crops and colours"].kernels <= (334 if method == "dino" else 7)
