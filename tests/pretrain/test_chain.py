@@ -14,8 +14,6 @@ from tests.launched import records
 from tests.pretrain.test_pairs import arguments
 
 STEPS = 10
-METHODS_IN_TURN = ("dino", "dinov3", "distill", "mae")
-"""Methods of the test. The others store no other kinds of tensors."""
 # the engine, its processes, and up to which step its checkpoints are left to the next one
 CHAIN = [("zero2", 2, 2), (None, 1, 4), ("zero3", 2, 6), ("fsdp2", 2, 8), (None, 1, 10)]
 MORE = {"--steps": str(STEPS), "--checkpoint_every": "2", "--checkpoint.keep": "9"}
@@ -86,8 +84,8 @@ def assert_same_run(folder: Path, whole: Path, scratch: Path) -> None:
 def test_a_chain_of_engines_is_one_run(launch, tmp_path: Path) -> None:
     script = tmp_path / "in_turn.py"
     script.write_text(IN_TURN)
-    whole = {method: tmp_path / "whole" / method for method in METHODS_IN_TURN}
-    folders = {method: tmp_path / method for method in METHODS_IN_TURN}
+    whole = {method: tmp_path / "whole" / method for method in METHODS}
+    folders = {method: tmp_path / method for method in METHODS}
     first = launch([json.dumps([command(method, folder) for method, folder in whole.items()])], script=script)
     assert "Traceback" not in first.wait()
     assert first.process.returncode == 0, first.wait()[-3000:]

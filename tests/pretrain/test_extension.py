@@ -27,7 +27,7 @@ def test_a_method_and_an_encoder_from_outside_are_like_ours(registered, launch, 
     data = {"--data": demo_shards()[0]}
     pairs = [("toy", "toy_conv_micro"), ("toy", "vit_micro"), ("dino", "toy_conv_micro"), ("mae", "toy_conv_micro")]
     runs = {f"{m} of {v}": {"--method": m, "--encoder": v} | (data if m == "toy" else {}) for m, v in pairs}
-    check_runs(launch, tmp_path, runs, runs, script=Path(__file__).with_name("toy_runs.py"))
+    check_runs(launch, tmp_path, runs, script=Path(__file__).with_name("toy_runs.py"))
 
     folder = tmp_path / "toy of toy_conv_micro"
     said = export.export(folder, tmp_path / "method.safetensors", "method")

@@ -89,7 +89,7 @@ SHARDED: dict[str, Run] = {  # what only engines that gather weights could get w
     ),
 } | {
     f"{method} of {variant}": run(method, f"--encoder {variant} --optim.lr 3e-4", steps=4)
-    for method in ("dino", "mae")  # the other methods hold no other kinds of modules
+    for method in ("dino", "dinov2", "mae")  # the other methods hold no other kinds of modules
     for variant in OTHERS
 }
 BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16") for method in ("dino", "dinov2", "mae")}
