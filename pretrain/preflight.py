@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ from encoders.dot_product import only_torchs_kernel
 from pretrain.config import ResolvedRun, to_yaml
 from pretrain.methods.base import Method
 
+ON_META = re.compile(r"\b(register_)?meta\b")
+"""Found in the messages of operations that need the data of a tensor on the meta device."""
+
 log = logging.getLogger(__name__)
 
 
@@ -43,8 +47,9 @@ def dry_forward(method: Method) -> None:
     """Check a method by a forward pass of a copy on the meta device, on which no value is computed.
 
     The batch holds crops of a square, a wide and a tall image. There is one batch for each combination of crop sizes
-    that a step can draw. The random generators of the run do not advance. The
-    check is skipped if the method reads the value of a tensor, because a tensor on the meta device has no values.
+    that a step can draw. The random generators of the run do not advance. The check is skipped, and the log says so, if
+    the method reads the value of a tensor, because a tensor on the meta device has no values, or if it uses a tensor
+    that is neither a parameter nor a buffer, because such a tensor stays on its device.
 
     Raises:
         ValueError: the method or its encoder does not support the crops.
@@ -61,11 +66,12 @@ def dry_forward(method: Method) -> None:
         try:
             for batch in batches:
                 phantom(batch, 0)
-        except (NotImplementedError, RuntimeError) as error:
-            # an operation that needs the data of a tensor fails on the meta device with a message that contains "meta"
-            if "meta" not in str(error).lower():
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            # torch has no class for the errors of the meta device, but each message names it. Other errors pass.
+            if not ON_META.search(str(error)):
                 raise
-            log.debug("%s is not checked, as it does not run on the meta device: %s", type(method).__name__, error)
+            name = type(method).__name__
+            log.info("%s is not checked before the start, as it does not run on the meta device: %s", name, error)
 
 
 def _blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int, int]]) -> Batch:

@@ -1,6 +1,7 @@
 """What a dry run says against counts by hand and a real forward pass."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from data.batch import Batch
 from data.crops import MultiCrop, MultiCropConfig
 from pretrain.command_line import load
 from pretrain.config import ResolvedRun, resolve
+from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.methods.dino import DINO
 from pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes
 from tests.evaluation.conftest import write_shard
+from tests.pretrain import small
 from tests.views import batch_of
 
 WIDTH, HIDDEN = 3 * 16 * 16, 32
@@ -123,6 +126,60 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "prototypes: 64",
     ):
         assert part in said, part
+
+
+def broken() -> None:
+    raise RuntimeError("The metadata of the run is damaged.")
+
+
+class ReadsValues(TwoLayers):
+    """Reads a tensor in its forward pass: `how` says in which way."""
+
+    def __init__(self, how: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        self.how(next(self.parameters()))
+        return super().forward(batch, step)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x.tolist(),
+        lambda x: x.detach().numpy(),
+        lambda x: x + torch.ones(x.shape),  # of another device
+    ],
+)
+def test_a_method_that_reads_values_is_not_checked(
+    how: Callable[[Tensor], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        dry_forward(ReadsValues(how))
+    assert "ReadsValues is not checked before the start" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        (lambda x: x @ torch.ones(x.shape[-1] + 1, 1, device=x.device), RuntimeError),
+        (lambda x: sum(["a"]), TypeError),  # pyright: ignore
+        (lambda x: broken(), RuntimeError),
+    ],
+)
+def test_other_errors_of_a_method_end_the_run(how: Callable[[Tensor], object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        dry_forward(ReadsValues(how))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_checked(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        dry_forward(small.method(name, seed=0))
+    assert "not checked" not in caplog.text
 
 
 @pytest.mark.parametrize(
