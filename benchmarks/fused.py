@@ -23,8 +23,10 @@ from encoders.blocks import Block
 from encoders.segments import Segments
 from pretrain.methods.base import Method
 
+TOKENS = 64
+"""Number of tokens of an image for which a block is compiled."""
 FEW, MORE = 64, 128
-"""Number of images of 64 tokens for which a block is compiled. The bytes of larger batches follow from these two."""
+"""Numbers of images for which a block is compiled. The bytes of larger batches follow from these two."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Matrix products. They stay kernels of their own."""
 
@@ -125,15 +127,15 @@ def _count_fused(block: nn.Module, call: Call, eager: Counter, gpu: GPU) -> Coun
         if operation in PRODUCTS:
             fused.add(count)
     for first, second in zip(few, more, strict=True):
-        each = (second - first) / (64 * (MORE - FEW))  # bytes per token
-        size = round(first + each * (tokens - 64 * FEW))
+        each = (second - first) / (TOKENS * (MORE - FEW))  # bytes per token
+        size = round(first + each * (tokens - TOKENS * FEW))
         memory = size / gpu.memory
         fused.add(Count(kernels=1, bytes=size, memory_seconds=memory, seconds=max(memory, gpu.launch)))
     return fused
 
 
 def _scheduled(block: nn.Module, call: Call, images: int) -> list[int]:
-    """Compile a block for `images` images of 64 tokens. Return the bytes of each kernel that is no matrix product."""
+    """Compile a block for `images` images. Return the bytes of each kernel that is no matrix product."""
     sizes: list[int] = []
     codegen = GraphLowering.codegen
 
@@ -144,7 +146,7 @@ def _scheduled(block: nn.Module, call: Call, images: int) -> list[int]:
                 sizes.append(node.get_read_write_buffers_sizes())
         return result
 
-    shape = (64 * images, call.shape[-1]) if len(call.shape) == 2 else (images, 64, call.shape[-1])
+    shape = (TOKENS * images, call.shape[-1]) if len(call.shape) == 2 else (images, TOKENS, call.shape[-1])
     x, arguments = _arguments(call, shape, images, torch.device("cpu"))
     torch._dynamo.reset()
     with (

@@ -85,6 +85,10 @@ def main(settings: RooflineBenchmark) -> None:
         counter, calls = count_step(settings)
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    if settings.compile and not calls:
+        raise SystemExit(
+            f"--compile true counts the blocks of ViT and RoPE-ViT, and {settings.encoder} has none of them."
+        )
     fused = saving(calls, GPUS[settings.gpu]) if settings.compile else None
     show(counter, settings, fused)
 

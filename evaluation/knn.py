@@ -200,7 +200,7 @@ def _candidates(similarity: Tensor, offset: int, k: int) -> Tensor:
     _, chosen = _unpack(_pack(blocks.amax(dim=2), numbers).topk(k, sorted=False).values)  # (Q, k)
     near = blocks.gather(1, chosen[..., None].expand(-1, -1, BLOCK_IMAGES)).flatten(1)
     keys = _pack(near, index[:whole].unflatten(0, (-1, BLOCK_IMAGES))[chosen].flatten(1))
-    return torch.cat([keys, _pack(similarity[:, whole:].contiguous(), index[whole:])], dim=1)
+    return torch.cat([keys, _pack(similarity[:, whole:], index[whole:])], dim=1)
 
 
 def _pack(similarity: Tensor, index: Tensor) -> Tensor:
