@@ -5,50 +5,64 @@ import sys
 
 import pytest
 
+from runtime import allocator
 from tests.launched import ROOT
 
-# Counts the pages that the system had to provide for ten tensors of 64 MiB, each freed before the next.
-FAULTS = """
+# Prints the memory of the process, in MiB, before tensors of 64 MiB, after some of them, and after as many more. Each
+# is freed before the next. The heap grows during the first ones, until small blocks between them have their places.
+RESIDENT = """
 import resource, sys
 import torch
 from runtime.allocator import keep_freed_memory, return_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
+
 kept = keep_freed_memory() if sys.argv[1] != "default" else None
 if sys.argv[1] == "return":
     return_freed_memory()
-for _ in range(8):  # the heap grows for the first tensors
-    torch.ones(2**24)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    torch.ones(2**24)
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+torch.ones(2**20)  # loads what torch needs
+memory = [resident()]
+for _ in range(2):
+    for _ in range(int(sys.argv[2])):
+        torch.ones(2**24)
+    memory.append(resident())
+print(kept, *memory)
 """
 
 
-def faults(mode: str, **variables: str) -> tuple[str, int]:
-    """Return what `keep_freed_memory` returned, and the number of page faults of ten tensors of 64 MiB."""
-    glibc = ("MALLOC_", "GLIBC_TUNABLES")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(glibc)} | variables
+def grown(mode: str, tensors: int) -> tuple[int, int]:
+    """Return by how many MiB the process grows with `tensors`, and with as many more."""
+    chosen = ("MALLOC_", "GLIBC_TUNABLES")
     ran = subprocess.run(
-        [sys.executable, "-c", FAULTS, mode],
-        cwd=ROOT, capture_output=True, text=True, env=environment, check=True,
+        [sys.executable, "-c", RESIDENT, mode, str(tensors)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith(chosen)},
     )  # fmt: skip
-    kept, count = ran.stdout.split()
-    return kept, int(count)
+    kept, before, first, second = ran.stdout.split()
+    assert kept == ("None" if mode == "default" else "True")
+    return int(first) - int(before), int(second) - int(first)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_used_again() -> None:
-    kept, count = faults("keep")
-    assert kept == "True"
-    _, default = faults("default")
-    assert default > 200  # ten tensors of 64 MiB are 163,840 pages of 4 KiB, or 320 of 2 MiB
-    assert count < default / 20
-    _, returned = faults("return")
-    assert returned > default / 2
+    first, second = grown("keep", 20)
+    assert first >= 56  # MiB: at least one tensor's memory stays with the process
+    assert second < 4  # and serves the next tensors
+    assert grown("default", 1)[0] < 4
+    assert grown("return", 1)[0] < 4
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_the_users_settings_of_the_allocator_hold() -> None:
-    assert faults("keep", MALLOC_ARENA_MAX="2")[0] == "False"
-    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
-    assert faults("keep", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0] == "False"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_ARENA_MAX", "2"), ("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")],
+)
+def test_the_users_settings_of_the_allocator_hold(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(values: object) -> bool:
+        raise AssertionError("The settings of the allocator were changed.")
+
+    monkeypatch.setattr(allocator, "_keeps", False)
+    monkeypatch.setattr(allocator, "_set", refused)
+    monkeypatch.setenv(name, value)
+    assert not allocator.keep_freed_memory()
