@@ -1,14 +1,15 @@
-"""Count what `--compile true` saves in a training step: the kernels of each block as torch's compiler fuses them.
+"""Count what `--compile true` saves in a training step: blocks and colours as torch's compiler fuses them.
 
-The compiler schedules each block for the CPU, because it needs a GPU to schedule for a GPU. Its decisions for a GPU are
+The compiler schedules them for the CPU, because it needs a GPU to schedule for a GPU. Its decisions for a GPU are
 similar, but not equal. Attention is not counted on either side, because the blocks of a training step do not compile
 it.
 """
 
+import contextlib
 import copy
 import itertools
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
 from torch import Tensor, nn
+from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
@@ -25,6 +27,8 @@ from pretrain.methods.base import Method
 
 TOKENS = 64
 """Number of tokens of an image for which a block is compiled."""
+SOME_CROPS = 8
+"""Number of crops for which colour changes are compiled. The bytes of more crops are in proportion."""
 FEW, MORE = 64, 128
 """Numbers of images for which a block is compiled. The bytes of larger batches follow from these two."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -42,6 +46,27 @@ class Call:
     scaled: bool
     """True if drop path has factors."""
     trained: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the compiler."""
+
+    bytes: int
+    loops: list[int]
+    """Bytes of each of its loops. Those over the tokens of an image find them in the cache, those over its pixels do
+    not."""
+
+
+@dataclass(frozen=True)
+class ColorCall:
+    """A call of a function of `data.fused_colors`."""
+
+    function: Callable[..., Tensor]
+    x: Tensor
+    """Fake tensor (N, C, H, W)."""
+    rest: tuple[Any, ...]
+    """Other arguments. The last axis of each tensor is N."""
 
 
 Calls = Tally[tuple[nn.Module, Call]]
@@ -136,29 +161,79 @@ def _count_fused(block: nn.Module, call: Call, eager: Counter, gpu: GPU) -> Coun
 
 def _scheduled(block: nn.Module, call: Call, images: int) -> list[int]:
     """Compile a block for `images` images. Return the bytes of each kernel that is no matrix product."""
-    sizes: list[int] = []
+    shape = (TOKENS * images, call.shape[-1]) if len(call.shape) == 2 else (images, TOKENS, call.shape[-1])
+    x, arguments = _arguments(call, shape, images, torch.device("cpu"))
+    torch._dynamo.reset()
+    with recorded_kernels() as kernels, torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(call.trained):
+        out = torch.compile(_on_cpu(block), options={"fx_graph_cache": False})(x, *arguments)
+        if call.trained:
+            out.backward(torch.ones_like(out))
+    return [kernel.bytes for kernel in kernels]
+
+
+@contextlib.contextmanager
+def recorded_kernels() -> Iterator[list[Kernel]]:
+    """Record the kernels that torch's compiler schedules inside the context, without matrix products."""
+    kernels: list[Kernel] = []
     codegen = GraphLowering.codegen
 
     def recorded(graph: GraphLowering) -> Any:
         result = codegen(graph)
         for node in graph.scheduler.nodes:
             if not isinstance(node, (ExternKernelSchedulerNode, NopKernelSchedulerNode)):
-                sizes.append(node.get_read_write_buffers_sizes())
+                loops = node.get_outer_nodes() if isinstance(node, OuterLoopFusedSchedulerNode) else [node]
+                sizes = [loop.get_read_write_buffers_sizes() for loop in loops]
+                kernels.append(Kernel(node.get_read_write_buffers_sizes(), sizes))
         return result
 
-    shape = (TOKENS * images, call.shape[-1]) if len(call.shape) == 2 else (images, TOKENS, call.shape[-1])
-    x, arguments = _arguments(call, shape, images, torch.device("cpu"))
-    torch._dynamo.reset()
     with (
         mock.patch.object(GraphLowering, "codegen", recorded),
-        torch.autocast("cpu", torch.bfloat16),
-        torch.set_grad_enabled(call.trained),
         torch._functorch.config.patch(enable_autograd_cache=False),  # pyright: ignore
     ):
-        out = torch.compile(_on_cpu(block), options={"fx_graph_cache": False})(x, *arguments)
-        if call.trained:
-            out.backward(torch.ones_like(out))
-    return sizes
+        yield kernels
+
+
+@contextlib.contextmanager
+def recorded_colors() -> Iterator[list[ColorCall]]:
+    """Record the calls of functions that `data.augment` compiles inside the context, instead of compiling them."""
+    calls: list[ColorCall] = []
+
+    def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def recorded(x: Tensor, *rest: Any) -> Tensor:
+            calls.append(ColorCall(function, x, rest))
+            return torch.empty(x.shape, device=x.device)
+
+        return recorded
+
+    with mock.patch("data.augment.compiled", compiled):
+        yield calls
+
+
+def count_colors(counter: Counter, calls: list[ColorCall], part: str) -> None:
+    """Count compiled functions of crops as a part of the step, by the kernels that the compiler makes of them."""
+    sizes: dict[Any, list[int]] = {}
+    for call in calls:
+        known = (call.function, call.x.shape[1:], call.x.dtype)
+        sizes[known] = sizes.get(known) or _bytes_per_crop(call)
+        for each in sizes[known]:
+            size = len(call.x) * each
+            memory = size / counter.gpu.memory
+            count = Count(kernels=1, bytes=size, memory_seconds=memory, seconds=max(memory, counter.gpu.launch))
+            with counter.named(part):
+                counter.record(call.function.__name__, count)
+
+
+def _bytes_per_crop(call: ColorCall) -> list[int]:
+    """Compile a function of crops for a few crops. Return the bytes of each kernel, per crop."""
+    with recorded_kernels() as kernels:
+        x = torch.zeros(SOME_CROPS, *call.x.shape[1:], dtype=call.x.dtype)
+        rest = [
+            torch.zeros(*value.shape[:-1], SOME_CROPS, dtype=value.dtype) if isinstance(value, Tensor) else value
+            for value in call.rest
+        ]
+        torch._dynamo.reset()
+        torch.compile(call.function, dynamic=False, options={"fx_graph_cache": False})(x, *rest)
+    return [size // SOME_CROPS for kernel in kernels for size in kernel.loops]
 
 
 def _on_cpu(block: nn.Module) -> nn.Module:

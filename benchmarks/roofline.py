@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -27,7 +28,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
-from fused import Calls, record_calls, saving
+from fused import Calls, count_colors, record_calls, recorded_colors, saving
 from pydantic import Field
 from torch import nn
 
@@ -50,6 +51,8 @@ IMAGE = (375, 500)
 """Height and width of the images in pixels, which are typical of ImageNet."""
 IMAGES = 1_281_167
 """Number of training images for which settings are derived: ImageNet's."""
+COLORS = "crops and colours"
+"""Name of this part of the step."""
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
@@ -75,7 +78,7 @@ class RooflineBenchmark(Settings):
     crops: Literal["device", "workers"] = "workers"
     """where crops are cut"""
     compile: bool = False
-    """also count the blocks as torch's compiler fuses them with --compile true (ViT, RoPE-ViT); takes a minute"""
+    """count colours and blocks as torch's compiler fuses them with --compile true (ViT, RoPE-ViT); takes minutes"""
     top: int = Field(default=0, ge=0)
     """number of operations and of kinds of activations to list, most expensive first"""
 
@@ -126,10 +129,11 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
         counter.rows.clear()
         with counter.named("copy to the device"):
             batch = batch.to(DEVICE, non_blocking=True)
-        with counter.named("crops and colours"):
-            batch = to_model_input(batch)
+        with counter.named(COLORS), recorded_colors() if settings.compile else nullcontext([]) as color_calls:
+            batch = to_model_input(batch, compile=settings.compile)
         with counter.named("other"):
             loop.training_step(run, [batch])
+    count_colors(counter, color_calls, COLORS)
     return counter, calls
 
 

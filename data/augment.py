@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from data.batch import Batch, ColorParameters, View
+from data.fused_colors import LUMINANCE, compiled, jitter_and_gray, solarize_and_normalize
 from data.resample import cut_views, exact
 from encoders.base import IMAGENET, Preprocessing
 from encoders.images import Images, PackedImages
@@ -27,8 +28,6 @@ from runtime.settings import Section
 COLOR_DRAWS = 13
 """Number of random values that are drawn for the colour changes of each crop."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-LUMINANCE = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in the gray image."""
 RGB_ONLY = ("saturation", "hue", "grayscale")
 """Names of the colour settings whose operations need RGB images."""
 
@@ -130,12 +129,18 @@ def draw_colors(
 
 
 @torch.no_grad()
-def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET) -> Tensor:
+def augment_colors(
+    images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET, *, compile: bool = False
+) -> Tensor:
     """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
     The operations are applied in the order jitter, gray, blur, solarise. Operations that no crop needs are skipped. The
     parameters are in CPU memory, so that the CPU decides which crops need which operation without waiting for the
     device. Only factors and crop indices are sent to the device.
+
+    Args:
+        compile: compile all operations but the blur with torch's compiler, once for each shape of `images`. The values
+            differ by rounding.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
@@ -144,53 +149,74 @@ def augment_colors(images: Tensor, p: ColorParameters, preprocessing: Preprocess
         raise ValueError(
             f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels."
         )
-    x = _from_bytes(images)
     # The hue is shifted before, between or after the three blends.
     is_hue = p.order == HUE  # (N, 4)
     hue_place = torch.where(p.hue != 0, is_hue.int().argmax(1), -1)  # (N,)
-    *hues, gray, blurred, solarized = _chosen(
-        [*(hue_place == place for place in range(4)), p.grayscale, p.blur > 0, p.solarize], x.device
-    )
     blends = _blends(p, p.order[~is_hue].view(-1, 3))  # (3, 3, N)
-    scale, to_gray, to_mean = _to_device(blends, x.device)[..., None, None, None]  # (3, N, 1, 1, 1)
-    hue, sigma = _to_device(torch.stack([p.hue, p.blur]), x.device)  # (N,)
-    for place in range(4):
-        if len(hues[place]):
-            x.index_copy_(0, hues[place], shift_hue(x[hues[place]], hue[hues[place]]))
-        if place < 3 and (blends[0, place] != 1).any():
-            shade = gray_image(x)  # (N, 1, H, W)
-            shade = torch.addcmul(shade.mean((2, 3), keepdim=True) * to_mean[place], shade, to_gray[place])
-            x = torch.addcmul(shade, x, scale[place]).clamp_(0, 1)
+    if compile:
+        places, gray, solarize = _to_device(torch.stack([hue_place, p.grayscale, p.solarize]), images.device)
+        hue = _to_device(p.hue, images.device)
+        x = compiled(jitter_and_gray)(images, _to_device(blends, images.device), places, hue, gray != 0)
+        _blur(x, p.blur)
+        return compiled(solarize_and_normalize)(x, solarize != 0, preprocessing.mean, preprocessing.std)
+    x = _jitter(_from_bytes(images), p.hue, hue_place, blends)
+    gray, solarized = _chosen([p.grayscale, p.solarize], x.device)
     if len(gray):
         x.index_copy_(0, gray, gray_image(x[gray]).expand(-1, x.shape[1], -1, -1))
-    if len(blurred):
-        lines = x.transpose(1, 2).index_select(
-            0, blurred
-        )  # (n, H, C, W), the memory order in which the blur copies nothing
-        y = gaussian_blur(lines.transpose(1, 2), sigma[blurred], radius=ceil(4 * float(p.blur.max())))
-        x.index_copy_(0, blurred, y)
+    _blur(x, p.blur)
     if len(solarized):
         y = x[solarized]
         x.index_copy_(0, solarized, torch.minimum(y, 1 - y))  # which is 1 - y if y is at least 0.5
     return normalize(x, preprocessing)
 
 
+def _jitter(x: Tensor, hue: Tensor, hue_place: Tensor, blends: Tensor) -> Tensor:
+    """Change the brightness, contrast, saturation and hue of crops: (N, C, H, W) values from 0 to 1. May change `x`."""
+    hues = _chosen([hue_place == place for place in range(4)], x.device)
+    scale, to_gray, to_mean = _to_device(blends, x.device)[..., None, None, None]  # (3, N, 1, 1, 1)
+    turns = _to_device(hue, x.device)  # (N,)
+    for place in range(4):
+        if len(hues[place]):
+            x.index_copy_(0, hues[place], shift_hue(x[hues[place]], turns[hues[place]]))
+        if place < 3 and (blends[0, place] != 1).any():
+            shade = gray_image(x)  # (N, 1, H, W)
+            shade = torch.addcmul(shade.mean((2, 3), keepdim=True) * to_mean[place], shade, to_gray[place])
+            x = torch.addcmul(shade, x, scale[place]).clamp_(0, 1)
+    return x
+
+
+def _blur(x: Tensor, sigma: Tensor) -> None:
+    """Blur the crops whose standard deviation is not 0, in place: (N, C, H, W) on the device, (N,) on the CPU."""
+    [blurred] = _chosen([sigma > 0], x.device)
+    if len(blurred):
+        # (n, H, C, W), the memory order in which the blur copies nothing
+        lines = x.transpose(1, 2).index_select(0, blurred)
+        chosen = _to_device(sigma[sigma > 0], x.device)
+        y = gaussian_blur(lines.transpose(1, 2), chosen, radius=ceil(4 * float(sigma.max())))
+        x.index_copy_(0, blurred, y)
+
+
 @torch.no_grad()
-def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
+def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile: bool = False) -> Batch:
     """Convert the uint8 views of a batch to normalised float views.
 
     If the batch holds whole images, the crops are cut first. Then colours are changed and values are normalised.
+
+    Args:
+        compile: compile the colour changes with torch's compiler (`augment_colors`).
 
     Raises:
         ValueError: the views are already floats, or a view of packed images has colour changes.
     """
     if batch.raw is not None:
         batch = cut_views(batch)
-    views = [replace(view, images=_finish(view, batch.preprocessing, dtype), color=None) for view in batch.views]
+    views = [
+        replace(view, images=_finish(view, batch.preprocessing, dtype, compile), color=None) for view in batch.views
+    ]
     return replace(batch, views=views, memory=None)
 
 
-def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Images:
+def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compile: bool) -> Images:
     """Return the images of a view with colour changes applied and values normalised."""
     images = view.images
     pixels = images.patches if isinstance(images, PackedImages) else images
@@ -203,7 +229,7 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype) -> Ima
         x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
         return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
     if view.color is not None:
-        return augment_colors(images, view.color, preprocessing).to(dtype)
+        return augment_colors(images, view.color, preprocessing, compile=compile).to(dtype)
     return normalize(_from_bytes(images), preprocessing).to(dtype)
 
 

@@ -183,7 +183,7 @@ class RunConfig(Settings, frozen=True):
     faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else
     fp32"""
     compile: bool = False
-    """apply torch.compile to each block of the encoder"""
+    """apply torch.compile to each block of the encoder and to the colour changes"""
     record_every: int = Field(default=50, ge=1)
     """number of steps between two records of metrics"""
     checkpoint_every: int = Field(default=1000, ge=1)

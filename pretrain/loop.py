@@ -267,7 +267,7 @@ def _count_corrupt(run: Run, window: Window) -> None:
 
 def _on_device(run: Run, batch: Batch) -> Batch:
     """Return a batch of the loader as input for the method: on this process's device, and normalised."""
-    return to_model_input(batch.to(run.accelerator.device, non_blocking=True))
+    return to_model_input(batch.to(run.accelerator.device, non_blocking=True), compile=run.config.compile)
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -20,6 +20,8 @@ SUITES = {
     "slow": ("slow_suite", "run only the tests marked `slow`, which a plain `pytest` leaves out"),
     "all": ("all_suites", "run all tests"),
 }
+MOST_WORKERS = 8
+"""pytest-xdist's workers. Each needs 1 to 2 GB of memory."""
 LEFT_OUT = pytest.StashKey[int]()
 """Number of tests that the chosen suite does not contain."""
 
@@ -28,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suites", "suites (default: all tests that are not marked `slow`)")
     for name, (destination, meaning) in SUITES.items():
         group.addoption(f"--{name}", dest=destination, action="store_true", help=meaning)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker for each core, and none for single files, as a worker takes about 10 seconds to start."""
+    whole_folders = all(Path(argument).is_dir() for argument in config.args)
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS) if whole_folders else 0
 
 
 @pytest.hookimpl(trylast=True)

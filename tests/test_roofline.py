@@ -15,6 +15,7 @@ import fake_device
 import fused
 import roofline
 
+from data.fused_colors import jitter_and_gray, solarize_and_normalize
 from encoders.blocks import Block
 from pretrain.methods.cross_entropy import crop_loss
 
@@ -146,3 +147,25 @@ def test_bytes_of_a_compiled_block() -> None:
     assert compiled.bytes == pytest.approx(values * (products + 14 + 8 + 16 + 12), rel=0.05)  # and weights
     assert separate.bytes == pytest.approx(values * (products + 2 * (8 + 6) + 2 * 10 + 16), rel=0.05)
     assert separate.flop == compiled.flop == 3 * 2 * tokens * 64 * 64 * (3 + 1 + 4 + 4)
+
+
+@pytest.mark.slow
+def test_bytes_of_compiled_colours() -> None:
+    """Two loops read the three bytes of a pixel, and the second writes its float32 values; solarising and normalising
+    reads and writes these."""
+    crops, side = 16, 32
+    x = torch.zeros(crops, 3, side, side, dtype=torch.uint8)
+    factors = (torch.ones(3, 3, crops), torch.zeros(crops, dtype=torch.int64), torch.zeros(crops))
+    flags = torch.zeros(crops, dtype=torch.bool)
+    calls = [
+        fused.ColorCall(jitter_and_gray, x, (*factors, flags)),
+        fused.ColorCall(solarize_and_normalize, x.float(), (flags, (0.5,) * 3, (0.2,) * 3)),
+    ]
+    counter = fake_device.Counter(GPU)
+    fused.count_colors(counter, calls, "colours")
+    pixels = crops * side * side
+    jitter, last = counter.rows["colours", "jitter_and_gray"], counter.rows["colours", "solarize_and_normalize"]
+    assert jitter.kernels <= 3
+    assert jitter.bytes == pytest.approx(pixels * (3 + 3 + 12), rel=0.05)  # and factors and means
+    assert last.kernels == 1
+    assert last.bytes == pytest.approx(pixels * (12 + 12), rel=0.01)

@@ -1,7 +1,9 @@
 """Colour changes against torchvision, colorsys and SciPy, one image at a time; what is drawn against its law."""
 
 import colorsys
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -65,23 +67,36 @@ def one_by_one(image: torch.Tensor, p: ColorParameters) -> torch.Tensor:
     return torch.where(x >= 0.5, 1 - x, x) if p.solarize else x
 
 
-def test_a_batch_gets_what_each_image_would_get_alone():
+@pytest.fixture(params=["separate", "fused", pytest.param("compiled", marks=pytest.mark.medium)])
+def colors_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """`augment_colors` by separate operations, and by the functions for the compiler, not compiled and compiled."""
+    if request.param == "fused":
+        monkeypatch.setattr("data.augment.compiled", lambda function: function)
+    return partial(augment_colors, compile=request.param != "separate")
+
+
+def test_a_batch_gets_what_each_image_would_get_alone(colors_of):
     view, p = pictures(96), drawn(96)
-    colors = augment_colors(view, p) * STD + MEAN
+    colors = colors_of(view, p) * STD + MEAN
     for i in range(len(view)):
         torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(p, i)), rtol=0, atol=1 / 255)
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize"])
-def test_each_change_alone(name):
+def test_each_change_alone(name, colors_of):
     view, p = pictures(24), drawn(24)
     off = drawn(24, ColorConfig(jitter=0, grayscale=0))
     off.blur, off.solarize = torch.zeros(24), torch.zeros(24, dtype=torch.bool)
     setattr(off, name, getattr(p, name))
-    colors = augment_colors(view, off) * STD + MEAN
+    colors = colors_of(view, off) * STD + MEAN
     assert (colors - view / 255).abs().max() > 0.1
     for i in range(len(view)):
         torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(off, i)), rtol=0, atol=5e-4)
+
+
+def test_fused_operations_equal_separate_ones_to_rounding(colors_of):
+    view, p = pictures(96), drawn(96)
+    torch.testing.assert_close(colors_of(view, p), augment_colors(view, p), rtol=0, atol=2e-5)
 
 
 def test_nothing_drawn_changes_nothing():
@@ -106,9 +121,11 @@ def test_memory_order_and_the_callers_pixels_are_left_alone():
     assert torch.equal(interleaved, augment_colors(view, p))
 
 
-def test_the_device_is_never_waited_for():
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_device_is_never_waited_for(compile, monkeypatch):
     """The meta device has no values: reading one raises."""
-    out = augment_colors(pictures(30).to("meta"), drawn(30))
+    monkeypatch.setattr("data.augment.compiled", lambda function: function)
+    out = augment_colors(pictures(30).to("meta"), drawn(30), compile=compile)
     assert out.shape == (30, 3, 20, 24)
     assert out.device.type == "meta"
 
@@ -226,14 +243,16 @@ def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
         to_model_input(Batch([View(pack(views, 4), 1, color=drawn)]))
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("channels", [1, 2, 4, 12])
-def test_images_that_are_not_rgb(channels):
+def test_images_that_are_not_rgb(channels, compile, monkeypatch):
     """Oracle: each operation written out in float64."""
+    monkeypatch.setattr("data.augment.compiled", lambda function: function)
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
     config = STRONG.model_copy(update={"saturation": 0.0, "hue": 0.0, "grayscale": 0.0})
     p, preprocessing = drawn(40, config), Preprocessing((0.3,) * channels, (0.2,) * channels)
-    found = augment_colors(images, p, preprocessing) * 0.2 + 0.3
+    found = augment_colors(images, p, preprocessing, compile=compile) * 0.2 + 0.3
     for i, image in enumerate(images):
         x = image.double() / 255
         for step in p.order[i].tolist():

@@ -92,7 +92,7 @@ def test_names_that_are_not_known_come_with_the_nearest():
     assert (settings["variant"], settings["dim"], settings["depth"], settings["pool"]) == ("vit_tiny", 192, 1, "class")
 
 
-@pytest.mark.parametrize("family", {family(variant) for variant in VARIANTS})
+@pytest.mark.parametrize("family", dict.fromkeys(family(variant) for variant in VARIANTS))
 def test_every_setting_is_documented_in_one_line(family):
     described = inspect.getdoc(family).partition("Args:\n")[2].splitlines()
     lines = {line.split(":")[0].strip() for line in described if line.endswith(".")}
