@@ -54,8 +54,8 @@ class Kernel:
 
     bytes: int
     loops: list[int]
-    """Bytes of each of its loops. Those over the tokens of an image find them in the cache, those over its pixels do
-    not."""
+    """Bytes of each of its loops. A loop over the pixels of a crop reads them from memory again; one over the tokens of
+    an image finds them in the cache."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,10 @@ def recorded_colors() -> Iterator[list[ColorCall]]:
 
 
 def count_colors(counter: Counter, calls: list[ColorCall], part: str) -> None:
-    """Count compiled functions of crops as a part of the step, by the kernels that the compiler makes of them."""
+    """Count compiled functions of crops as a part of the step, by the kernels that the compiler makes of them.
+
+    Their arithmetic is not counted.
+    """
     sizes: dict[Any, list[int]] = {}
     for call in calls:
         known = (call.function, call.x.shape[1:], call.x.dtype)
@@ -224,7 +227,7 @@ def count_colors(counter: Counter, calls: list[ColorCall], part: str) -> None:
 
 
 def _bytes_per_crop(call: ColorCall) -> list[int]:
-    """Compile a function of crops for a few crops. Return the bytes of each kernel, per crop."""
+    """Compile a function for a few crops. Return the bytes of each loop, which counts as a kernel, per crop."""
     with recorded_kernels() as kernels:
         x = torch.zeros(SOME_CROPS, *call.x.shape[1:], dtype=call.x.dtype)
         rest = [

@@ -52,7 +52,7 @@ IMAGE = (375, 500)
 IMAGES = 1_281_167
 """Number of training images for which settings are derived: ImageNet's."""
 COLORS = "crops and colours"
-"""Name of this part of the step."""
+"""Name of the part that cuts crops and changes colours."""
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),

@@ -139,8 +139,8 @@ def augment_colors(
     device. Only factors and crop indices are sent to the device.
 
     Args:
-        compile: compile all operations but the blur with torch's compiler, once for each shape of `images`. The values
-            differ by rounding.
+        compile: compile all operations but the blur with torch's compiler, once for each shape of `images`. They are
+            computed for every crop and chosen by flags. The values differ by rounding.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
@@ -154,30 +154,39 @@ def augment_colors(
     hue_place = torch.where(p.hue != 0, is_hue.int().argmax(1), -1)  # (N,)
     blends = _blends(p, p.order[~is_hue].view(-1, 3))  # (3, 3, N)
     if compile:
+        [blurred] = _chosen([p.blur > 0], images.device)
         places, gray, solarize = _to_device(torch.stack([hue_place, p.grayscale, p.solarize]), images.device)
-        hue = _to_device(p.hue, images.device)
-        x = compiled(jitter_and_gray)(images, _to_device(blends, images.device), places, hue, gray != 0)
-        _blur(x, p.blur)
+        factors = _to_device(torch.stack([*blends.flatten(0, 1), p.hue, p.blur]), images.device)
+        x = compiled(jitter_and_gray)(images, factors[:9].view(3, 3, -1), places, factors[9], gray != 0)
+        _blur(x, blurred, p.blur, factors[10])
         return compiled(solarize_and_normalize)(x, solarize != 0, preprocessing.mean, preprocessing.std)
-    x = _jitter(_from_bytes(images), p.hue, hue_place, blends)
-    gray, solarized = _chosen([p.grayscale, p.solarize], x.device)
+    x = _from_bytes(images)
+    *hues, gray, blurred, solarized = _chosen(
+        [*(hue_place == place for place in range(4)), p.grayscale, p.blur > 0, p.solarize], x.device
+    )
+    hue, sigma = _to_device(torch.stack([p.hue, p.blur]), x.device)  # (N,)
+    x = _jitter(x, hues, hue, blends)
     if len(gray):
         x.index_copy_(0, gray, gray_image(x[gray]).expand(-1, x.shape[1], -1, -1))
-    _blur(x, p.blur)
+    _blur(x, blurred, p.blur, sigma)
     if len(solarized):
         y = x[solarized]
         x.index_copy_(0, solarized, torch.minimum(y, 1 - y))  # which is 1 - y if y is at least 0.5
     return normalize(x, preprocessing)
 
 
-def _jitter(x: Tensor, hue: Tensor, hue_place: Tensor, blends: Tensor) -> Tensor:
-    """Change the brightness, contrast, saturation and hue of crops: (N, C, H, W) values from 0 to 1. May change `x`."""
-    hues = _chosen([hue_place == place for place in range(4)], x.device)
+def _jitter(x: Tensor, hues: Sequence[Tensor], hue: Tensor, blends: Tensor) -> Tensor:
+    """Change the brightness, contrast, saturation and hue of crops: (N, C, H, W) values from 0 to 1. May change `x`.
+
+    Args:
+        hues: indices of the crops whose hue is shifted before, between or after the three blends, on the device.
+        hue: (N,) shift of the hue in turns, on the device.
+        blends: factors of `_blends`, on the CPU.
+    """
     scale, to_gray, to_mean = _to_device(blends, x.device)[..., None, None, None]  # (3, N, 1, 1, 1)
-    turns = _to_device(hue, x.device)  # (N,)
     for place in range(4):
         if len(hues[place]):
-            x.index_copy_(0, hues[place], shift_hue(x[hues[place]], turns[hues[place]]))
+            x.index_copy_(0, hues[place], shift_hue(x[hues[place]], hue[hues[place]]))
         if place < 3 and (blends[0, place] != 1).any():
             shade = gray_image(x)  # (N, 1, H, W)
             shade = torch.addcmul(shade.mean((2, 3), keepdim=True) * to_mean[place], shade, to_gray[place])
@@ -185,14 +194,18 @@ def _jitter(x: Tensor, hue: Tensor, hue_place: Tensor, blends: Tensor) -> Tensor
     return x
 
 
-def _blur(x: Tensor, sigma: Tensor) -> None:
-    """Blur the crops whose standard deviation is not 0, in place: (N, C, H, W) on the device, (N,) on the CPU."""
-    [blurred] = _chosen([sigma > 0], x.device)
+def _blur(x: Tensor, blurred: Tensor, known: Tensor, sigma: Tensor) -> None:
+    """Blur crops in place: (N, C, H, W).
+
+    Args:
+        blurred: (n,) indices of the crops, on the device.
+        known: (N,) standard deviations on the CPU, which bound the reach of the kernel.
+        sigma: (N,) the same on the device.
+    """
     if len(blurred):
         # (n, H, C, W), the memory order in which the blur copies nothing
         lines = x.transpose(1, 2).index_select(0, blurred)
-        chosen = _to_device(sigma[sigma > 0], x.device)
-        y = gaussian_blur(lines.transpose(1, 2), chosen, radius=ceil(4 * float(sigma.max())))
+        y = gaussian_blur(lines.transpose(1, 2), sigma[blurred], radius=ceil(4 * float(known.max())))
         x.index_copy_(0, blurred, y)
 
 

@@ -1,8 +1,8 @@
-"""The colour changes of `data.augment`, written for torch's compiler, which makes one or two kernels of each function.
+"""The colour changes of `data.augment`, written for torch's compiler, which fuses each function into few kernels.
 
-Each function computes all channels of a pixel from the pixel's own values, and selects with `torch.where` what a crop
-does not need. A GPU then reads the bytes of a crop and writes its values once or twice, where the functions in
-`data.augment` read and write the crops for each change.
+The functions compute each change for every crop, and keep the old values where a crop does not need the change. A GPU
+then reads the bytes of all crops twice (first for the mean of the contrast) and writes their values once, where the
+functions in `data.augment` read and write the crops for each change.
 
 Shapes: N crops have C channels and H x W pixels.
 """
@@ -21,7 +21,11 @@ LUMINANCE = (0.299, 0.587, 0.114)
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled by torch, which compiles it once for each shape of its arguments."""
-    return torch.compile(function, dynamic=False)
+    from torch._inductor import list_options  # imported here, because the import takes seconds
+
+    # By default, a GPU gets a kernel of its own for the channels, which reads and writes all values again.
+    separate = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
+    return torch.compile(function, dynamic=False, options={name: 1 for name in separate if name in list_options()})
 
 
 def jitter_and_gray(images: Tensor, blends: Tensor, hue_place: Tensor, hue: Tensor, grayscale: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ SUITES = {
     "all": ("all_suites", "run all tests"),
 }
 MOST_WORKERS = 8
-"""pytest-xdist's workers. Each needs 1 to 2 GB of memory."""
+"""Largest number of pytest-xdist workers. Each needs 1 to 2 GB of memory."""
 LEFT_OUT = pytest.StashKey[int]()
 """Number of tests that the chosen suite does not contain."""
 
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(f"--{name}", dest=destination, action="store_true", help=meaning)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return one worker for each core, and none for single files, as a worker takes about 10 seconds to start."""
     whole_folders = all(Path(argument).is_dir() for argument in config.args)
@@ -51,8 +53,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unwanted = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=unwanted)
     config.stash[LEFT_OUT] = len(unwanted)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left out"] = len(unwanted)  # for `pytest_testnodedown` of the process that reports
     kept = set(items).difference(unwanted)
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take over from a worker how many tests were left out."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def step(check: DeviceCheck) -> Iterator[Row]:
 
 
 def step_compiled(check: DeviceCheck) -> Iterator[Row]:
-    """Yield the speed of the step with compiled blocks, the time of the compilation, and the number of graphs."""
+    """Yield the speed of the step with `--compile true`, the time of the compilation, and the number of graphs."""
     yield from speeds(check, compiled=True)
 
 
@@ -49,7 +49,7 @@ def speeds(check: DeviceCheck, *, compiled: bool) -> Iterator[Row]:
     """Yield the speed of each case, and then its share of the bound, which benchmarks/roofline.py counts meanwhile."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = next((known for known in ("h200", "h100", "a100") if known in name), None)
-    counts = {case: start_roofline(case, gpu) for case in cases(check)} if gpu else {}
+    counts = {case: start_roofline(case, gpu, compiled) for case in cases(check)} if gpu else {}
     reached: dict[Case, float] = {}
     for case in cases(check)[: 1 if check.small and compiled else None]:
         row = {"method": case[0], "encoder": case[1], "images": case[2], "compiled": compiled}
@@ -91,15 +91,20 @@ def counted_graphs(check: DeviceCheck) -> Iterator[list[int]]:
     torch.compiler.reset()
     counters.clear()
     found: list[int] = []
-    with mock.patch("torch.compile", partial(torch.compile, backend="eager")) if check.small else nullcontext():
+    with mock.patch("torch.compile", partial(_without_code, torch.compile)) if check.small else nullcontext():
         yield found
     found.append(counters["stats"]["unique_graphs"])
 
 
-def start_roofline(case: Case, gpu: str) -> subprocess.Popen[str]:
+def _without_code(compile: Callable[..., Any], function: Any, *, options: object = None, **how: Any) -> Any:
+    return compile(function, **{**how, "backend": "eager"})
+
+
+def start_roofline(case: Case, gpu: str, compiled: bool) -> subprocess.Popen[str]:
     """Start to count a step in a process that sees no GPU."""
     command = [sys.executable, str(ROOT / "benchmarks" / "roofline.py"), "--gpu", gpu]
     command += ["--method", case[0], "--encoder", case[1], "--batch_size", str(case[2])]
+    command += ["--compile", str(compiled)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 

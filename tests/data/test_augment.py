@@ -67,7 +67,10 @@ def one_by_one(image: torch.Tensor, p: ColorParameters) -> torch.Tensor:
     return torch.where(x >= 0.5, 1 - x, x) if p.solarize else x
 
 
-@pytest.fixture(params=["separate", "fused", pytest.param("compiled", marks=pytest.mark.medium)])
+FUSED = ["fused", pytest.param("compiled", marks=pytest.mark.medium)]
+
+
+@pytest.fixture(params=["separate", *FUSED])
 def colors_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """`augment_colors` by separate operations, and by the functions for the compiler, not compiled and compiled."""
     if request.param == "fused":
@@ -94,9 +97,20 @@ def test_each_change_alone(name, colors_of):
         torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(off, i)), rtol=0, atol=5e-4)
 
 
+@pytest.mark.parametrize("colors_of", FUSED, indirect=True)
 def test_fused_operations_equal_separate_ones_to_rounding(colors_of):
     view, p = pictures(96), drawn(96)
     torch.testing.assert_close(colors_of(view, p), augment_colors(view, p), rtol=0, atol=2e-5)
+
+
+def test_views_are_compiled_where_asked(monkeypatch):
+    used = []
+    monkeypatch.setattr("data.augment.compiled", lambda function: used.append(function.__name__) or function)
+    batch = Batch([View(pictures(6), 1, color=drawn(6))])
+    separate = to_model_input(batch).views[0].images
+    assert used == []
+    torch.testing.assert_close(to_model_input(batch, compile=True).views[0].images, separate, rtol=0, atol=2e-5)
+    assert used == ["jitter_and_gray", "solarize_and_normalize"]
 
 
 def test_nothing_drawn_changes_nothing():

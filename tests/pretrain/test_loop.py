@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -16,7 +17,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 import encoders
-from data.batch import Batch
+from data.augment import ColorConfig, draw_colors
+from data.batch import Batch, View
+from pretrain import loop
 from pretrain.checkpoints import manifest, resume, save
 from pretrain.command_line import load
 from pretrain.config import RunConfig, resolve
@@ -213,6 +216,18 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
         assert training_step(other, [integers(8, 1)]).updated
     assert equal(state(run.method), state(twin.method))
     assert run.method.steps_after == [0, 2]  # pyright: ignore
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_colours_are_compiled_where_asked(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr("data.augment.compiled", lambda function: used.append(function.__name__) or function)
+    rng = np.random.default_rng(0)
+    color = draw_colors(rng, ColorConfig(), blur=[0.5] * 4, solarize=[0.2] * 4)
+    batch = Batch([View(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), 1, color=color)])
+    run = make(Quadratic(), settings("--compile", str(compile)))
+    loop._on_device(run, batch)
+    assert bool(used) == compile
 
 
 def test_loss_scaling_changes_nothing_but_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
