@@ -65,7 +65,7 @@ class Launched:
                 env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
             )  # fmt: skip
 
-    def wait(self, timeout: float = 480) -> str:
+    def wait(self, timeout: float = 240) -> str:
         """Wait for the end and return the output."""
         self.process.wait(timeout)
         return self.log.read_text()

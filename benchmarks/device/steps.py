@@ -97,6 +97,7 @@ def counted_graphs(check: DeviceCheck) -> Iterator[list[int]]:
 
 
 def _without_code(compile: Callable[..., Any], function: Any, *, options: object = None, **how: Any) -> Any:
+    """Compile a function by a backend that generates no code. Options are those of the usual backend."""
     return compile(function, **{**how, "backend": "eager"})
 
 

@@ -115,7 +115,7 @@ class Cluster:
         shown = self.run("scontrol", "show", "job", job).stdout
         return int(shown.partition("Restarts=")[2].split()[0])
 
-    def wait(self, condition: Callable[[], object], log: Path, job: str | None = None, timeout: float = 480) -> None:
+    def wait(self, condition: Callable[[], object], log: Path, job: str | None = None, timeout: float = 240) -> None:
         """Wait until the condition holds. Fail if the job ends or the time is over before."""
         end = time.monotonic() + timeout
         while not condition():
