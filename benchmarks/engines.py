@@ -123,7 +123,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
     method, optim, transform = build(name, variant, settings.images * accelerator.num_processes, steps)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     total = sum(p.numel() for p in method.parameters())
-    block = max(sum(p.numel() for p in unit.parameters()) for unit in method.units())
+    block = max(sum(p.numel() for p in unit.parameters()) for blocks in method.units() for unit in blocks)
     engine = engine_class(accelerator, method, optim)
     passes = count_passes(method.trained_parts())
     batch = random_batch(transform, settings.images, seed=accelerator.process_index)

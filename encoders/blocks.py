@@ -17,6 +17,7 @@ from encoders.layers import (
     MLP,
     DropPath,
     Init,
+    LayerNorm,
     LayerScale,
     SameDtypeLayerNorm,
     attention,
@@ -68,9 +69,9 @@ class NormedPatchEmbed(nn.Module):
     def __init__(self, channels: int, dim: int, patch_size: int, norm_eps: float):
         super().__init__()
         self.patch_size = patch_size
-        self.norm1 = nn.LayerNorm(channels * patch_size**2, eps=norm_eps)
+        self.norm1 = LayerNorm(channels * patch_size**2, eps=norm_eps)
         self.proj = nn.Linear(channels * patch_size**2, dim)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm2 = LayerNorm(dim, eps=norm_eps)
 
     def forward(self, images: Images) -> Tensor:
         if isinstance(images, PackedImages):
@@ -156,8 +157,8 @@ class Attention(nn.Module):
         linear = MaskedKeyBiasLinear if mask_key_bias and qkv_bias else nn.Linear
         self.qkv = linear(dim, 3 * heads * head_dim, bias=qkv_bias)
         self.qk_norm = qk_norm
-        self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.q_norm = LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.proj = nn.Linear(heads * head_dim, dim)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ class Block(nn.Module):
         bf16_residuals: bool = False,
     ):
         super().__init__()
-        norm = SameDtypeLayerNorm if bf16_residuals else nn.LayerNorm
+        norm = SameDtypeLayerNorm if bf16_residuals else LayerNorm
         scale = partial(LayerScale, dim, same_dtype=bf16_residuals)
         attn = partial(Attention, dim, heads, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale)
         hidden = swiglu_width(dim, mlp_ratio, swiglu_multiple) if mlp == "swiglu" else int(dim * mlp_ratio)

@@ -101,10 +101,25 @@ class LayerScale(nn.Module):
         self.same_dtype = same_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (self.gamma.to(x.dtype) if self.same_dtype else self.gamma)
+        return x * (self.gamma.to(x.dtype) if self.same_dtype else at_least_float32(self.gamma))
 
 
-class SameDtypeLayerNorm(nn.LayerNorm):
+def at_least_float32(parameter: Tensor) -> Tensor:
+    """Convert `parameter` to float32 if its precision is lower, because an engine gathered it in bf16."""
+    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm that also takes input in float32 if its parameters are in bf16: (..., D) -> (..., D)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype == self.weight.dtype:
+            return super().forward(input)
+        bias = None if self.bias is None else at_least_float32(self.bias)
+        return F.layer_norm(input, self.normalized_shape, at_least_float32(self.weight), bias, self.eps)
+
+
+class SameDtypeLayerNorm(LayerNorm):
     """Layer norm whose output has the dtype of its input: (..., D) -> (..., D).
 
     Autocast would convert an input in bf16 to float32. Means and variances are computed in float32 in any case.

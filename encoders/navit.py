@@ -21,7 +21,9 @@ from encoders.images import Images, Mask, PackedImages, pack
 from encoders.layers import (
     MLP,
     DropPath,
+    LayerNorm,
     Scales,
+    at_least_float32,
     attention,
     branch_scales,
     check_block_count,
@@ -52,9 +54,9 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, values: int, dim: int, norm_eps: float):
         super().__init__()
-        self.norm1 = nn.LayerNorm(values, eps=norm_eps, bias=False)
+        self.norm1 = LayerNorm(values, eps=norm_eps, bias=False)
         self.proj = nn.Linear(values, dim)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, bias=False)
+        self.norm2 = LayerNorm(dim, eps=norm_eps, bias=False)
 
     def forward(self, patches: Tensor) -> Tensor:
         return self.norm2(self.proj(self.norm1(patches)))
@@ -68,7 +70,8 @@ class HeadNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(heads, 1, head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x.to(self.gamma.dtype), dim=-1) * (x.shape[-1] ** 0.5 * self.gamma)
+        gamma = at_least_float32(self.gamma)
+        return F.normalize(x.to(gamma.dtype), dim=-1) * (x.shape[-1] ** 0.5 * gamma)
 
 
 class Attention(nn.Module):
@@ -100,9 +103,9 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, head_dim: int, *, mlp_ratio: float, norm_eps: float, drop_path: float):
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps, bias=False)
+        self.norm1 = LayerNorm(dim, eps=norm_eps, bias=False)
         self.attn = Attention(dim, heads, head_dim)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, bias=False)
+        self.norm2 = LayerNorm(dim, eps=norm_eps, bias=False)
         self.mlp = MLP(dim, round(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
@@ -122,7 +125,7 @@ class AttentionPool(nn.Module):
     def __init__(self, dim: int, heads: int, head_dim: int, norm_eps: float):
         super().__init__()
         self.query = learned(dim)
-        self.norm = nn.LayerNorm(dim, eps=norm_eps, bias=False)
+        self.norm = LayerNorm(dim, eps=norm_eps, bias=False)
         self.attn = Attention(dim, heads, head_dim)
 
     def forward(self, tokens: Tensor, segments: Segments) -> Tensor:
@@ -210,7 +213,7 @@ class NaViT(Encoder):
         self.blocks = nn.ModuleList(
             Block(dim, heads, head_dim, mlp_ratio=mlp_ratio, norm_eps=norm_eps, drop_path=rate) for rate in rates
         )
-        self.norm = nn.LayerNorm(dim, eps=norm_eps, bias=False)
+        self.norm = LayerNorm(dim, eps=norm_eps, bias=False)
         self.attn_pool = AttentionPool(dim, heads, head_dim, norm_eps) if pool == "attention" else None
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
 

@@ -21,6 +21,7 @@ from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
     Init,
+    LayerNorm,
     check_block_count,
     check_choices,
     check_counts,
@@ -204,9 +205,9 @@ class RoPEViT(Encoder):
         block["bf16_residuals"] = bf16_residuals
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(dim, heads, norm_eps=norm_eps, drop_path=rate, **block) for rate in rates)
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.cls_norm = nn.LayerNorm(dim, eps=norm_eps) if cls_norm else None
-        self.local_cls_norm = nn.LayerNorm(dim, eps=norm_eps) if local_cls_norm else None
+        self.norm = LayerNorm(dim, eps=norm_eps)
+        self.cls_norm = LayerNorm(dim, eps=norm_eps) if cls_norm else None
+        self.local_cls_norm = LayerNorm(dim, eps=norm_eps) if local_cls_norm else None
         self.apply(lambda layer: init_linear(layer, init))
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:

@@ -25,6 +25,7 @@ from encoders.errors import EncoderError
 from encoders.images import Images, Mask
 from encoders.layers import (
     DropPath,
+    LayerNorm,
     Scales,
     attention,
     branch_scales,
@@ -55,7 +56,7 @@ VARIANTS = {
 NECK_EPS = 1e-6
 
 
-class LayerNorm2d(nn.LayerNorm):
+class LayerNorm2d(LayerNorm):
     """Layer norm over the channels of maps: (B, M, h, w) -> (B, M, h, w)."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -138,9 +139,9 @@ class Block(nn.Module):
         super().__init__()
         self.window = window
         hidden = int(dim * mlp_ratio)
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm1 = LayerNorm(dim, eps=norm_eps)
         self.attn = Attention(dim, heads, qkv_bias=qkv_bias, size=size)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm2 = LayerNorm(dim, eps=norm_eps)
         lin1, lin2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
         self.mlp = nn.Sequential(OrderedDict(lin1=lin1, act=nn.GELU(), lin2=lin2))
         self.drop_path = DropPath(drop_path)

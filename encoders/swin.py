@@ -20,6 +20,7 @@ from encoders.images import Images, Mask
 from encoders.layers import (
     MLP,
     DropPath,
+    LayerNorm,
     Scales,
     attention,
     branch_scales,
@@ -103,7 +104,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.patch_size = patch_size
         self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.norm = nn.Identity() if norm_eps is None else nn.LayerNorm(dim, eps=norm_eps)
+        self.norm = nn.Identity() if norm_eps is None else LayerNorm(dim, eps=norm_eps)
 
     def forward(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
@@ -159,9 +160,9 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.shifted = shifted
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm1 = LayerNorm(dim, eps=norm_eps)
         self.attn = WindowAttention(dim, heads, window_size=window_size, qkv_bias=qkv_bias, qk_scale=qk_scale)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm2 = LayerNorm(dim, eps=norm_eps)
         self.mlp = MLP(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
@@ -188,7 +189,7 @@ class PatchMerging(nn.Module):
 
     def __init__(self, dim: int, *, norm_eps: float):
         super().__init__()
-        self.norm = nn.LayerNorm(4 * dim, eps=norm_eps)
+        self.norm = LayerNorm(4 * dim, eps=norm_eps)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,7 +285,7 @@ class Swin(Encoder):
             wide, last = dim * 2**stage, stage == len(depths) - 1
             blocks = [block(wide, heads[stage], shifted=i % 2 == 1, drop_path=rate) for i, rate in enumerate(rates)]
             self.layers.append(Stage(blocks, None if last else PatchMerging(wide, norm_eps=norm_eps)))
-        self.norm = nn.LayerNorm(self.dim, eps=norm_eps)
+        self.norm = LayerNorm(self.dim, eps=norm_eps)
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
 
     @property

@@ -22,6 +22,7 @@ from encoders.images import Images, Mask
 from encoders.layers import (
     MLP,
     DropPath,
+    LayerNorm,
     attention,
     branch_scales,
     check_block_count,
@@ -89,7 +90,7 @@ class PatchEmbed(nn.Module):
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
         self.proj = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.norm = nn.LayerNorm(dim, eps=EMBED_EPS)
+        self.norm = LayerNorm(dim, eps=EMBED_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(convolve(self.proj, x))
@@ -101,9 +102,9 @@ class NormedPatchEmbed(nn.Module):
     def __init__(self, channels: int, dim: int, patch_size: int):
         super().__init__()
         self.patch_size = patch_size
-        self.pixel_norm = nn.LayerNorm(channels * patch_size**2, eps=EMBED_EPS)
+        self.pixel_norm = LayerNorm(channels * patch_size**2, eps=EMBED_EPS)
         self.proj = nn.Linear(channels * patch_size**2, dim)
-        self.norm = nn.LayerNorm(dim, eps=EMBED_EPS)
+        self.norm = LayerNorm(dim, eps=EMBED_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         x = pad_to(x, self.patch_size, self.patch_size)
@@ -162,7 +163,7 @@ class GlobalAttention(nn.Module):
             self.kv = nn.Linear(dim, 2 * width, bias=qkv_bias)
         subsampled = reduction > 1 and not strided
         self.sr = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction) if subsampled else None
-        self.norm = nn.LayerNorm(dim, eps=EMBED_EPS) if subsampled else nn.Identity()
+        self.norm = LayerNorm(dim, eps=EMBED_EPS) if subsampled else nn.Identity()
         self.proj = nn.Linear(width, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,9 +180,9 @@ class Block(nn.Module):
 
     def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, norm_eps: float, drop_path: float):
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm1 = LayerNorm(dim, eps=norm_eps)
         self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm2 = LayerNorm(dim, eps=norm_eps)
         self.mlp = MLP(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path)
 
@@ -292,7 +293,7 @@ class Twins(Encoder):
         )
         self.blocks = nn.ModuleList(self._stages(drop_path))
         self.pos_block = nn.ModuleList(PositionGenerator(dim) for dim in self.dims)
-        self.norm = nn.LayerNorm(self.dim, eps=norm_eps) if layout == "meituan" else nn.Identity()
+        self.norm = LayerNorm(self.dim, eps=norm_eps) if layout == "meituan" else nn.Identity()
         self.mask_token = learned(1, self.dims[0]) if mask_token else None
         if layout == "meituan":  # vit-pytorch uses torch's default initialisation
             self.apply(_init)

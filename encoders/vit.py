@@ -22,6 +22,7 @@ from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
     Init,
     Interpolation,
+    LayerNorm,
     check_block_count,
     check_choices,
     check_counts,
@@ -175,8 +176,8 @@ class ViT(Encoder):
         block = partial(block, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, layer_scale=layer_scale)
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(block(drop_path=rate, bf16_residuals=bf16_residuals) for rate in rates)
-        self.norm = nn.Identity() if pool == "mean" else nn.LayerNorm(dim, eps=norm_eps)
-        self.fc_norm = nn.LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
+        self.norm = nn.Identity() if pool == "mean" else LayerNorm(dim, eps=norm_eps)
+        self.fc_norm = LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
         self._add_heads(representation_size, classes)
         self.apply(lambda layer: init_linear(layer, init))
 

@@ -152,9 +152,12 @@ class Method(nn.Module):
         each of these modules is clipped separately."""
         raise NotImplementedError
 
-    def units(self) -> list[nn.Module]:
-        """Return the blocks of all encoders. An engine that shards weights gathers one block at a time."""
-        return [block for part in self.modules() if isinstance(part, Encoder) for block in flat_blocks(part)]
+    def units(self) -> list[list[nn.Module]]:
+        """Return the blocks of each encoder, in the order in which they run.
+
+        An engine that shards weights gathers one block at a time, and the next block in advance.
+        """
+        return [flat_blocks(part) for part in self.modules() if isinstance(part, Encoder)]
 
     def frozen(self) -> dict[str, int]:
         """Return the parameters that are frozen at the start of the run, and for how long: prefix of parameter names ->

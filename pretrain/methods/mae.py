@@ -282,8 +282,8 @@ class MAE(Method):
     def trained_parts(self) -> list[nn.Module]:
         return [self.encoder, self.decoder]
 
-    def units(self) -> list[nn.Module]:
-        return [*super().units(), *self.decoder.blocks]
+    def units(self) -> list[list[nn.Module]]:
+        return [*super().units(), list(self.decoder.blocks)]
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
         found = [f"The rank of the features is {record['feature_rank']:.1f}."]

@@ -1,12 +1,19 @@
-"""Compare a training step of DINO on this machine's CPU with a step of the official code, on the same number of crops.
+"""Compare a training step of DINO or MAE on this machine's CPU with a step of the official code, on the same images.
 
     git clone https://github.com/facebookresearch/dino
-    python benchmarks/official_dino.py --code dino [--encoder small] [--images 8] [--rounds 3]
+    python benchmarks/official.py --method dino --code dino [--encoder small] [--images 8] [--rounds 3]
+    git clone https://github.com/facebookresearch/mae
+    pip install timm
+    python benchmarks/official.py --method mae --code mae [--encoder base] [--images 8] [--rounds 3]
 
-Both train ViT-S/16 with 2 global crops of 224 pixels, 8 local crops of 96 pixels and 65,536 prototypes: forward passes
-of teacher and student, loss, backward pass, clipping, AdamW and the update of the teacher. The official step calls the
+DINO trains ViT-S/16 with 2 global crops of 224 pixels, 8 local crops of 96 pixels and 65,536 prototypes: forward passes
+of teacher and student, loss, backward pass, clipping, AdamW and the update of the teacher. MAE trains ViT-B/16 on crops
+of 224 pixels and hides 75 % of the patches: forward pass, loss, backward pass and AdamW. The official step calls the
 official functions in the order of its `train_one_epoch`, in float32. Ours runs through the training loop, in float32
 and in bf16. Loading and cropping are not measured. Each step is a process of its own, and the processes take turns.
+
+The official MAE takes its blocks from timm 0.3.2. The benchmark gives it the blocks of the installed timm, whose
+attention is one call of `scaled_dot_product_attention`; this makes the official step faster.
 """
 
 import math
@@ -18,8 +25,9 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from rich.console import Console
@@ -32,12 +40,14 @@ PROTOTYPES, GLOBAL, LOCAL, CROPS = 65_536, 224, 96, (2, 8)
 
 
 class OfficialBenchmark(Settings):
-    """Compare a training step of DINO with a step of the official code."""
+    """Compare a training step with a step of the official code."""
 
+    method: Literal["dino", "mae"] = "dino"
+    """method: dino or mae"""
     code: Path
-    """folder with a clone of github.com/facebookresearch/dino"""
-    encoder: str = "small"
-    """encoder: tiny, small or base"""
+    """folder with a clone of github.com/facebookresearch/dino or github.com/facebookresearch/mae"""
+    encoder: str | None = None
+    """encoder: tiny, small or base (default: small) of DINO; base or large (default: base) of MAE"""
     images: int = Field(default=8, ge=2)
     """number of images per step"""
     rounds: int = Field(default=3, ge=1)
@@ -74,6 +84,7 @@ def main(settings: OfficialBenchmark) -> None:
 def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
     """Prepare a step, then take and time one step for each number that comes, until None comes."""
     torch.set_num_threads(settings.threads)
+    official = {"dino": official_dino, "mae": official_mae}[settings.method]
     step = official(settings) if kind.startswith("official") else ours(settings, kind)
     pipe.send("ready")
     while (number := pipe.recv()) is not None:
@@ -82,13 +93,14 @@ def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
         pipe.send(time.perf_counter() - start)
 
 
-def crops(images: int) -> list[Tensor]:
+def crops(images: int, sides: list[int]) -> list[Tensor]:
+    """Return a tensor of noise (images, 3, side, side) for each of `sides`."""
     torch.manual_seed(0)
-    return [torch.randn(images, 3, side, side) for side in [GLOBAL] * CROPS[0] + [LOCAL] * CROPS[1]]
+    return [torch.randn(images, 3, side, side) for side in sides]
 
 
-def official(settings: OfficialBenchmark) -> Callable[[int], None]:
-    """Return a step of the official code, with its defaults for a ViT."""
+def official_dino(settings: OfficialBenchmark) -> Callable[[int], None]:
+    """Return a step of the official DINO, with its defaults for a ViT."""
     sys.path.insert(0, str(settings.code.resolve()))
     import main_dino  # pyright: ignore[reportMissingImports]
     import torch.distributed as dist
@@ -98,7 +110,7 @@ def official(settings: OfficialBenchmark) -> Callable[[int], None]:
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 
     def network(**options: Any) -> nn.Module:
-        encoder = getattr(vision_transformer, f"vit_{settings.encoder}")(patch_size=16, **options)
+        encoder = getattr(vision_transformer, f"vit_{settings.encoder or 'small'}")(patch_size=16, **options)
         return utils.MultiCropWrapper(encoder, main_dino.DINOHead(encoder.embed_dim, PROTOTYPES))
 
     student, teacher = network(drop_path_rate=0.1), network()
@@ -106,7 +118,7 @@ def official(settings: OfficialBenchmark) -> Callable[[int], None]:
     teacher.requires_grad_(False)
     loss_function = main_dino.DINOLoss(PROTOTYPES, sum(CROPS), 0.04, 0.04, 0, 100)
     optimizer = torch.optim.AdamW(utils.get_params_groups(student), lr=1e-4)
-    images = crops(settings.images)
+    images = crops(settings.images, [GLOBAL] * CROPS[0] + [LOCAL] * CROPS[1])
 
     def step(number: int) -> None:
         loss = loss_function(student(images), teacher(images[: CROPS[0]]), 1)
@@ -123,6 +135,35 @@ def official(settings: OfficialBenchmark) -> Callable[[int], None]:
     return step
 
 
+def official_mae(settings: OfficialBenchmark) -> Callable[[int], None]:
+    """Return a step of the official MAE, with its defaults."""
+    import timm.models.vision_transformer as blocks  # pyright: ignore[reportMissingImports]
+
+    def block(*args: Any, qk_scale: None, **options: Any) -> nn.Module:
+        return original(*args, **options)  # the installed timm has no argument `qk_scale`
+
+    original, blocks.Block = blocks.Block, block
+    np.float = float  # pyright: ignore[reportAttributeAccessIssue] # a name that NumPy has removed
+    sys.path.insert(0, str(settings.code.resolve()))
+    import models_mae  # pyright: ignore[reportMissingImports]
+
+    model = getattr(models_mae, f"mae_vit_{settings.encoder or 'base'}_patch16")(norm_pix_loss=True)
+    decayed = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
+    others = [p for p in model.parameters() if p.ndim <= 1 and p.requires_grad]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.05}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
+    (images,) = crops(settings.images, [GLOBAL])
+
+    def step(number: int) -> None:
+        loss, _, _ = model(images, mask_ratio=0.75)
+        assert math.isfinite(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
     """Return a step of the training loop."""
     from device.training import loader_batch, make_run
@@ -130,10 +171,13 @@ def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
     from data.augment import to_model_input
     from pretrain import loop
 
-    method = {"global_size": GLOBAL, "local_size": LOCAL, "local_crops": CROPS[1], "prototypes": PROTOTYPES}
-    encoder = {"drop_path": 0.1} | ({"bf16_residuals": True} if "between" in kind else {})
+    variant, method, encoder = "base", {}, {}
+    if settings.method == "dino":
+        variant, encoder = "small", {"drop_path": 0.1}
+        method = {"global_size": GLOBAL, "local_size": LOCAL, "local_crops": CROPS[1], "prototypes": PROTOTYPES}
     run = make_run(
-        "dino", f"vit_{settings.encoder}", settings.images, own=method, steps=1000, encoder=encoder,
+        settings.method, f"vit_{settings.encoder or variant}", settings.images, own=method, steps=1000,
+        encoder=encoder | ({"bf16_residuals": True} if "between" in kind else {}),
         precision="bf16" if "bf16" in kind else "fp32",
     )  # fmt: skip
     batch = to_model_input(loader_batch(run.method.transform(), settings.images))
