@@ -1,6 +1,7 @@
 """Measure memory, time and traffic of a training step under every engine, and estimate them for many GPUs.
 
-    python benchmarks/engines.py [--output benchmarks/results/engines.md]
+    python benchmarks/engines.py [--precision bf16] [--output benchmarks/results/engines.md]
+    python benchmarks/engines.py --processes 4 --engines '["fsdp2", "hsdp"]'
 
 Every row of the table comes from a separate launch with an engine file of configs/accelerate/. Each launch trains on
 noise images in memory. The benchmark measures the memory of a process between steps and at the peak, and the time of a
@@ -19,7 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ from runtime.settings import Settings, SettingsError, parse
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+GROUPS = 2
+"""Number of groups of processes under HSDP. It is measured only if asked for, because it needs four processes."""
 PAPER = {
     "ViT-B/16": (86e6, 31e6, 12),
     "ViT-L/16": (303e6, 31e6, 24),
@@ -46,11 +49,13 @@ PAPER = {
     "ViT-7B/16": (6.7e9, 100e6, 40),
 }
 """Number of encoder parameters, number of parameters in DINO's head, and number of blocks, for each encoder."""
-PAPER_PASSES = 2
-"""Number of forward passes of DINO's student in a step, one for each crop size."""
+PASSES = (2, 1)
+"""Numbers of forward passes of DINO's student in a step: one for each crop size, and one if all crops are packed."""
 KEPT = 1e9
 """Default of DeepSpeed's stage3_max_live_parameters: largest number of parameters that ZeRO-3 keeps gathered."""
 GPUS = (8, 64, 256)
+GATHERED = {"fp32": 4, "bf16": 2}
+"""Bytes per value of gathered weights under FSDP2, by precision of the forward pass."""
 
 
 class EnginesBenchmark(Settings):
@@ -62,6 +67,8 @@ class EnginesBenchmark(Settings):
     """pretraining methods"""
     engines: tuple[str, ...] = ENGINES
     """engines: names of files in configs/accelerate/, without .yaml"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """precision of the forward pass: fp32 or bf16"""
     processes: int = Field(default=2, ge=1)
     """number of processes per launch"""
     images: int = Field(default=2, ge=1)
@@ -86,7 +93,9 @@ class Costs:
     """Bytes that a process sends in a step, if reduction and gathering use ring algorithms."""
 
 
-def costs(engine: str, trained: float, teacher: float, block: float, processes: int, passes: int) -> Costs:
+def costs(
+    engine: str, trained: float, teacher: float, block: float, processes: int, passes: int, precision: str
+) -> Costs:
     """Return the costs of a training step according to the formulas of docs/scaling.md.
 
     Args:
@@ -96,6 +105,7 @@ def costs(engine: str, trained: float, teacher: float, block: float, processes: 
         block: number of parameters in the largest unit that FSDP2 gathers as a whole.
         processes: number of processes.
         passes: number of forward passes of the trained encoder in a step.
+        precision: precision of the forward pass.
     """
     n, ring = processes, 4 * (processes - 1) / processes
     if engine == "ddp":  # DDP keeps gradients allocated in its buckets
@@ -107,16 +117,18 @@ def costs(engine: str, trained: float, teacher: float, block: float, processes: 
         gathered = min(4 * (trained + teacher), 4 * KEPT)
         return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
     # FSDP2 gathers the student's weights in each forward and each backward pass, gathers the teacher's weights once,
-    # and reduces gradients
-    sent = ring * (2 * passes * trained + teacher + trained)
-    return Costs((12 * trained + 4 * teacher) / n, 4 * trained / n + 2 * 4 * block, sent)
+    # and reduces gradients. HSDP does this within a group, and then sums the shards of the gradients over the groups.
+    size, groups = (n // GROUPS, GROUPS) if engine == "hsdp" else (n, 1)
+    width = GATHERED[precision]
+    within = (size - 1) / size * (width * (2 * passes * trained + teacher) + 4 * trained)
+    between = 2 * (groups - 1) / groups * 4 * trained / size
+    return Costs((12 * trained + 4 * teacher) / size, 4 * trained / size + 2 * width * block, within + between)
 
 
 def measure(settings: EnginesBenchmark, output: Path) -> None:
     """Run the steps of one launch. The main process writes the measurements to `output`."""
-    cuda = torch.cuda.is_available()
-    accelerator = make_accelerator(mixed_precision="no")
-    engine_class = engines.select(accelerator, "bf16" if cuda else "fp32", 1)
+    accelerator = make_accelerator(mixed_precision="no" if settings.precision == "fp32" else settings.precision)
+    engine_class = engines.select(accelerator, settings.precision, 1)
     name, variant = settings.methods[0], settings.encoders[0]
     steps = settings.steps + 2
     before = resident()
@@ -207,9 +219,14 @@ def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -
         file = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
-        command += ["--num_processes", str(settings.processes), __file__, "--measure", str(file)]
+        command += ["--num_processes", str(settings.processes)]
+        if engine == "hsdp":
+            sizes = {"replicate": GROUPS, "shard": settings.processes // GROUPS}
+            for kind, size in sizes.items():
+                command += [f"--parallelism_config_dp_{kind}_size", str(size)]
+        command += [__file__, "--measure", str(file)]
         command += ["--methods", json.dumps([method]), "--encoders", json.dumps([variant])]
-        command += ["--images", str(settings.images), "--steps", str(settings.steps)]
+        command += ["--images", str(settings.images), "--steps", str(settings.steps), "--precision", settings.precision]
         ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if ran.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{ran.stderr[-3000:]}")
@@ -226,7 +243,7 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
             for engine in settings.engines:
                 found = launch(settings, engine, method, variant)
                 numbers = found["trained"], found["teacher"], found["block"]
-                wanted = costs(engine, *numbers, settings.processes, round(found["passes"]))
+                wanted = costs(engine, *numbers, settings.processes, round(found["passes"]), settings.precision)
                 base = base or found["seconds"]
                 megabytes = [found["held"], wanted.held, found["peak"], found["sent"], wanted.sent]
                 cells = [method, variant, engine, *(f"{number / 1e6:,.0f}" for number in megabytes)]
@@ -237,13 +254,18 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
 
 def paper_rows() -> list[list[str]]:
     """Return the table of DINO's estimated costs on many GPUs: the headings, then a row for each encoder and engine."""
-    rows = [["encoder", "engine", *(f"{count} GPUs: held + step, GB" for count in GPUS), "sent a step, GB"]]
+    columns = (f"{count} GPUs: held + step, GB" for count in GPUS)
+    rows = [["encoder", "engine", "precision", *columns, "sent a step, GB", "with packed crops"]]
     for name, (encoder, head, blocks) in PAPER.items():
         both = encoder + head
-        for engine in ENGINES:
-            found = [costs(engine, both, both, encoder / blocks, count, PAPER_PASSES) for count in GPUS]
-            sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in found]
-            rows.append([name, engine, *sizes, f"{found[-1].sent / 1e9:,.1f}"])
+        for engine, precision in [*((engine, "fp32") for engine in ENGINES), ("fsdp2", "bf16")]:
+            unpacked, packed = (
+                [costs(engine, both, both, encoder / blocks, count, passes, precision) for count in GPUS]
+                for passes in PASSES
+            )
+            sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in unpacked]
+            sent = [f"{each[-1].sent / 1e9:,.1f}" for each in (unpacked, packed)]
+            rows.append([name, engine, precision, *sizes, *sent])
     return rows
 
 
@@ -251,7 +273,7 @@ def show(tables: dict[str, list[list[str]]], settings: EnginesBenchmark, seconds
     """Print the tables, and write them to a Markdown file if `--output` is given."""
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{processor()}, {os.cpu_count()} cores"
     command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
-    what = f"{settings.processes} processes, {settings.images} images each, {device().type}, float32 weights"
+    what = f"{settings.processes} processes, {settings.images} images each, {device().type}, {settings.precision}"
     lines = ["# Engines", "", f"`{command}`: {machine}, torch {torch.__version__}; {what}; {seconds / 60:.0f} minutes."]
     lines.append("")
     for title, (headings, *rows) in tables.items():
@@ -268,9 +290,11 @@ def main(settings: EnginesBenchmark) -> None:
     if settings.measure is not None:
         measure(settings, Path(settings.measure))
         return
-    for given, known in ((settings.methods, pretraining_methods()), (settings.engines, ENGINES)):
+    for given, known in ((settings.methods, pretraining_methods()), (settings.engines, (*ENGINES, "hsdp"))):
         if unknown := set(given) - set(known):
             raise SettingsError(f"Unknown name: {', '.join(sorted(unknown))}. Choose from: {', '.join(known)}.")
+    if "hsdp" in settings.engines and settings.processes < 2 * GROUPS:
+        raise SettingsError(f"hsdp needs {2 * GROUPS} processes or more. Set --processes {2 * GROUPS}.")
     started = time.perf_counter()
     rows = measured_rows(settings)
     tables = {"Measured": rows, "DINO on paper": paper_rows()}

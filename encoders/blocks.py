@@ -22,6 +22,7 @@ from encoders.layers import (
     SameDtypeLayerNorm,
     attention,
     branch_scales,
+    recomputed,
     self_attention,
 )
 from encoders.segments import Segments
@@ -107,7 +108,15 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.contract(self.expand(x))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return gate and value in one tensor."""
+        return self.w12(x)
+
+    def contract(self, hidden: Tensor) -> Tensor:
+        """Return the output of the MLP, given gate and value in one tensor."""
+        gate, value = hidden.chunk(2, dim=-1)
         return self.w3(F.silu(gate) * value)
 
 
@@ -161,34 +170,39 @@ class Attention(nn.Module):
         self.k_norm = LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.proj = nn.Linear(heads * head_dim, dim)
 
-    def _project(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
+        return self.attend(self.project(x), segments, rope)
+
+    def project(self, x: Tensor) -> Tensor:
         """Return queries, keys and values in one tensor: (..., N, D) -> (..., N, 3, heads, d)."""
         return rearrange(self.qkv(x), "... n (three heads d) -> ... n three heads d", three=3, heads=self.heads)
 
-    def _split(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values: (..., N, D) -> three tensors (..., heads, N, d)."""
-        q, k, v = (part.transpose(-3, -2) for part in self._project(x).unbind(-3))
-        q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
-
-    def forward(self, x: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
+        """Return the output for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., N, D)."""
         if rope is None and not self.qk_norm:
-            out = self_attention(self._project(x), scale=self.scale, segments=segments)
+            out = self_attention(qkv, scale=self.scale, segments=segments)
         else:
-            q, k, v = self._split(x, rope)
+            q, k, v = self._split(qkv, rope)
             out = attention(q, k, v, scale=self.scale, segments=segments)
         return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
 
+    def _split(self, qkv: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values: (..., N, 3, heads, d) -> three tensors (..., heads, N, d)."""
+        q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
+
     def weights(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         """Return the attention weight of each query for each key: (B, N, D) -> (B, heads, N, N). Rows sum to 1."""
-        q, k, _ = self._split(x, rope)
+        q, k, _ = self._split(self.project(x), rope)
         return (self.scale * q @ k.mT).softmax(-1)
 
 
 class Block(nn.Module):
     """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`.
 
-    With `bf16_residuals`, the output of the block and of its norms has the dtype of the input.
+    With `bf16_residuals`, the output of the block and of its norms has the dtype of the input. With `selective`, the
+    backward pass computes norms and activation functions again, so that the forward pass need not keep their outputs.
     """
 
     def __init__(
@@ -208,6 +222,7 @@ class Block(nn.Module):
         mlp: MLPKind = "gelu",
         swiglu_multiple: int = 8,
         bf16_residuals: bool = False,
+        selective: bool = False,
     ):
         super().__init__()
         norm = SameDtypeLayerNorm if bf16_residuals else LayerNorm
@@ -221,6 +236,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, hidden) if mlp == "swiglu" else MLP(dim, hidden)
         self.ls2 = nn.Identity() if layer_scale is None else scale(layer_scale)
         self.drop_path = DropPath(drop_path)
+        self.selective = selective
 
     def forward(
         self,
@@ -232,12 +248,26 @@ class Block(nn.Module):
         if isinstance(scales, tuple):
             return self._forward_subsets(x, scales, rope)
         first, second = branch_scales(scales)
-        x = self.drop_path.add(x, self.ls1(self.attn(self.norm1(x), segments, rope)), segments, first)
-        return self.drop_path.add(x, self.ls2(self.mlp(self.norm2(x))), segments, second)
+        x = self.drop_path.add(x, self._attention(x, segments, rope), segments, first)
+        return self.drop_path.add(x, self._mlp(x), segments, second)
 
     def _forward_subsets(self, x: Tensor, subsets: tuple[Subset, Subset], rope: Tensor | None) -> Tensor:
         """Compute attention and MLP only for the images of one subset each."""
         first, second = subsets
         rope = first.rotations(rope)
-        x = first.add(x, lambda kept: self.ls1(self.attn(self.norm1(kept), first.segments, rope)))
-        return second.add(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))))
+        x = first.add(x, lambda kept: self._attention(kept, first.segments, rope))
+        return second.add(x, self._mlp)
+
+    def _attention(self, x: Tensor, segments: Segments | None, rope: Tensor | None) -> Tensor:
+        """Return the residual branch of attention."""
+        if not (self.selective and self.training):
+            return self.ls1(self.attn(self.norm1(x), segments, rope))
+        qkv = recomputed(lambda x: self.attn.project(self.norm1(x)), x)
+        return self.ls1(self.attn.attend(qkv, segments, rope))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        """Return the residual branch of the MLP."""
+        if not (self.selective and self.training):
+            return self.ls2(self.mlp(self.norm2(x)))
+        hidden = recomputed(lambda x: self.mlp.expand(self.norm2(x)), x)
+        return self.ls2(recomputed(self.mlp.contract, hidden))

@@ -30,14 +30,23 @@ def check_settings(variant: str, settings: Mapping[str, Any], constructor: Any) 
     known = inspect.signature(constructor).parameters
     for name, value in settings.items():
         if name in known and not _fits(value, known[name].annotation):
-            kind = known[name].annotation
-            wanted = f"{getattr(kind, '__name__', kind)}, finite and at most {LARGEST}"
-            if get_origin(kind) is Literal:
-                wanted = f"one of {', '.join(map(str, get_args(kind)))}"
+            wanted = _description(known[name].annotation)
             raise EncoderError(f"{name} of {variant} must be {wanted}, not {printable(repr(value)[:100])}.")
     blocks = settings.get("depth", settings.get("depths", 0))
     if (sum(blocks) if isinstance(blocks, list | tuple) else blocks) > MOST_BLOCKS:
         raise EncoderError(f"{variant} has {blocks} blocks, but at most {MOST_BLOCKS} are supported.")
+
+
+def _description(kind: Any) -> str:
+    """Return what a value of an annotation must be, in words."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_description, members))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, members))}" if members[1:] else repr(members[0])
+    if kind in (bool, types.NoneType):
+        return "a bool" if kind is bool else "None"
+    return f"{kind.__name__} of at most {LARGEST}" if kind in (int, float) else str(kind)
 
 
 def _fits(value: Any, kind: Any) -> bool:

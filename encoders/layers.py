@@ -4,13 +4,14 @@ Letters in shapes: B images; N tokens of an image; T tokens of all packed images
 head; r x c grid of a position table.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from encoders.dot_product import dot_product_attention
 from encoders.errors import EncoderError
@@ -18,6 +19,8 @@ from encoders.segments import Segments
 
 Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
+Recompute = bool | Literal["selective"]
+"""What the backward pass computes again: nothing, whole blocks (True), or norms and activation functions only."""
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
 """Iterator that yields the drop path factors of one block after the other: (2, B), one row for attention and one row
@@ -86,7 +89,15 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        return self.contract(self.expand(x))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return the input of the GELU."""
+        return self.fc1(x)
+
+    def contract(self, hidden: Tensor) -> Tensor:
+        """Return the output of the MLP, given the input of the GELU."""
+        return self.fc2(self.act(hidden))
 
 
 class LayerScale(nn.Module):
@@ -131,6 +142,14 @@ class SameDtypeLayerNorm(LayerNorm):
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
             return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `function(x)`. Keep only `x` for the backward pass, which computes the rest again.
+
+    A matrix product at the end of `function` is not computed again, because no gradient needs its result.
+    """
+    return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
 
 def in_bf16(x: Tensor) -> Tensor:
@@ -270,7 +289,7 @@ def check_choices(**choices: tuple[str, object]):
     """
     for name, (value, known) in choices.items():
         if value not in get_args(known):
-            raise EncoderError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}.")
+            raise EncoderError(f"{name} must be one of {', '.join(map(str, get_args(known)))}, not {value!r}.")
 
 
 def check_counts(**counts: int | Sequence[int]):

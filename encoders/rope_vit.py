@@ -22,6 +22,7 @@ from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
     Init,
     LayerNorm,
+    Recompute,
     check_block_count,
     check_choices,
     check_counts,
@@ -144,7 +145,7 @@ class RoPEViT(Encoder):
         rope_jitter: largest random factor for each axis in training. None means no such factor.
         rope_rescale: largest random common factor in training. None means no such factor.
         init: initialisation of linear layers, truncated normal ("trunc_normal") or Xavier uniform ("xavier").
-        checkpoint_activations: recompute each block in the backward pass to save memory.
+        checkpoint_activations: recompute blocks (true), or only their norms and GELU ("selective"), to save memory.
     """
 
     can_drop = True
@@ -180,12 +181,13 @@ class RoPEViT(Encoder):
         rope_jitter: float | None = None,
         rope_rescale: float | None = None,
         init: Init = "trunc_normal",
-        checkpoint_activations: bool = False,
+        checkpoint_activations: Recompute = False,
     ):
         super().__init__()
         del image_size  # only `settings` holds it
         check_choices(pool=(pool, Pool), rope_coordinates=(rope_coordinates, Coordinates), mlp=(mlp, MLPKind))
         check_choices(init=(init, Init))
+        check_choices(checkpoint_activations=(checkpoint_activations, Literal[False, True, "selective"]))
         check_counts(depth=depth, patch_size=patch_size, channels=channels, swiglu_multiple=swiglu_multiple)
         check_heads(dim, heads)
         _check_rope(dim // heads, rope_shift, rope_jitter, rope_rescale)
@@ -202,7 +204,7 @@ class RoPEViT(Encoder):
         self.rope_embed = RotaryPositions(dim // heads, rope_base, rope_coordinates)
         block: dict[str, Any] = {"mlp": mlp, "mlp_ratio": mlp_ratio, "swiglu_multiple": swiglu_multiple}
         block |= {"qkv_bias": qkv_bias, "mask_key_bias": mask_key_bias, "layer_scale": layer_scale}
-        block["bf16_residuals"] = bf16_residuals
+        block |= {"bf16_residuals": bf16_residuals, "selective": checkpoint_activations == "selective"}
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(dim, heads, norm_eps=norm_eps, drop_path=rate, **block) for rate in rates)
         self.norm = LayerNorm(dim, eps=norm_eps)
@@ -342,7 +344,7 @@ class RoPEViT(Encoder):
         """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
         x = in_bf16(x) if self.bf16_residuals else x
         for block in blocks:
-            recompute = self.checkpoint_activations and self.training
+            recompute = self.checkpoint_activations is True and self.training
             arguments = (x, segments, next(scales), next(rotations))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x

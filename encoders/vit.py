@@ -23,6 +23,7 @@ from encoders.layers import (
     Init,
     Interpolation,
     LayerNorm,
+    Recompute,
     check_block_count,
     check_choices,
     check_counts,
@@ -114,7 +115,7 @@ class ViT(Encoder):
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
-        checkpoint_activations: recompute each block in the backward pass to save memory.
+        checkpoint_activations: recompute blocks (true), or only their norms and GELU ("selective"), to save memory.
     """
 
     can_drop = True
@@ -153,12 +154,13 @@ class ViT(Encoder):
         position_init: PositionInit = "normal",
         representation_size: int | None = None,
         classes: int = 0,
-        checkpoint_activations: bool = False,
+        checkpoint_activations: Recompute = False,
     ):
         super().__init__()
         check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
         check_choices(token_init=(token_init, TokenInit), mlp=(mlp, MLPKind))
+        check_choices(checkpoint_activations=(checkpoint_activations, Literal[False, True, "selective"]))
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
@@ -174,8 +176,9 @@ class ViT(Encoder):
         self.pos_embed = _position_table(self.num_positioned, self.table_grid, dim, positions, position_init)
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, mlp=mlp, head_dim=head_dim, norm_eps=norm_eps)
         block = partial(block, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, layer_scale=layer_scale)
+        block = partial(block, bf16_residuals=bf16_residuals, selective=checkpoint_activations == "selective")
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(block(drop_path=rate, bf16_residuals=bf16_residuals) for rate in rates)
+        self.blocks = nn.ModuleList(block(drop_path=rate) for rate in rates)
         self.norm = nn.Identity() if pool == "mean" else LayerNorm(dim, eps=norm_eps)
         self.fc_norm = LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
         self._add_heads(representation_size, classes)
@@ -313,7 +316,7 @@ class ViT(Encoder):
         """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
         x = in_bf16(x) if self.bf16_residuals else x
         for block in blocks:
-            recompute = self.checkpoint_activations and self.training
+            recompute = self.checkpoint_activations is True and self.training
             arguments = (x, segments, next(scales))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x

@@ -107,6 +107,14 @@ def test_recomputed_blocks_are_counted_once() -> None:
     assert counted[True]["student.encoder"].flop == forward
 
 
+def test_activations_of_a_large_batch_stay_below_40_gb() -> None:
+    """DINO, ViT-S/16, 512 images, without a matrix product more."""
+    settings = {"bf16_residuals": True, "checkpoint_activations": "selective"}
+    counter, _ = roofline.count_step(roofline.RooflineBenchmark(encoder="vit_small", encoder_settings=settings))
+    assert 30e9 < sum(size for _, size in counter.saved.values()) < 40e9
+    assert counter.total().flop < 58.7e12  # as many as without recomputation
+
+
 def test_bytes_of_a_loss_in_chunks() -> None:
     """Bytes per logit of the student: 39 in the forward pass, which scales in float32, takes the softmax, compares it
     with the teacher and writes the gradient; 4 in the backward pass."""

@@ -31,13 +31,16 @@ def log_collectives(events: list[Event]) -> None:
     """Append ("gather" or "reduce", bytes of the whole tensor) to `events` whenever FSDP2 sends something."""
     for kind, names in COLLECTIVES.items():
         name = next(name for name in names if hasattr(dist, name))
+        setattr(dist, name, logged(kind, getattr(dist, name), events))
 
-        def logged(*args: Any, original: Any = getattr(dist, name), kind: str = kind, **options: Any) -> Any:
-            tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
-            events.append((kind, max(each.numel() * each.itemsize for each in tensors)))
-            return original(*args, **options)
 
-        setattr(dist, name, logged)
+def logged(kind: str, collective: Any, events: list[Event]) -> Any:
+    def log(*args: Any, **options: Any) -> Any:
+        tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
+        events.append((kind, max(each.numel() * each.itemsize for each in tensors)))
+        return collective(*args, **options)
+
+    return log
 
 
 def batch_for(method: Method, images: int) -> Batch:
@@ -92,7 +95,9 @@ def test_blocks_are_gathered_in_the_precision_of_the_run(
     events, blocks = found["events"], found["blocks"]
     gathered = [size for kind, size in events if kind == "gather"]
     reduced = [size for kind, size in events if kind == "reduce"]
-    assert sorted(gathered) == sorted([4 * found["rest"], *(width * n for n in 2 * blocks)])  # blocks forward and backward
+    assert sorted(gathered) == sorted(
+        [4 * found["rest"], *(width * n for n in 2 * blocks)]
+    )  # blocks forward and backward
     assert sorted(reduced) == sorted(4 * n for n in (found["trained rest"], *blocks))
     assert found["computed"] == [{2: "torch.bfloat16", 4: "torch.float32"}[width]]
     assert found["kept"] == ["torch.float32"]
