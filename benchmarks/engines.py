@@ -122,7 +122,11 @@ def costs(
     width = GATHERED[precision]
     within = (size - 1) / size * (width * (2 * passes * trained + teacher) + 4 * trained)
     between = 2 * (groups - 1) / groups * 4 * trained / size
-    return Costs((12 * trained + 4 * teacher) / size, 4 * trained / size + 2 * width * block, within + between)
+    # Three blocks are gathered: one that runs, one in advance, and one that is not freed yet. With several forward
+    # passes, the gradients of the blocks are only complete, and reduced, in the backward pass of the first.
+    waiting = width * trained if passes > 1 else 0
+    step = 4 * trained / size + 3 * width * block + waiting
+    return Costs((12 * trained + 4 * teacher) / size, step, within + between)
 
 
 def measure(settings: EnginesBenchmark, output: Path) -> None:

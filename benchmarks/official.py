@@ -136,7 +136,7 @@ def official_dino(settings: OfficialBenchmark) -> Callable[[int], None]:
 
 
 def official_mae(settings: OfficialBenchmark) -> Callable[[int], None]:
-    """Return a step of the official MAE, with its defaults."""
+    """Return a step of the official MAE, with the settings of its recipe."""
     import timm.models.vision_transformer as blocks  # pyright: ignore[reportMissingImports]
 
     def block(*args: Any, qk_scale: None, **options: Any) -> nn.Module:

@@ -202,7 +202,7 @@ class Block(nn.Module):
     """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`.
 
     With `bf16_residuals`, the output of the block and of its norms has the dtype of the input. With `selective`, the
-    backward pass computes norms and activation functions again, so that the forward pass need not keep their outputs.
+    forward pass does not keep the outputs of norms and activation function, and the backward pass computes them again.
     """
 
     def __init__(

@@ -21,6 +21,8 @@ Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
 Recompute = bool | Literal["selective"]
 """What the backward pass computes again: nothing, whole blocks (True), or norms and activation functions only."""
+RECOMPUTE = Literal[False, True, "selective"]
+"""The values of `Recompute`."""
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
 """Iterator that yields the drop path factors of one block after the other: (2, B), one row for attention and one row
@@ -116,12 +118,17 @@ class LayerScale(nn.Module):
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:
-    """Convert `parameter` to float32 if its precision is lower, because an engine gathered it in bf16."""
-    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+    """Convert `parameter` to float32 if its precision is lower under autocast, because an engine gathered it in bf16.
+
+    Without autocast, the whole encoder has a lower precision, and so has `parameter`.
+    """
+    if parameter.dtype not in (torch.bfloat16, torch.float16) or parameter.is_meta:
+        return parameter
+    return parameter.float() if torch.is_autocast_enabled(parameter.device.type) else parameter
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm that also takes input in float32 if its parameters are in bf16: (..., D) -> (..., D)."""
+    """Layer norm: (..., D) -> (..., D). Under autocast, the input may be in float32 if the parameters are in bf16."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype == self.weight.dtype:

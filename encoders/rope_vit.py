@@ -20,6 +20,7 @@ from encoders.blocks import Block, MLPKind, PatchEmbed
 from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
+    RECOMPUTE,
     Init,
     LayerNorm,
     Recompute,
@@ -187,7 +188,7 @@ class RoPEViT(Encoder):
         del image_size  # only `settings` holds it
         check_choices(pool=(pool, Pool), rope_coordinates=(rope_coordinates, Coordinates), mlp=(mlp, MLPKind))
         check_choices(init=(init, Init))
-        check_choices(checkpoint_activations=(checkpoint_activations, Literal[False, True, "selective"]))
+        check_choices(checkpoint_activations=(checkpoint_activations, RECOMPUTE))
         check_counts(depth=depth, patch_size=patch_size, channels=channels, swiglu_multiple=swiglu_multiple)
         check_heads(dim, heads)
         _check_rope(dim // heads, rope_shift, rope_jitter, rope_rescale)
@@ -344,7 +345,7 @@ class RoPEViT(Encoder):
         """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
         x = in_bf16(x) if self.bf16_residuals else x
         for block in blocks:
-            recompute = self.checkpoint_activations is True and self.training
+            recompute = self.checkpoint_activations not in (False, "selective") and self.training
             arguments = (x, segments, next(scales), next(rotations))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x

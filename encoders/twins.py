@@ -370,8 +370,7 @@ class Twins(Encoder):
     def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
         """Replace all patches below hidden output tokens by the mask token. `x` (B, h, w, D) holds the embeddings."""
         side = self.stride // self.patch_size
-        hidden = mask.hidden.view(len(x), *grid)
-        hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)
+        hidden = repeat(mask.hidden.view(len(x), *grid), "b h w -> b (h i) (w j) 1", i=side, j=side)
         return self.replace_hidden(x, hidden[:, : x.shape[1], : x.shape[2]]).to(x.dtype)
 
 

@@ -20,6 +20,7 @@ from encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
 from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
+    RECOMPUTE,
     Init,
     Interpolation,
     LayerNorm,
@@ -160,7 +161,7 @@ class ViT(Encoder):
         check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
         check_choices(token_init=(token_init, TokenInit), mlp=(mlp, MLPKind))
-        check_choices(checkpoint_activations=(checkpoint_activations, Literal[False, True, "selective"]))
+        check_choices(checkpoint_activations=(checkpoint_activations, RECOMPUTE))
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
@@ -316,7 +317,7 @@ class ViT(Encoder):
         """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
         x = in_bf16(x) if self.bf16_residuals else x
         for block in blocks:
-            recompute = self.checkpoint_activations is True and self.training
+            recompute = self.checkpoint_activations not in (False, "selective") and self.training
             arguments = (x, segments, next(scales))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return x

@@ -201,8 +201,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
 def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
     """Return the dotted name and the value of the setting that a flag sets.
 
-    `flag` has no leading dashes, and `rest` holds the words after the flag. If the value is the first word of `rest`,
-    remove this word from `rest`.
+    `flag` has no leading dashes, and `rest` holds the words after the flag. A value that is its first word is removed.
     """
     flag, equals, value = flag.partition("=")
     section = section_type(model.model_fields.get(flag))
@@ -217,7 +216,8 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
     if equals:
         return name, value
     if _is_switch(known[name]):
-        return name, rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+        words = {"true", "false"} | _kinds(known[name].annotation)
+        return name, rest.pop(0) if rest and rest[0].lower() in words else "true"
     if not rest or rest[0].startswith("--"):
         raise SettingsError(f"--{flag} expects a value")
     return name, rest.pop(0)
@@ -238,7 +238,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _is_switch(field: FieldInfo) -> bool:
-    return _kinds(field.annotation) <= {bool, types.NoneType}
+    return {kind for kind in _kinds(field.annotation) if not isinstance(kind, str)} - {types.NoneType} == {bool}
 
 
 def _is_positional(field: FieldInfo) -> bool:

@@ -29,9 +29,11 @@ class FSDP2(Engine):
     """Engine that applies `fully_shard` to each block and then to the whole method.
 
     In bf16, the blocks' weights are gathered in bf16, which halves the traffic of gathering and the memory of gathered
-    weights. All other weights are gathered in float32, because heads and embeddings compute a part of their outputs in
-    float32. Gradients are reduced in float32. Autocast sets the precision of the forward pass, as under DDP.
-    accelerate's own `prepare` is not used, because it needs CUDA and finds blocks by their class names.
+    weights. Other engines round only the weights of matrix products to bf16; here, the weights of norms, layer scales
+    and relative positions are rounded, too. All other weights are gathered in float32, because heads and embeddings
+    compute a part of their outputs in float32. Gradients are reduced in float32. Autocast sets the precision of the
+    forward pass, as under DDP. accelerate's own `prepare` is not used, because it needs CUDA and finds blocks by their
+    class names.
     """
 
     name = "fsdp2"
@@ -48,8 +50,9 @@ class FSDP2(Engine):
         policy = CPUOffloadPolicy() if _offloads(plugin) else OffloadPolicy()
         bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         precision = bf16 if accelerator.mixed_precision == "bf16" else MixedPrecisionPolicy()
-        reshard = bool(plugin.reshard_after_forward)
         for sequence in method.units():
+            trained = any(p.requires_grad for unit in sequence for p in unit.parameters())
+            reshard = bool(plugin.reshard_after_forward) or not trained  # no backward pass needs a teacher's weights
             for unit in sequence:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, mp_policy=precision)
             for unit, following in pairwise(sequence):

@@ -62,6 +62,18 @@ def test_norms_and_scales_of_float32_compute_in_float32(bias: bool) -> None:
     x64 = x.double()
     centred = x64 - x64.mean(-1, keepdim=True)
     expected = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight + shift
-    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-6, atol=1e-6)
     branch = torch.randn(5, 64).bfloat16()
-    assert torch.equal(scale(branch), branch.float() * scale.gamma.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(norm(x).double(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(scale(branch), branch.float() * scale.gamma.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_an_encoder_in_half_precision_stays_in_half_precision(variant: str, dtype: torch.dtype) -> None:
+    scaled = {"layer_scale": 0.5} if "vit_micro" in variant and variant[0] in "vr" else {}
+    encoder = encoders.build(variant, **scaled).eval()
+    found = encoder.to(dtype)(IMAGES.to(dtype)).tokens
+    assert found.dtype == dtype
+    assert error(found, encoder.float()(IMAGES).tokens) < 0.05

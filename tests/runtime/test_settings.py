@@ -1,6 +1,7 @@
 """Settings from flags and files: what is typed, what is refused, and what a shell must not change."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import Field, ValidationError
@@ -48,6 +49,15 @@ class Job(Settings):
     on: bool = True
     """a switch that is on"""
     inner: Inner = Inner()
+
+
+class Careful(Settings):
+    """A job with a switch that also takes a word."""
+
+    steps: int = 3
+    """steps"""
+    careful: bool | Literal["half"] = False
+    """a switch that also takes a word"""
 
 
 def load(*argv: str) -> Job:
@@ -137,6 +147,22 @@ def test_shards_with_weights() -> None:
 def test_switches_in_every_form(argv: list[str], expected: tuple[bool, bool]) -> None:
     job = load(*argv)
     assert (job.on, job.inner.fast) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], False),
+        (["--careful"], True),
+        (["--careful", "--steps", "2"], True),
+        (["--careful", "false"], False),
+        (["--careful", "half"], "half"),
+        (["--careful=half"], "half"),
+        (["--no-careful"], False),
+    ],
+)
+def test_switches_that_also_take_a_word(argv: list[str], expected: object) -> None:
+    assert validate(Careful, flags(Careful, argv, "job")).careful == expected
 
 
 @pytest.mark.parametrize(
