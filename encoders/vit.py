@@ -159,9 +159,8 @@ class ViT(Encoder):
     ):
         super().__init__()
         check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
-        check_choices(interpolation=(interpolation, Interpolation), init=(init, Init))
-        check_choices(token_init=(token_init, TokenInit), mlp=(mlp, MLPKind))
-        check_choices(checkpoint_activations=(checkpoint_activations, RECOMPUTE))
+        check_choices(interpolation=(interpolation, Interpolation), init=(init, Init), mlp=(mlp, MLPKind))
+        check_choices(token_init=(token_init, TokenInit), checkpoint_activations=(checkpoint_activations, RECOMPUTE))
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
@@ -178,8 +177,7 @@ class ViT(Encoder):
         block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, mlp=mlp, head_dim=head_dim, norm_eps=norm_eps)
         block = partial(block, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, layer_scale=layer_scale)
         block = partial(block, bf16_residuals=bf16_residuals, selective=checkpoint_activations == "selective")
-        rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(block(drop_path=rate) for rate in rates)
+        self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
         self.norm = nn.Identity() if pool == "mean" else LayerNorm(dim, eps=norm_eps)
         self.fc_norm = LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
         self._add_heads(representation_size, classes)
