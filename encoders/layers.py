@@ -289,7 +289,7 @@ def modules_of(container: nn.ModuleList, kind: type[Module]) -> list[Module]:
     return [module for module in container if isinstance(module, kind)]
 
 
-def check_choices(**choices: tuple[str, object]):
+def check_choices(**choices: tuple[object, object]):
     """Raise `EncoderError` if a setting has a value that its `Literal` type does not include.
 
     Each keyword argument has the name of a setting, and is a pair of the setting's value and its `Literal` type.
