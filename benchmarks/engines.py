@@ -259,17 +259,15 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
 def paper_rows() -> list[list[str]]:
     """Return the table of DINO's estimated costs on many GPUs: the headings, then a row for each encoder and engine."""
     columns = (f"{count} GPUs: held + step, GB" for count in GPUS)
-    rows = [["encoder", "engine", "precision", *columns, "sent a step, GB", "with packed crops"]]
+    rows = [["encoder", "engine", "passes and precision", *columns, "sent a step, GB"]]
+    fsdp2 = [("fsdp2", passes, precision) for precision in GATHERED for passes in PASSES]
     for name, (encoder, head, blocks) in PAPER.items():
         both = encoder + head
-        for engine, precision in [*((engine, "fp32") for engine in ENGINES), ("fsdp2", "bf16")]:
-            unpacked, packed = (
-                [costs(engine, both, both, encoder / blocks, count, passes, precision) for count in GPUS]
-                for passes in PASSES
-            )
-            sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in unpacked]
-            sent = [f"{each[-1].sent / 1e9:,.1f}" for each in (unpacked, packed)]
-            rows.append([name, engine, precision, *sizes, *sent])
+        for engine, passes, precision in [*((engine, 1, "") for engine in ENGINES if engine != "fsdp2"), *fsdp2]:
+            found = [costs(engine, both, both, encoder / blocks, count, passes, precision) for count in GPUS]
+            sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in found]
+            which = f"{passes}, {precision}" if precision else "all"
+            rows.append([name, engine, which, *sizes, f"{found[-1].sent / 1e9:,.1f}"])
     return rows
 
 
