@@ -13,7 +13,7 @@ official functions in the order of its `train_one_epoch`, in float32. Ours runs 
 and in bf16. Loading and cropping are not measured. Each step is a process of its own, and the processes take turns.
 
 The official MAE takes its blocks from timm 0.3.2. The benchmark gives it the blocks of the installed timm, whose
-attention is one call of `scaled_dot_product_attention`; this makes the official step faster.
+attention is one call of `scaled_dot_product_attention`.
 """
 
 import math

@@ -20,9 +20,8 @@ from encoders.segments import Segments
 Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
 Recompute = bool | Literal["selective"]
-"""What the backward pass computes again: nothing, whole blocks (True), or norms and activation functions only."""
-RECOMPUTE = Literal[False, True, "selective"]
-"""The values of `Recompute`."""
+"""Parts of an encoder that the backward pass computes again to save memory: none (False), blocks (True), or norms and
+activation functions ("selective")."""
 Module = TypeVar("Module", bound=nn.Module)
 Scales = Iterator[Tensor | None]
 """Iterator that yields the drop path factors of one block after the other: (2, B), one row for attention and one row
@@ -289,14 +288,14 @@ def modules_of(container: nn.ModuleList, kind: type[Module]) -> list[Module]:
     return [module for module in container if isinstance(module, kind)]
 
 
-def check_choices(**choices: tuple[object, object]):
+def check_choices(**choices: tuple[str, object]):
     """Raise `EncoderError` if a setting has a value that its `Literal` type does not include.
 
     Each keyword argument has the name of a setting, and is a pair of the setting's value and its `Literal` type.
     """
     for name, (value, known) in choices.items():
         if value not in get_args(known):
-            raise EncoderError(f"{name} must be one of {', '.join(map(str, get_args(known)))}, not {value!r}.")
+            raise EncoderError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}.")
 
 
 def check_counts(**counts: int | Sequence[int]):

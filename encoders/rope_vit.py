@@ -20,7 +20,6 @@ from encoders.blocks import Block, MLPKind, PatchEmbed
 from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
-    RECOMPUTE,
     Init,
     LayerNorm,
     Recompute,
@@ -188,7 +187,6 @@ class RoPEViT(Encoder):
         del image_size  # only `settings` holds it
         check_choices(pool=(pool, Pool), rope_coordinates=(rope_coordinates, Coordinates), mlp=(mlp, MLPKind))
         check_choices(init=(init, Init))
-        check_choices(checkpoint_activations=(checkpoint_activations, RECOMPUTE))
         check_counts(depth=depth, patch_size=patch_size, channels=channels, swiglu_multiple=swiglu_multiple)
         check_heads(dim, heads)
         _check_rope(dim // heads, rope_shift, rope_jitter, rope_rescale)

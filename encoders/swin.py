@@ -392,7 +392,7 @@ class Swin(Encoder):
 
 def _check_stages(dim: int, depths: tuple[int, ...], heads: tuple[int, ...]):
     if len(depths) != len(heads) or not depths:
-        raise EncoderError(f"depths has {len(depths)} entries and heads has {len(heads)}. Give one per stage in both.")
+        raise EncoderError(f"depths has {len(depths)} entries, and heads has {len(heads)}. Give one entry per stage.")
     check_counts(dim=dim, depths=min(depths), heads=min(heads))
     for stage, count in enumerate(heads):
         if dim * 2**stage % count:

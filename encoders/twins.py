@@ -38,20 +38,13 @@ Number = TypeVar("Number", int, float)
 
 SMALL, BASE, LARGE = (64, 128, 256, 512), (96, 192, 384, 768), (128, 256, 512, 1024)
 MICRO = {"patch_size": 2, "window_size": 4, "image_size": 16}
-VIT_PYTORCH = {
-    "layout": "vit_pytorch",
-    "heads": 8,
-    "head_dim": 64,
-    "reductions": 7,
-    "qkv_bias": False,
-    "norm_eps": 1e-5,
-}
+VIT_PYTORCH = {"layout": "vit_pytorch", "heads": 8, "head_dim": 64, "reductions": 7, "qkv_bias": False}
 VARIANTS = {
     "twins_svt_micro": {"dims": (48, 96), "depths": (2, 2), "heads": (2, 4), "reductions": (2, 1), **MICRO},
     "twins_svt_small": {"dims": SMALL, "depths": (2, 2, 10, 4), "heads": (2, 4, 8, 16)},
     "twins_svt_base": {"dims": BASE, "depths": (2, 2, 18, 2), "heads": (3, 6, 12, 24)},
     "twins_svt_large": {"dims": LARGE, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32)},
-    "twins_svt_vit_pytorch": {"dims": SMALL, "depths": (1, 1, 5, 4), **VIT_PYTORCH},
+    "twins_svt_vit_pytorch": {"dims": SMALL, "depths": (1, 1, 5, 4), "norm_eps": 1e-5, **VIT_PYTORCH},
 }
 
 EMBED_EPS = 1e-5

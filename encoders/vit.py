@@ -20,7 +20,6 @@ from encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
 from encoders.errors import EncoderError
 from encoders.images import Images, Mask, PackedImages
 from encoders.layers import (
-    RECOMPUTE,
     Init,
     Interpolation,
     LayerNorm,
@@ -160,7 +159,7 @@ class ViT(Encoder):
         super().__init__()
         check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
         check_choices(interpolation=(interpolation, Interpolation), init=(init, Init), mlp=(mlp, MLPKind))
-        check_choices(token_init=(token_init, TokenInit), checkpoint_activations=(checkpoint_activations, RECOMPUTE))
+        check_choices(token_init=(token_init, TokenInit))
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):

@@ -201,7 +201,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
 def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
     """Return the dotted name and the value of the setting that a flag sets.
 
-    `flag` has no leading dashes, and `rest` holds the words after the flag. A value that is its first word is removed.
+    `flag` has no leading dashes. `rest` holds the words after the flag. If the first of them is the value, remove it.
     """
     flag, equals, value = flag.partition("=")
     section = section_type(model.model_fields.get(flag))
@@ -323,13 +323,12 @@ def help_text(model: type[Section], program: str, topic: str | None = None) -> s
 
 def _described(name: str, field: FieldInfo) -> tuple[str, str]:
     """Return the flag of a setting with the type of its value, and the meaning of the setting with its default."""
-    positional = _is_positional(field)
+    positional, kind = _is_positional(field), _type_name(field.annotation)
     flag = name.upper() if positional else f"--{name}"
-    kind = "" if _is_switch(field) else _type_name(field.annotation)
-    default = "" if field.default in (None, PydanticUndefined) else f" (default: {_shown(field.default)})"
-    if field.default_factory or positional:
-        default = ""
-    return f"{flag} {kind}".rstrip(), f"{' '.join((field.description or '').split())}{default}"
+    flag = flag if kind == "bool" else f"{flag} {kind}"
+    no_default = field.default_factory or positional or field.default in (None, PydanticUndefined)
+    default = "" if no_default else f" (default: {_shown(field.default)})"
+    return flag, f"{' '.join((field.description or '').split())}{default}"
 
 
 def _wrapped(flag: str, meaning: str) -> list[str]:

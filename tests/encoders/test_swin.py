@@ -378,7 +378,7 @@ def test_initial_values():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": (2,)}, "depths has 2 entries and heads has 1. Give one per stage in both"),
+        ({"heads": (2,)}, "depths has 2 entries, and heads has 1. Give one entry per stage"),
         ({"heads": (2, 5)}, "width 48 of stage 2 does not split into 5 heads"),
         ({"depths": (2, 0)}, "depths must be at least 1, not 0"),
         ({"window_size": 0}, "window_size must be at least 1"),

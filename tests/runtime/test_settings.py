@@ -163,6 +163,7 @@ def test_switches_in_every_form(argv: list[str], expected: tuple[bool, bool]) ->
 )
 def test_switches_that_also_take_a_word(argv: list[str], expected: object) -> None:
     assert validate(Careful, flags(Careful, argv, "job")).careful == expected
+    assert "--careful bool|half" in help_text(Careful, "job")
 
 
 @pytest.mark.parametrize(
