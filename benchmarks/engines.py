@@ -7,7 +7,8 @@ Every row of the table comes from a separate launch with an engine file of confi
 noise images in memory. The benchmark measures the memory of a process between steps and at the peak, and the time of a
 step. On a GPU, "memory" is the memory that torch has allocated. On a CPU, "memory" is the growth of the process's
 resident memory since just before the method was built. On Linux without a GPU, the benchmark also counts the bytes sent
-over the loopback device, so no other program should use this device. The estimates use the formulas of docs/scaling.md.
+over the loopback device, so no other program should use this device. "Host at the start" is the largest growth of the
+resident memory while the method is built and the engine shards it. The estimates use the formulas of docs/scaling.md.
 """
 
 import ctypes
@@ -34,6 +35,7 @@ from encoders.base import Encoder
 from pretrain import engines
 from pretrain.methods import pretraining_methods
 from pretrain.optim.adamw import apply_schedules, clip_gradients
+from runtime.collectives import gather_objects
 from runtime.machine import processor
 from runtime.processes import exit_on_user_error, make_accelerator
 from runtime.settings import Settings, SettingsError, parse
@@ -135,12 +137,16 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
     engine_class = engines.select(accelerator, settings.precision, 1)
     name, variant = settings.methods[0], settings.encoders[0]
     steps = settings.steps + 2
-    before = resident()
-    method, optim, transform = build(name, variant, settings.images * accelerator.num_processes, steps)
+    before, host = resident(), status("VmRSS")
+    forget_peak()
+    here = not engine_class.sends_weights or accelerator.is_main_process
+    with torch.device("cpu" if here else "meta"):  # as in a run
+        method, optim, transform = build(name, variant, settings.images * accelerator.num_processes, steps)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     total = sum(p.numel() for p in method.parameters())
     block = max(sum(p.numel() for p in unit.parameters()) for blocks in method.units() for unit in blocks)
     engine = engine_class(accelerator, method, optim)
+    starts = gather_objects(status("VmHWM") - host)
     passes = count_passes(method.trained_parts())
     batch = random_batch(transform, settings.images, seed=accelerator.process_index)
     seconds, sent = [], []
@@ -168,6 +174,8 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
         "sent": statistics.median(sent[2:]),
         "peak": peak() - before,
         "held": resident() - before,
+        "main start": starts[0],
+        "other start": max(starts[1:]),
     }
     if accelerator.is_main_process:
         output.write_text(json.dumps(found))
@@ -202,8 +210,7 @@ def peak() -> int:
 def forget_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def status(field: str) -> int:
@@ -240,6 +247,7 @@ def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -
 def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
     """Return the table of measurements: the headings, then one row for each launch."""
     headings = ["method", "encoder", "engine", "held, MB", "by formula", "peak, MB", "sent a step, MB", "by formula"]
+    headings += ["host at the start: main process, MB", "others, MB"]
     rows = [[*headings, "ms a step", "time / ddp"]]
     for method in settings.methods:
         for variant in settings.encoders:
@@ -250,6 +258,7 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
                 wanted = costs(engine, *numbers, settings.processes, round(found["passes"]), settings.precision)
                 base = base or found["seconds"]
                 megabytes = [found["held"], wanted.held, found["peak"], found["sent"], wanted.sent]
+                megabytes += [found["main start"], found["other start"]]
                 cells = [method, variant, engine, *(f"{number / 1e6:,.0f}" for number in megabytes)]
                 rows.append([*cells, f"{1000 * found['seconds']:,.0f}", f"{found['seconds'] / base:.2f}"])
                 print("  ".join(rows[-1]), flush=True)

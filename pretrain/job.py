@@ -19,8 +19,8 @@ from data.loader import Reading, training_batches
 from data.sampler import BatchSampler, bounded_buffers
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
 from data.workers import free_cores
-from evaluation.features import resolve_checkpoint
 from pretrain import engines
+from pretrain.build import build_for_engine, build_method
 from pretrain.checkpoints import resume
 from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
@@ -29,7 +29,6 @@ from pretrain.engines import Engine
 from pretrain.folder import claimed, delete_run, newest_checkpoint
 from pretrain.loop import Run, train
 from pretrain.measurements import measure_classes, measure_pixels
-from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.monitoring.accuracy import Accuracy, write_result
 from pretrain.monitoring.machine import record_start
@@ -37,8 +36,7 @@ from pretrain.monitoring.metrics import Recorder
 from pretrain.monitoring.online_knn import OnlineKNN
 from pretrain.monitoring.verdict import Scores, baselines, linear
 from pretrain.precision import with_precision
-from pretrain.preflight import Plan, dry_forward, report
-from pretrain.start import start_from_run
+from pretrain.preflight import Plan, report
 from runtime import processes
 from runtime.allocator import keep_freed_memory
 from runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
@@ -77,8 +75,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.check_fits(newest, settings)
         position = resume.read_train_state(newest)
-    torch.manual_seed(config.seed)  # the same seed on all processes, so that all build equal weights
-    method = build_method(config, fresh=newest is None)
+    method = build_for_engine(config, engine_class, accelerator, fresh=newest is None)
     config = resolve_crops(config, method)
     settings["loader"] = config.loader.model_dump(mode="json")
     if config.data.shards is not None:
@@ -209,60 +206,6 @@ def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
         [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
     ]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
-
-
-def build_method(config: ResolvedRun, *, fresh: bool) -> Method:
-    """Build the method with its encoder, and check the method by a dry forward pass.
-
-    Processes with equal random states get equal weights.
-
-    Args:
-        fresh: True for a new run. The encoder then gets the weights of `config.init_from`, if this setting is given. A
-            resumed run takes its weights from the checkpoint.
-
-    Raises:
-        SettingsError: the encoder or the method does not support the settings.
-    """
-    encoder_settings = config.encoder_settings
-    try:
-        encoder = encoders.build(encoder_settings.pop("variant"), **encoder_settings)
-        if config.init_from and fresh:
-            folder = Path(config.init_from).is_dir()
-            source = resolve_checkpoint(config.init_from) if folder else config.init_from
-            log.info("%s", encoders.load_weights(encoder, source))
-        encoder.preprocessing = config.data.preprocessing
-    except (ValueError, OSError) as error:
-        raise SettingsError(f"encoder: {error}") from error
-    try:
-        method = METHODS[config.method](encoder, config.method_config, config.steps)
-        if fresh and method.needs_start and not config.init_from:
-            raise ValueError("the Gram teacher of gram_start 0 is the teacher of an earlier run. Set --init_from RUN.")
-        if config.init_from and fresh and method.continues:
-            start_from_run(method, Path(config.init_from))
-        if config.init_from and method.other_encoders() and config.optim.encoder_lr_factor != 1:
-            raise ValueError(
-                f"optim.encoder_lr_factor {config.optim.encoder_lr_factor} is for the encoder of init_from, but the "
-                f"encoders {', '.join(method.other_encoders())} start untrained. Set --optim.encoder_lr_factor 1, or "
-                "train them in a run without --init_from."
-            )
-        dry_forward(method)
-    except ValueError as error:
-        raise SettingsError(f"{config.method}: {error}") from error
-    if config.compile:
-        compile_blocks(method)
-    return method
-
-
-def compile_blocks(method: Method) -> None:
-    """Apply `torch.compile` to each block of every encoder in the method."""
-    import torch._dynamo.config  # imported here, because the import takes seconds
-
-    # the compiled variants for all stages and crop sizes count towards this limit
-    torch._dynamo.config.recompile_limit = 64
-    for part in method.modules():
-        if isinstance(part, encoders.Encoder):
-            for block in part.blocks:
-                block.compile()
 
 
 def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:

@@ -362,6 +362,7 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
     if run.method.has_panels:
         method = run.engine.gather_on_main(run.method)
         if method is not None:
+            method.to(run.accelerator.device)
             shown |= {name: panels(rows, batch.preprocessing) for name, rows in method.panels(batch, images).items()}
     return shown
 

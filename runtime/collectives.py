@@ -25,7 +25,7 @@ VISIBILITY_TIMEOUT = 35.0
 """Seconds to wait for a file that another node wrote to a shared disk. NFS can show a new file up to 30 s late, because
 it caches the contents of folders."""
 PREPARING_TIMEOUT = timedelta(days=2)
-"""Longest time for which ranks wait in `first_of_node_first`. The watchdog ends the wait earlier if a rank is lost."""
+"""Longest time for which ranks wait in a `patient_group`. The watchdog ends the wait earlier if a rank is lost."""
 T = TypeVar("T")
 
 
@@ -108,13 +108,26 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def broadcast_object(value: T) -> T:
+def broadcast_object(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Return the picklable `value` of rank 0 on every rank."""
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
+
+
+@torch.no_grad()
+def broadcast(x: Tensor) -> Tensor:
+    """Return the tensor `x` of rank 0 on every rank, on the device of the rank's own `x`.
+
+    All ranks have an `x` of the same shape and type; its values matter on rank 0 only.
+    """
+    if world_size() == 1:
+        return x
+    sent = x.detach().to(_reachable(x.device)).contiguous()
+    dist.broadcast(sent, src=0)
+    return sent.to(x.device)
 
 
 def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -147,19 +160,26 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
 def first_of_node_first() -> Iterator[None]:
     """Run the block on the first rank of each node, and then on the other ranks.
 
-    The first rank fills caches that the others use, for example the index of many shards. This may take longer than the
-    collectives of a backend wait (10 minutes under NCCL), so the ranks wait in a process group of their own.
+    The first rank fills caches that the others use, for example the index of many shards.
     """
     if world_size() == 1:
         yield
         return
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARING_TIMEOUT)  # pyright: ignore[reportAssignmentType]
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    if not is_first:
-        dist.barrier(group)
-    yield
-    if is_first:
-        dist.barrier(group)
+    with patient_group() as group:
+        if not is_first:
+            dist.barrier(group)
+        yield
+        if is_first:
+            dist.barrier(group)
+
+
+@contextmanager
+def patient_group() -> Iterator[dist.ProcessGroup]:
+    """Yield a process group of all ranks whose collectives wait for days. Other groups wait for minutes (10 under
+    NCCL)."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARING_TIMEOUT)  # pyright: ignore[reportAssignmentType]
+    yield group
     dist.destroy_process_group(group)
 
 

@@ -23,6 +23,7 @@ from data.batch import Batch
 from data.collate import Collator, Sample, Transform, collate
 from device.settings import device, wait
 from pretrain import job, loop
+from pretrain.build import build_method
 from pretrain.checkpoints.resume import TrainState
 from pretrain.config import EvaluationConfig, resolve, settings_model
 from pretrain.methods import METHODS
@@ -196,7 +197,7 @@ def make_run(
     config = resolve(given, IMAGES)
     accelerator, engine_class = job.make_accelerator(config)
     torch.manual_seed(0)
-    built = job.build_method(config, fresh=False)
+    built = build_method(config, fresh=False)
     records: Any = Records()
     engine = engine_class(accelerator, built, config.optim)
     return loop.Run(config, Path(), accelerator, built, engine, records, None, records, IMAGES, TrainState())

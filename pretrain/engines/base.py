@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +30,9 @@ class Engine(ABC):
     """Name of the engine in logs and checkpoints."""
     sharded: bool
     """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
+    sends_weights: ClassVar[bool] = False
+    """True if the engine starts from the weights of the main process. The method of another process may then be on the
+    meta device."""
     copies: int = 1
     """Number of processes that hold the same shard, if `sharded` is True."""
     accelerator: Accelerator
@@ -67,7 +70,8 @@ class Engine(ABC):
         return module
 
     def gather_on_main(self, module: M) -> M | None:
-        """Return `module` with full parameters on the main process, and None on all other processes."""
+        """Return `module` with full parameters on the main process, and None on all other processes. The result is a
+        copy on the CPU if the engine shards parameters."""
         return module if self.accelerator.is_main_process else None
 
     @abstractmethod

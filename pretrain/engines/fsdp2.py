@@ -1,6 +1,7 @@
 """FSDP2 (torch's `fully_shard`): weights, gradients and moments are sharded by rows, and weights are gathered block by
 block. With HSDP, groups of processes, such as nodes, hold copies of all shards."""
 
+import math
 import os
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,7 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from data.batch import Batch
 from pretrain.engines.base import Engine, M, allocate_moments, build_optimizer, local_state, trainable
@@ -21,7 +22,7 @@ from pretrain.engines.local_state import LocalTensor, unsharded
 from pretrain.engines.meta_copy import MetaCopy
 from pretrain.methods.base import Method
 from pretrain.optim.adamw import ResolvedOptim
-from runtime.collectives import local
+from runtime.collectives import broadcast, local
 from runtime.settings import SettingsError
 
 
@@ -38,9 +39,12 @@ class FSDP2(Engine):
 
     name = "fsdp2"
     sharded = True
+    sends_weights = True
 
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method
+        weights = {name: parameter.detach() for name, parameter in method.named_parameters()}
+        _send_buffers(method, accelerator.device)
         self.meta_copy = MetaCopy(method)
         plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
         mesh = _mesh(accelerator)
@@ -59,6 +63,7 @@ class FSDP2(Engine):
                 cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
         # `fully_shard` moves the method to the device, unit by unit
         fully_shard(method, mesh=mesh, offload_policy=policy)
+        _send_parameters(method, weights, accelerator.device, offload=_offloads(plugin))
         self.optimizer = build_optimizer(method, optim)
         allocate_moments(self.adamw_state, trainable(method).values())
 
@@ -74,7 +79,7 @@ class FSDP2(Engine):
 
     def gather_on_main(self, module: M) -> M | None:
         if self.accelerator.is_main_process:
-            return self.gather_full_parameters(module)
+            return self.meta_copy.fill(module, _full_parameters(module), torch.device("cpu"))
         for _ in _full_parameters(module):  # all processes must take part in gathering the parameters
             pass
         return None
@@ -92,6 +97,36 @@ def _mesh(accelerator: Accelerator) -> DeviceMesh:
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "shard"))
 
 
+def _send_buffers(method: nn.Module, device: torch.device) -> None:
+    """Send the main process's buffers to all processes, and move them to the device."""
+    for module in method.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            own = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            setattr(module, name, broadcast(own))
+
+
+@torch.no_grad()
+def _send_parameters(method: nn.Module, weights: dict[str, Tensor], device: torch.device, *, offload: bool) -> None:
+    """Give all processes shards of the main process's weights. The weights are sent one by one, so that at most one is
+    whole on the device.
+
+    Args:
+        method: the sharded method.
+        weights: the parameters of the method before it was sharded, by name.
+        device: device of the process.
+        offload: True if the shards are kept on the CPU.
+    """
+    shards: dict[str, Tensor] = {}
+    for name, parameter in method.named_parameters():
+        given = weights.pop(name)
+        full = broadcast(torch.empty_like(given, device=device) if given.is_meta else given.to(device))
+        sharded = cast(DTensor, parameter)
+        rows = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
+        shards[name] = torch.empty_like(sharded, device="cpu" if offload else device)
+        local(shards[name]).copy_(local(rows))
+    method.load_state_dict(shards, strict=False, assign=True)  # buffers are not in `shards`
+
+
 def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield each parameter of `module` in full, after gathering it from all processes. Collective."""
     for parameter in module.parameters():
@@ -107,7 +142,8 @@ def _local_rows(tensor: Tensor) -> LocalTensor:
     first = min(mesh.get_local_rank("shard") * rows, len(tensor))
     copies, copy = (mesh.size(0), mesh.get_local_rank("copy")) if mesh.ndim == 2 else (1, 0)
     data = local(tensor).detach().view(-1)
-    return LocalTensor(data, first * tensor[0:1].numel(), tensor.numel(), copies, copy)
+    row = math.prod(tensor.shape[1:])  # number of values
+    return LocalTensor(data, first * row, tensor.numel(), copies, copy)
 
 
 def check_options(accelerator: Accelerator, precision: str) -> None:

@@ -86,8 +86,10 @@ class ZeRO(Engine):
         return self.meta_copy.fill(module, _full_parameters(module), self.accelerator.device)
 
     def gather_on_main(self, module: M) -> M | None:
-        if self.stage < 3 or self.accelerator.is_main_process:
-            return super().gather_on_main(self.gather_full_parameters(module))
+        if self.stage < 3:
+            return super().gather_on_main(module)
+        if self.accelerator.is_main_process:
+            return self.meta_copy.fill(module, _full_parameters(module), torch.device("cpu"))
         for _ in _full_parameters(module):  # all processes must take part in gathering the parameters
             pass
         return None

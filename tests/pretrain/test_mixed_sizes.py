@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from data.demo import demo_shards
+from pretrain.build import build_method
 from pretrain.command_line import load
 from pretrain.config import resolve
-from pretrain.job import build_method
 from pretrain.methods.dinov3 import DINOv3
 from pretrain.preflight import activation_bytes
 from pretrain.preview import crop_cells, first_images

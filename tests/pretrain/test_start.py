@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import encoders
+from pretrain.build import build_method
 from pretrain.checkpoints.resume import TrainState
 from pretrain.command_line import load
 from pretrain.config import resolve
-from pretrain.job import build_method
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig

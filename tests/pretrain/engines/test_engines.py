@@ -232,6 +232,14 @@ def test_two_processes_equal_one(engine: str, start: Callable[..., Started], alo
         check_averages(several.folder("averages"))
 
 
+@pytest.mark.slow
+def test_compiled_blocks_on_sharded_weights_equal_one_process(start: Callable[..., Started], alone: Started) -> None:
+    name = "dino, over all"
+    words, _ = SHARDED[name]
+    several = start({name: ([*words, "--compile", "true"], {})}, processes=2, engine="fsdp2")
+    assert_same(several.folder(name), alone.folder(name), LOOSE)
+
+
 def check_averages(folder: Path) -> None:
     """A sharded teacher follows the formula in float64 for a thousand steps."""
     for process in range(2):

@@ -1,4 +1,5 @@
-"""What FSDP2 sends in a step: which weights are gathered, when, and in which precision."""
+"""What FSDP2 sends: weights of the main process at the start; in a step, which weights are gathered, when, and in which
+precision."""
 
 import json
 import os
@@ -15,9 +16,16 @@ from torch import Tensor, nn
 from data.augment import to_model_input
 from data.batch import Batch
 from data.collate import Collator, Sample
+from pretrain.build import build_for_engine
+from pretrain.command_line import load
+from pretrain.config import resolve
+from pretrain.engines.ddp import DDP
 from pretrain.engines.fsdp2 import FSDP2
+from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from runtime.collectives import local
 from runtime.processes import make_accelerator
+from runtime.settings import SettingsError
 from tests.pretrain import small
 
 Event = tuple[str, int]
@@ -43,6 +51,10 @@ def logged(kind: str, collective: Any, events: list[Event]) -> Any:
     return log
 
 
+def as_fsdp2() -> None:
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+
+
 def batch_for(method: Method, images: int) -> Batch:
     transform, rng = method.transform(), np.random.default_rng(0)
     noise = torch.from_numpy(rng.integers(0, 256, (3, 24, 24), dtype=np.uint8))
@@ -57,7 +69,7 @@ def padded(parameters: Iterable[Tensor]) -> int:
 
 def step(rank: int, precision: str, folder: str) -> None:
     """Take a step of MAE with a depth of 1 and a decoder of 2 blocks, and write what was sent and computed."""
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    as_fsdp2()
     accelerator = make_accelerator(mixed_precision=precision)
     method = small.method("mae", seed=0)
     blocks = [block for sequence in method.units() for block in sequence]
@@ -104,3 +116,46 @@ def test_blocks_are_gathered_in_the_precision_of_the_run(
     # the decoder's second block is gathered before its first block has run
     first = events.index(["ran", 1])
     assert sum(kind == "gather" for kind, _ in events[:first]) == 1 + 3
+
+
+def start(rank: int) -> None:
+    """Start from an empty method on the second process, and compare with a method that was built there."""
+    as_fsdp2()
+    accelerator = make_accelerator()
+    for name in METHODS:
+        with torch.device("meta" if rank else "cpu"):
+            method = small.method(name, seed=0)
+        engine, expected = FSDP2(accelerator, method, small.OPTIM), small.method(name, seed=0)
+        full = engine.gather_full_parameters(method)
+        for kind in ("parameters", "buffers"):  # `state_dict` would leave out some buffers
+            ours, wanted = (dict(getattr(each, f"named_{kind}")()) for each in (full, expected))
+            assert ours.keys() == wanted.keys()
+            assert all(torch.equal(ours[key], wanted[key]) for key in wanted), name
+        trained = {key: p.requires_grad for key, p in method.named_parameters()}
+        assert trained == {key: p.requires_grad for key, p in expected.named_parameters()}
+        held = sum(local(p).untyped_storage().nbytes() for p in method.parameters())
+        assert held == sum(2 * padded([p]) for p in expected.parameters()), name  # one of two processes, 4 bytes each
+        engine.forward_backward(batch_for(method, 4), 0, last=True)  # would fail if a weight were missing
+    dist.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_all_processes_start_from_the_weights_of_the_main_process(free_port: int) -> None:
+    small.on_processes(start, free_port)
+
+
+def build(rank: int) -> None:
+    accelerator = make_accelerator()
+    config = resolve(load(["--method", "mae", "--encoder", "vit_micro"]), 1437)
+    for engine in (DDP, FSDP2):
+        method = build_for_engine(config, engine, accelerator, fresh=True)
+        assert {p.is_meta for p in method.parameters()} == {engine is FSDP2 and rank == 1}
+        missing = config.model_copy(update={"init_from": "missing.safetensors"})
+        with pytest.raises(SettingsError, match=r"^encoder: .*missing\.safetensors"):  # on both, so that none waits
+            build_for_engine(missing, engine, accelerator, fresh=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_only_the_main_process_builds_a_method_that_is_sharded(free_port: int) -> None:
+    small.on_processes(build, free_port)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from data.demo import demo_shards
+from pretrain.build import build_method
 from pretrain.command_line import load
 from pretrain.config import resolve
 from pretrain.engines import Engine
-from pretrain.job import build_method, make_accelerator
+from pretrain.job import make_accelerator
 from pretrain.optim import ema
 
 MOMENTUM = 0.9999

@@ -14,9 +14,9 @@ from data.augment import to_model_input, to_pixels
 from data.batch import Batch
 from encoders.base import IMAGENET
 from encoders.randomness import random_keys
+from pretrain.build import build_method
 from pretrain.command_line import load
 from pretrain.config import resolve as resolve_run
-from pretrain.job import build_method
 from pretrain.methods.base import RunSize
 from pretrain.methods.finetune import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
 from pretrain.optim.adamw import OptimConfig, learning_rate_factors, parameter_groups
