@@ -18,6 +18,12 @@ if __name__ == "__main__":
 # On two shared cores, training at times fell to 38 images/s by default, but never below 275 images/s with PASSIVE.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# CUDA's allocator reads this variable at its first allocation. With images of their own sizes, or crops of several
+# sizes, the sizes of tensors change from step to step. Segments that can grow serve all sizes, so that less memory lies
+# idle.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 from data.shards import ShardError
 from pretrain.command_line import load
 from runtime import watchdog

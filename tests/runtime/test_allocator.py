@@ -66,3 +66,25 @@ def test_the_users_settings_of_the_allocator_hold(name: str, value: str, monkeyp
     monkeypatch.setattr(allocator, "_set", refused)
     monkeypatch.setenv(name, value)
     assert not allocator.keep_freed_memory()
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None"),
+    ],
+)
+def test_segments_of_cuda_grow_unless_the_user_says_otherwise(given: dict[str, str], value: str) -> None:
+    code = (
+        "import os, pretrain.run, torch\n"
+        "chosen = os.environ.get('PYTORCH_ALLOC_CONF')\n"
+        "torch._C._accelerator_setAllocatorSettings(chosen or '')\n"  # fails if torch does not know the setting
+        "print(chosen)"
+    )
+    kept = {name: text for name, text in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=kept | given
+    )
+    assert ran.stdout.strip() == value
