@@ -1,71 +1,58 @@
 """Build the method of a run from its settings, with its encoder and the weights from which the run starts."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from accelerate import Accelerator
+from torch import Tensor
 
 import encoders
 from evaluation.features import resolve_checkpoint
 from pretrain.config import ResolvedRun
-from pretrain.engines import Engine
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
-from pretrain.preflight import dry_forward
-from pretrain.start import start_from_run
-from runtime.collectives import broadcast_object, patient_group
-from runtime.errors import UserError
+from pretrain.preflight import ON_META, dry_forward
+from pretrain.start import load_start, take_weights
+from runtime.collectives import broadcast_object, patient_group, rank
 from runtime.settings import SettingsError
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-def build_for_engine(config: ResolvedRun, engine: type[Engine], accelerator: Accelerator, *, fresh: bool) -> Method:
-    """Build the method as the engine expects it on this process, from the seed of the run. Collective.
-
-    Under most engines, all processes build equal weights. Under an engine that sends the weights of the main process,
-    the other processes build the method on the meta device, where it takes no memory.
-
-    Args:
-        fresh: see `build_method`.
-
-    Raises:
-        SettingsError: the encoder or the method does not support the settings.
-    """
-    torch.manual_seed(config.seed)
-    if not engine.sends_weights:
-        return build_method(config, fresh=fresh)
-    method, error = None, None
-    if accelerator.is_main_process:
-        try:
-            method = build_method(config, fresh=fresh)
-        except UserError as raised:
-            error = raised
-    with patient_group() as group:  # the main process may initialise or read the weights for minutes
-        failure = broadcast_object(error and str(error), group)
-    if error is not None:
-        raise error
-    if failure is not None:
-        raise SettingsError(failure)
-    if method is not None:
-        return method
-    with torch.device("meta"):
-        return build_method(config, fresh=False, check=False)
-
-
-def build_method(config: ResolvedRun, *, fresh: bool, check: bool = True) -> Method:
-    """Build the method with its encoder.
+def build_method(config: ResolvedRun, *, fresh: bool, main: bool | None = None) -> Method:
+    """Build the method with its encoder, and check the method by a dry forward pass. Collective.
 
     Processes with equal random states get equal weights.
 
     Args:
         fresh: True for a new run. The encoder then gets the weights of `config.init_from`, if this setting is given. A
             resumed run takes its weights from the checkpoint.
-        check: True to check the method by a dry forward pass.
+        main: None to build the weights on every process. Otherwise, True on the main process and False on the others,
+            which build the method on the meta device, where weights take no memory.
 
     Raises:
         SettingsError: the encoder or the method does not support the settings.
+    """
+    method = _on_main(lambda: _build(config, fresh=fresh), main)
+    if method is None:
+        method = _build_empty(config)
+    if fresh and config.init_from and method.continues:
+        folder = Path(config.init_from)
+        other = load_start(method, folder, weights=main is not False)
+        if other is not None:
+            _on_main(lambda: take_weights(method, other, folder), main)
+    return method
+
+
+def _build(config: ResolvedRun, *, fresh: bool, check: bool = True) -> Method:
+    """Build the method of a run. Unlike `build_method`, do not take the weights of another run's heads and teacher.
+
+    Args:
+        check: True to check the method by a dry forward pass.
     """
     encoder_settings = config.encoder_settings
     try:
@@ -81,8 +68,6 @@ def build_method(config: ResolvedRun, *, fresh: bool, check: bool = True) -> Met
         method = METHODS[config.method](encoder, config.method_config, config.steps)
         if fresh and method.needs_start and not config.init_from:
             raise ValueError("the Gram teacher of gram_start 0 is the teacher of an earlier run. Set --init_from RUN.")
-        if config.init_from and fresh and method.continues:
-            start_from_run(method, Path(config.init_from))
         if config.init_from and method.other_encoders() and config.optim.encoder_lr_factor != 1:
             raise ValueError(
                 f"optim.encoder_lr_factor {config.optim.encoder_lr_factor} is for the encoder of init_from, but the "
@@ -96,6 +81,63 @@ def build_method(config: ResolvedRun, *, fresh: bool, check: bool = True) -> Met
     if config.compile:
         compile_blocks(method)
     return method
+
+
+def _build_empty(config: ResolvedRun) -> Method:
+    """Build the method on the meta device.
+
+    Code of other packages may need the values of a tensor, or keep a tensor that is neither a parameter nor a buffer.
+    The method is then built with all of its weights, and the log says so.
+    """
+    try:
+        with torch.device("meta"):
+            method = _build(config, fresh=False, check=False)
+        reason = _tensor_attribute(method)
+    except (RuntimeError, TypeError) as error:
+        if not ON_META.search(str(error)):
+            raise
+        reason = str(error)
+    if reason is None:
+        return method
+    log.warning("Process %d builds the method with all of its weights in host memory: %s", rank(), reason)
+    torch.manual_seed(config.seed)
+    return _build(config, fresh=False, check=False)
+
+
+def _tensor_attribute(method: Method) -> str | None:
+    """Return a message about an attribute that holds a tensor, but is neither a parameter nor a buffer, if any."""
+    for module in method.modules():
+        for name, value in vars(module).items():
+            values = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(one, Tensor) for one in values):
+                return f"{type(module).__name__}.{name} is a tensor. Use register_buffer to save this memory."
+    return None
+
+
+def _on_main(function: Callable[[], T], main: bool | None) -> T | None:
+    """Return the result of `function` on the main process, and None on the other processes. Collective.
+
+    If `function` fails, all processes raise an exception.
+
+    Args:
+        main: True on the main process, and False on the others. If it is None, the function is called on every process,
+            and nothing is agreed.
+    """
+    if main is None:
+        return function()
+    result, error = None, None
+    if main:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    with patient_group() as group:  # the other processes wait here while `function` runs, which may take minutes
+        failure = broadcast_object(error and str(error), group)
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise SettingsError(failure)
+    return result
 
 
 def compile_blocks(method: Method) -> None:

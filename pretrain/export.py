@@ -107,10 +107,13 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
     return f"wrote {output}: {part} of {settings['method']} after {described['step']} steps, from {checkpoint}: {use}"
 
 
-def load_run(path: Path, methods: Sequence[str]) -> Method | None:
+def load_run(path: Path, methods: Sequence[str], *, weights: bool = True) -> Method | None:
     """Return the method of a run folder or a checkpoint, with its weights. Collective.
 
     Return None if the run trained with none of `methods`, or the folder has no checkpoint.
+
+    Args:
+        weights: False for a process that only takes part in reading. It gets a method on the meta device.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or was written by another version of this program.
@@ -125,7 +128,7 @@ def load_run(path: Path, methods: Sequence[str]) -> Method | None:
     verify(checkpoint)
     with torch.device("meta"):
         method = build(settings)
-    _fill(method, "method.", checkpoint)
+    _fill(method if weights else nn.Module(), "method.", checkpoint)
     return method
 
 

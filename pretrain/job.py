@@ -20,7 +20,7 @@ from data.sampler import BatchSampler, bounded_buffers
 from data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
 from data.workers import free_cores
 from pretrain import engines
-from pretrain.build import build_for_engine, build_method
+from pretrain.build import build_method
 from pretrain.checkpoints import resume
 from pretrain.checkpoints.resume import TrainState
 from pretrain.checkpoints.save import Saver
@@ -75,7 +75,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.check_fits(newest, settings)
         position = resume.read_train_state(newest)
-    method = build_for_engine(config, engine_class, accelerator, fresh=newest is None)
+    torch.manual_seed(config.seed)  # the same seed on all processes, so that all build equal weights
+    main = accelerator.is_main_process if engine_class.sends_weights else None
+    method = build_method(config, fresh=newest is None, main=main)
     config = resolve_crops(config, method)
     settings["loader"] = config.loader.model_dump(mode="json")
     if config.data.shards is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pretrain.checkpoints.resume import read_trainer
 from pretrain.export import find, load_run
 from pretrain.methods.base import Method
+from runtime.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -19,19 +20,30 @@ def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
         return False
 
 
-def start_from_run(method: Method, folder: Path) -> None:
-    """Fill a method with all weights of the run in `folder`, if it is a run of a method that the method continues.
+def load_start(method: Method, folder: Path, *, weights: bool = True) -> Method | None:
+    """Return the method of the run in `folder`, if `method` continues runs of its kind. Collective.
+
+    Args:
+        weights: False for a process that only takes part in reading. It gets a method without weights.
 
     Raises:
-        ValueError: the weights do not fit.
+        CheckpointError: the checkpoint of the run is damaged, or was written by another version of this program.
     """
-    other = load_run(folder, method.continues) if folder.is_dir() else None
-    if other is None:
-        return
+    return load_run(folder, method.continues, weights=weights) if folder.is_dir() else None
+
+
+def take_weights(method: Method, other: Method, folder: Path) -> None:
+    """Fill `method` with all weights of `other`, the method of the run in `folder`.
+
+    Raises:
+        SettingsError: the weights do not fit.
+    """
     try:
         method.start_from(other)
+    except ValueError as error:
+        raise SettingsError(f"init_from: {error}") from error
     except RuntimeError as error:
-        raise ValueError(
+        raise SettingsError(
             f"The heads of the run {folder} do not fit the settings ({error}). Set the settings of the heads as in "
             f"{folder / 'config.yaml'}, or start from its encoder alone: --init_from {folder / 'encoder.safetensors'}."
         ) from error

@@ -121,7 +121,7 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None = None) -> T:
 def broadcast(x: Tensor) -> Tensor:
     """Return the tensor `x` of rank 0 on every rank, on the device of the rank's own `x`.
 
-    All ranks have an `x` of the same shape and type; its values matter on rank 0 only.
+    The `x` of each rank has the same shape and type. The values of other ranks are not used, and may be overwritten.
     """
     if world_size() == 1:
         return x
@@ -176,8 +176,8 @@ def first_of_node_first() -> Iterator[None]:
 
 @contextmanager
 def patient_group() -> Iterator[dist.ProcessGroup]:
-    """Yield a process group of all ranks whose collectives wait for days. Other groups wait for minutes (10 under
-    NCCL)."""
+    """Yield a process group of all ranks whose collectives wait for days. Those of the default group wait for minutes
+    (10 under NCCL). All ranks wait for each other when the group is made."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARING_TIMEOUT)  # pyright: ignore[reportAssignmentType]
     yield group
     dist.destroy_process_group(group)

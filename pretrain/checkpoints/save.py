@@ -62,10 +62,14 @@ class _Snapshot:
     keep_old: bool
     """True to keep all older checkpoints, even those that the settings would remove."""
 
-    def to_host(self) -> "_Snapshot":
-        """Return a copy of the snapshot in host memory, so that later training steps do not change the data."""
+    def to_host(self, trained: encoders.Encoder) -> "_Snapshot":
+        """Return a copy of the snapshot in host memory, so that later training steps do not change the data.
+
+        Args:
+            trained: the encoder that later steps change. If `encoder` is a copy of it already, it is not copied again.
+        """
         state = {name: tensor.to_host() for name, tensor in self.state.items()}
-        return replace(self, state=state, encoder=None if self.encoder is None else _host_copy(self.encoder))
+        return replace(self, state=state, encoder=_host_copy(trained) if self.encoder is trained else self.encoder)
 
 
 class Saver:
@@ -142,7 +146,7 @@ class Saver:
         if exiting or not self.config.background:
             self._write(snapshot)
             return
-        copied = self._on_all_ranks(snapshot.to_host)
+        copied = self._on_all_ranks(lambda: snapshot.to_host(encoder))
         # A daemon thread does not keep the interpreter alive while the thread waits for a lost process.
         self._thread = threading.Thread(target=self._in_background, args=(copied,), name=THREAD, daemon=True)
         self._thread.start()

@@ -31,8 +31,8 @@ class Engine(ABC):
     sharded: bool
     """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
     sends_weights: ClassVar[bool] = False
-    """True if the engine starts from the weights of the main process. The method of another process may then be on the
-    meta device."""
+    """True if the engine sends the main process's weights and buffers to the other processes. Their methods may then be
+    on the meta device."""
     copies: int = 1
     """Number of processes that hold the same shard, if `sharded` is True."""
     accelerator: Accelerator
@@ -70,8 +70,8 @@ class Engine(ABC):
         return module
 
     def gather_on_main(self, module: M) -> M | None:
-        """Return `module` with full parameters on the main process, and None on all other processes. The result is a
-        copy on the CPU if the engine shards parameters."""
+        """On the main process, return `module` with full parameters; on the others, return None. If the engine shards
+        parameters, the result is a copy in host memory."""
         return module if self.accelerator.is_main_process else None
 
     @abstractmethod

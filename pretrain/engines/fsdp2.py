@@ -43,9 +43,9 @@ class FSDP2(Engine):
 
     def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
         self.accelerator, self.method = accelerator, method
-        weights = {name: parameter.detach() for name, parameter in method.named_parameters()}
         _send_buffers(method, accelerator.device)
         self.meta_copy = MetaCopy(method)
+        weights = _take_parameters(method)
         plugin = FullyShardedDataParallelPlugin()  # reads the launcher's settings from environment variables
         mesh = _mesh(accelerator)
         self.copies = mesh.size(0) if mesh.ndim == 2 else 1
@@ -61,7 +61,6 @@ class FSDP2(Engine):
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, mp_policy=precision)
             for unit, following in pairwise(sequence):
                 cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
-        # `fully_shard` moves the method to the device, unit by unit
         fully_shard(method, mesh=mesh, offload_policy=policy)
         _send_parameters(method, weights, accelerator.device, offload=_offloads(plugin))
         self.optimizer = build_optimizer(method, optim)
@@ -105,25 +104,36 @@ def _send_buffers(method: nn.Module, device: torch.device) -> None:
             setattr(module, name, broadcast(own))
 
 
+def _take_parameters(method: nn.Module) -> dict[str, Tensor]:
+    """Replace the parameters of a method by parameters on the meta device. Return their values by name."""
+    weights = {name: parameter.detach() for name, parameter in method.named_parameters()}
+    for module in method.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad))
+    return weights
+
+
 @torch.no_grad()
 def _send_parameters(method: nn.Module, weights: dict[str, Tensor], device: torch.device, *, offload: bool) -> None:
-    """Give all processes shards of the main process's weights. The weights are sent one by one, so that at most one is
-    whole on the device.
+    """Fill the shards of all processes with the main process's weights.
+
+    The weights are sent one after the other, so that a device holds at most one full weight.
 
     Args:
-        method: the sharded method.
-        weights: the parameters of the method before it was sharded, by name.
+        method: the sharded method, whose parameters are on the meta device.
+        weights: full weights by name, which are removed as they are sent. On other processes than the main process, the
+            weights may be on the meta device.
         device: device of the process.
         offload: True if the shards are kept on the CPU.
     """
     shards: dict[str, Tensor] = {}
     for name, parameter in method.named_parameters():
-        given = weights.pop(name)
+        given, sharded = weights.pop(name), cast(DTensor, parameter)
         full = broadcast(torch.empty_like(given, device=device) if given.is_meta else given.to(device))
-        sharded = cast(DTensor, parameter)
         rows = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
         shards[name] = torch.empty_like(sharded, device="cpu" if offload else device)
         local(shards[name]).copy_(local(rows))
+        del given, full, rows  # before the next weight is allocated
     method.load_state_dict(shards, strict=False, assign=True)  # buffers are not in `shards`
 
 

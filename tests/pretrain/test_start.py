@@ -14,9 +14,15 @@ from pretrain.methods import METHODS
 from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig
 from pretrain.run import main
-from pretrain.start import start_from_run
+from pretrain.start import load_start, take_weights
 from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
+
+
+def start_from_run(started: Method, folder: Path) -> None:
+    other = load_start(started, folder)
+    if other is not None:
+        take_weights(started, other, folder)
 
 
 def finished(folder: Path, name: str) -> dict[str, torch.Tensor]:

@@ -145,9 +145,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
     """Start runs: `start(RUNS, processes=2, engine="zero2")`. Whatever still runs at the end is killed."""
     started: list[Launched] = []
 
-    def launch(arguments: list[str], script: Path, processes: int = 1, engine: str | None = None) -> Launched:
+    def launch(
+        arguments: list[str], script: Path, processes: int = 1, engine: str | None = None, **environment: str
+    ) -> Launched:
         log = Path(arguments[0]).with_name("log.txt")
-        started.append(Launched(arguments, processes, engine, log, {}, script, False))
+        started.append(Launched(arguments, processes, engine, log, environment, script, False))
         return started[-1]
 
     yield lambda runs, **how: Started(launch, runs, tmp_path_factory.mktemp("runs") / "all", **how)
@@ -233,11 +235,14 @@ def test_two_processes_equal_one(engine: str, start: Callable[..., Started], alo
 
 
 @pytest.mark.slow
-def test_compiled_blocks_on_sharded_weights_equal_one_process(start: Callable[..., Started], alone: Started) -> None:
-    name = "dino, over all"
+def test_compiled_blocks_on_sharded_weights_equal_one_process(
+    start: Callable[..., Started], alone: Started, tmp_path: Path
+) -> None:
+    name, cache = "dino, over all", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     words, _ = SHARDED[name]
-    several = start({name: ([*words, "--compile", "true"], {})}, processes=2, engine="fsdp2")
+    several = start({name: ([*words, "--compile", "true"], {})}, processes=2, engine="fsdp2", **cache)
     assert_same(several.folder(name), alone.folder(name), LOOSE)
+    assert any(tmp_path.rglob("*.py"))  # the code of compiled blocks
 
 
 def check_averages(folder: Path) -> None:

@@ -16,19 +16,21 @@ from torch import Tensor, nn
 from data.augment import to_model_input
 from data.batch import Batch
 from data.collate import Collator, Sample
-from pretrain.build import build_for_engine
+from pretrain.build import build_method
+from pretrain.checkpoints.resume import TrainState
 from pretrain.command_line import load
-from pretrain.config import resolve
-from pretrain.engines.ddp import DDP
+from pretrain.config import ResolvedRun, resolve
 from pretrain.engines.fsdp2 import FSDP2
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
+from pretrain.methods.mae import MAE
 from runtime.collectives import local
 from runtime.processes import make_accelerator
 from runtime.settings import SettingsError
 from tests.pretrain import small
 
 Event = tuple[str, int]
+IN_HEAD = "student.head.mlp.0.weight"
 COLLECTIVES = {  # torch 2.15 has renamed them
     "gather": ("all_gather_single", "all_gather_into_tensor"),
     "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -125,7 +127,11 @@ def start(rank: int) -> None:
     for name in METHODS:
         with torch.device("meta" if rank else "cpu"):
             method = small.method(name, seed=0)
-        engine, expected = FSDP2(accelerator, method, small.OPTIM), small.method(name, seed=0)
+        expected = small.method(name, seed=0)
+        for each in (method, expected):
+            for number, buffer in enumerate(each.buffers()):  # a centre of zeros would hide that it was not sent
+                buffer += number + 1
+        engine = FSDP2(accelerator, method, small.OPTIM)
         full = engine.gather_full_parameters(method)
         for kind in ("parameters", "buffers"):  # `state_dict` would leave out some buffers
             ours, wanted = (dict(getattr(each, f"named_{kind}")()) for each in (full, expected))
@@ -136,6 +142,11 @@ def start(rank: int) -> None:
         held = sum(local(p).untyped_storage().nbytes() for p in method.parameters())
         assert held == sum(2 * padded([p]) for p in expected.parameters()), name  # one of two processes, 4 bytes each
         engine.forward_backward(batch_for(method, 4), 0, last=True)  # would fail if a weight were missing
+        exported = engine.gather_on_main(method)
+        for p in method.parameters():
+            local(p.detach()).fill_(torch.nan)
+        assert (exported is None) == (rank == 1)
+        assert exported is None or all(torch.equal(p, full.get_parameter(k)) for k, p in exported.named_parameters())
     dist.destroy_process_group()
 
 
@@ -144,18 +155,53 @@ def test_all_processes_start_from_the_weights_of_the_main_process(free_port: int
     small.on_processes(start, free_port)
 
 
-def build(rank: int) -> None:
-    accelerator = make_accelerator()
-    config = resolve(load(["--method", "mae", "--encoder", "vit_micro"]), 1437)
-    for engine in (DDP, FSDP2):
-        method = build_for_engine(config, engine, accelerator, fresh=True)
-        assert {p.is_meta for p in method.parameters()} == {engine is FSDP2 and rank == 1}
-        missing = config.model_copy(update={"init_from": "missing.safetensors"})
-        with pytest.raises(SettingsError, match=r"^encoder: .*missing\.safetensors"):  # on both, so that none waits
-            build_for_engine(missing, engine, accelerator, fresh=True)
+class Stray(MAE):
+    """A method of another package, with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.scales = [torch.linspace(0, 1, 3)]
+
+
+class Reading(MAE):
+    """A method of another package that reads the value of a tensor."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.half = float(torch.linspace(0, 1, 3)[1])
+
+
+def build(rank: int, run: str) -> None:
+    make_accelerator()
+    held = torch.load(f"{run}/held.pt")
+    small_settings = METHODS["dinov2"].small_settings
+
+    def started(**own: Any) -> ResolvedRun:
+        words = [f"--dinov2.{name}={value}" for name, value in (small_settings | own).items()]
+        return resolve(load(["--data", "a.tar", "--method", "dinov2", "--init_from", run, *words]), 1000)
+
+    for config, whole in ((started(), True), (started().model_copy(update={"init_from": None}), False)):
+        for main in (None, rank == 0):
+            torch.manual_seed(0)
+            method = build_method(config, fresh=True, main=main)
+            assert {p.is_meta for p in method.parameters()} == {main is False}
+            if main is not False:
+                assert torch.equal(method.state_dict()[IN_HEAD], held) == whole
+    missing = started().model_copy(update={"init_from": "missing.safetensors"})
+    for broken, message in ((missing, "encoder: .*missing"), (started(prototypes=16), "The heads of the run")):
+        with pytest.raises(SettingsError, match=message):  # on both, so that none waits for the other
+            build_method(broken, fresh=True, main=rank == 0)
+    for method in (Stray, Reading):
+        METHODS["mae"] = method
+        config = resolve(load(["--data", "a.tar", "--method", "mae", "--encoder", "vit_micro"]), 1000)
+        built = build_method(config, fresh=True, main=rank == 0)
+        assert not any(p.is_meta for p in built.parameters())
     dist.destroy_process_group()
 
 
 @pytest.mark.medium
-def test_only_the_main_process_builds_a_method_that_is_sharded(free_port: int) -> None:
-    small.on_processes(build, free_port)
+def test_only_the_main_process_builds_the_weights(tmp_path: Path, free_port: int) -> None:
+    accelerator, engine = small.make(0, "dinov2")
+    small.saver(tmp_path / "run", accelerator, engine, "dinov2").save(TrainState(3, 4), engine.method.trained_encoder())
+    torch.save(engine.method.state_dict()[IN_HEAD], tmp_path / "run" / "held.pt")
+    small.on_processes(build, free_port, str(tmp_path / "run"))
