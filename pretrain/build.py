@@ -93,12 +93,12 @@ def _build_empty(config: ResolvedRun) -> Method:
         with torch.device("meta"):
             method = _build(config, fresh=False, check=False)
         reason = _tensor_attribute(method)
+        if reason is None:
+            return method
     except (RuntimeError, TypeError) as error:
         if not ON_META.search(str(error)):
             raise
         reason = str(error)
-    if reason is None:
-        return method
     log.warning("Process %d builds the method with all of its weights in host memory: %s", rank(), reason)
     torch.manual_seed(config.seed)
     return _build(config, fresh=False, check=False)

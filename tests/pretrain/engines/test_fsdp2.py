@@ -2,7 +2,9 @@
 precision."""
 
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -191,11 +193,14 @@ def build(rank: int, run: str) -> None:
     for broken, message in ((missing, "encoder: .*missing"), (started(prototypes=16), "The heads of the run")):
         with pytest.raises(SettingsError, match=message):  # on both, so that none waits for the other
             build_method(broken, fresh=True, main=rank == 0)
-    for method in (Stray, Reading):
+    said: list[str] = []
+    logging.getLogger("pretrain.build").addFilter(lambda line: bool(said.append(line.getMessage())) or True)
+    for method, reason in ((Stray, r"Stray\.scales is a tensor"), (Reading, r"item\(\) .*meta")):
         METHODS["mae"] = method
         config = resolve(load(["--data", "a.tar", "--method", "mae", "--encoder", "vit_micro"]), 1000)
         built = build_method(config, fresh=True, main=rank == 0)
         assert not any(p.is_meta for p in built.parameters())
+        assert rank == 0 or re.search(f"^Process 1 builds .*: .*{reason}", said.pop())
     dist.destroy_process_group()
 
 
