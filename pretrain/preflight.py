@@ -24,6 +24,7 @@ from encoders.base import IMAGENET, Encoder
 from encoders.dot_product import only_torchs_kernel
 from pretrain.config import ResolvedRun, to_yaml
 from pretrain.methods.base import Method
+from runtime.collectives import alone
 
 ON_META = re.compile(r"\b(register_)?meta\b")
 """Found in the messages of operations that need the data of a tensor on the meta device."""
@@ -119,6 +120,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"),
         only_torchs_kernel(),
+        alone(),  # the other processes do not take part in the report of `--dry_run`
     ):
         method(batch, 0)
     return sum(size for address, size in kept.items() if address not in weights)

@@ -27,6 +27,7 @@ it caches the contents of folders."""
 PREPARING_TIMEOUT = timedelta(days=2)
 """Longest time for which ranks wait in a `patient_group`. The watchdog ends the wait earlier if a rank is lost."""
 T = TypeVar("T")
+_is_alone = False
 
 
 class RankError(UserError, RuntimeError):
@@ -34,13 +35,24 @@ class RankError(UserError, RuntimeError):
 
 
 def world_size() -> int:
-    """Return the number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Return the number of ranks; 1 in the block of `alone`."""
+    return dist.get_world_size() if dist.is_initialized() and not _is_alone else 1
 
 
 def rank() -> int:
     """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Run the block on this rank only: the sums, maxima and gathered tensors in it are those of one process."""
+    global _is_alone
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
 
 
 class _AllReduceSum(torch.autograd.Function):

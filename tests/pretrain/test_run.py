@@ -151,6 +151,13 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Pat
     assert not output.exists()
 
 
+@pytest.mark.slow
+def test_dry_run_of_a_method_that_sums_over_processes(launch, tmp_path: Path) -> None:
+    log = launch(["--method", "dinov2", "--dry_run", "--output", str(tmp_path / "run")], processes=2).wait()
+    assert "images per forward pass of a process" in log
+    assert "is lost" not in log
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

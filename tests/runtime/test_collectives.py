@@ -78,6 +78,10 @@ def _two_processes(own: int, folder: str) -> None:
     assert [part.tolist() for part in all_gather(torch.full((own, 2), 5))] == [[], [[5, 5]]]
     assert gather_objects({"rank": own}) == [{"rank": 0}, {"rank": 1}]
     assert broadcast_object(f"from {own}") == "from 0"
+    assert collectives.broadcast(torch.tensor([own + 5])).tolist() == [5]
+    if own == 0:
+        with collectives.alone():
+            assert [all_reduce_sum(x).tolist(), all_reduce_max(x).tolist(), len(all_gather(x))] == [[1, 0], [1, 0], 1]
     assert run_on_all_ranks(lambda: own) == own
     with pytest.raises(CheckpointError, match=r"^process 1: damaged$"):
         run_on_all_ranks(lambda: fail(CheckpointError("damaged")) if own else None)
