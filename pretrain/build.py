@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def build_method(config: ResolvedRun, *, fresh: bool, main: bool | None = None) -> Method:
-    """Build the method with its encoder, and check the method by a dry forward pass. Collective.
+    """Build the method with its encoder. The main process also checks the method by a dry forward pass. Collective.
 
     Processes with equal random states get equal weights.
 
@@ -95,7 +95,7 @@ def _build_empty(config: ResolvedRun) -> Method:
         reason = _tensor_attribute(method)
         if reason is None:
             return method
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, SettingsError) as error:
         if not ON_META.search(str(error)):
             raise
         reason = str(error)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,7 +28,7 @@ from pretrain.engines.local_state import read, unsharded
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from runtime import streams
-from runtime.collectives import RankError, run_on_all_ranks
+from runtime.collectives import RankError, broadcast_object, patient_group, run_on_all_ranks
 from runtime.errors import UserError, printable
 from runtime.files import atomic_write, read_bounded
 from runtime.settings import validate
@@ -89,11 +90,7 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
     except KeyError as error:
         raise CheckpointError(f"{checkpoint} has no setting {error}. It was written by another program.") from error
     described["step"] = trainer["position"]["step"]
-    try:
-        with torch.device("meta"):
-            method = build(described)
-    except ValueError as error:
-        raise CheckpointError(f"the settings in {checkpoint / 'trainer.json'} cannot be used: {error}") from error
+    method = _on_meta(described, checkpoint)
     name = _module_name(method, part)
     module = method.get_submodule(name)
     _fill(module, f"method.{name}." if name else "method.", checkpoint)
@@ -118,17 +115,16 @@ def load_run(path: Path, methods: Sequence[str], *, weights: bool = True) -> Met
     Raises:
         CheckpointError: the checkpoint is damaged, or was written by another version of this program.
     """
-    try:
-        checkpoint = find(path)
-    except ValueError:
+    checkpoint = find_on_main(path)
+    if checkpoint is None:
         return None
     settings = read_trainer(checkpoint)["settings"]
     if settings["method"] not in methods:
         return None
     verify(checkpoint)
-    with torch.device("meta"):
-        method = build(settings)
-    _fill(method if weights else nn.Module(), "method.", checkpoint)
+    method = _on_meta(settings, checkpoint)
+    with patient_group() as group:  # all processes wait for those that read weights
+        _fill(method if weights else nn.Module(), "method.", checkpoint, group)
     return method
 
 
@@ -147,6 +143,18 @@ def find(path: Path) -> Path:
     if not found:
         raise ValueError(f"There is no checkpoint at {path}: no trainer.json and no checkpoints/step-... in it.")
     return found[-1].resolve()
+
+
+def find_on_main(path: Path) -> Path | None:
+    """Return the checkpoint that `find` finds on the main process, or None if it finds none. Collective.
+
+    Processes may see the files of a shared disk at different times.
+    """
+    try:
+        found = find(path)
+    except ValueError:
+        found = None
+    return broadcast_object(found)
 
 
 def load(path: str | Path) -> Method:
@@ -209,13 +217,26 @@ def _module_name(method: Method, part: str) -> str:
     return f"{part}.encoder"
 
 
-def _fill(module: nn.Module, prefix: str, checkpoint: Path) -> None:
+def _on_meta(described: dict[str, Any], checkpoint: Path) -> Method:
+    """Return the method of a checkpoint on the meta device. `described` holds settings of the checkpoint.
+
+    Raises:
+        CheckpointError: the settings are not those of a method.
+    """
+    try:
+        with torch.device("meta"):
+            return build(described)
+    except ValueError as error:
+        raise CheckpointError(f"the settings in {checkpoint / 'trainer.json'} cannot be used: {error}") from error
+
+
+def _fill(module: nn.Module, prefix: str, checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
     """Fill `module`, which is on the meta device, with the tensors of `checkpoint` that have names starting with
     `prefix`."""
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
     try:
-        run_on_all_ranks(lambda: read(wanted, checkpoint, strict=False))
+        run_on_all_ranks(lambda: read(wanted, checkpoint, strict=False, group=group), group)
     except RankError as error:
         raise CheckpointError(f"{checkpoint} does not fit its own settings: {error}") from error
     module.load_state_dict(state, assign=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.checkpoints.resume import read_trainer
-from pretrain.export import find, load_run
+from pretrain.export import find_on_main, load_run
 from pretrain.methods.base import Method
 from runtime.settings import SettingsError
 
@@ -13,11 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
-    """Return True if a run that starts from `init_from` takes its heads, too: it is a run of one of `methods`."""
-    try:
-        return read_trainer(find(Path(init_from)))["settings"]["method"] in methods
-    except ValueError:  # a weight file, a name, or a folder without a checkpoint
-        return False
+    """Return True if a run that starts from `init_from` takes its heads, too: it is a run of one of `methods`.
+    Collective."""
+    checkpoint = find_on_main(Path(init_from))  # None for a weight file, a name, or a folder without a checkpoint
+    return checkpoint is not None and read_trainer(checkpoint)["settings"]["method"] in methods
 
 
 def load_start(method: Method, folder: Path, *, weights: bool = True) -> Method | None:
@@ -29,7 +28,7 @@ def load_start(method: Method, folder: Path, *, weights: bool = True) -> Method 
     Raises:
         CheckpointError: the checkpoint of the run is damaged, or was written by another version of this program.
     """
-    return load_run(folder, method.continues, weights=weights) if folder.is_dir() else None
+    return load_run(folder, method.continues, weights=weights)
 
 
 def take_weights(method: Method, other: Method, folder: Path) -> None:

@@ -46,7 +46,10 @@ def rank() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Run the block on this rank only: the sums, maxima and gathered tensors in it are those of one process."""
+    """Run the block on this rank only: the sums, maxima and gathered tensors in it are those of one process.
+
+    Functions that exchange objects stay collective. The block cannot be nested.
+    """
     global _is_alone
     _is_alone = True
     try:
@@ -187,9 +190,12 @@ def first_of_node_first() -> Iterator[None]:
 
 
 @contextmanager
-def patient_group() -> Iterator[dist.ProcessGroup]:
-    """Yield a process group of all ranks whose collectives wait for days. Those of the default group wait for minutes
-    (10 under NCCL). All ranks wait for each other when the group is made."""
+def patient_group() -> Iterator[dist.ProcessGroup | None]:
+    """Yield a process group of all ranks whose collectives wait for days; None with one process. Collectives of the
+    default group wait for minutes (10 under NCCL). All ranks wait for each other when the group is made."""
+    if world_size() == 1:
+        yield None
+        return
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PREPARING_TIMEOUT)  # pyright: ignore[reportAssignmentType]
     yield group
     dist.destroy_process_group(group)

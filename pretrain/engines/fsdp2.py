@@ -106,11 +106,15 @@ def _send_buffers(method: nn.Module, device: torch.device) -> None:
 
 def _take_parameters(method: nn.Module) -> dict[str, Tensor]:
     """Replace the parameters of a method by parameters on the meta device. Return their values by name."""
-    weights = {name: parameter.detach() for name, parameter in method.named_parameters()}
+    parameters = dict(method.named_parameters())
+    empty = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in parameters.values()
+    }
     for module in method.modules():
         for name, own in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad))
-    return weights
+            setattr(module, name, empty[id(own)])
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 @torch.no_grad()

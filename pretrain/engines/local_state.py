@@ -196,7 +196,7 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
     )
 
 
-def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
+def read(state: LocalState, folder: Path, *, strict: bool = True, group: dist.ProcessGroup | None = None) -> None:
     """Load the local state of each process from the files that `write` made in `folder`. Collective.
 
     The files may come from a stranger: none of their content is executed.
@@ -212,5 +212,6 @@ def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
         {},
         storage_reader=Reader(folder),
         planner=_LoadPlanner(state, strict=strict),
+        process_group=group,
         no_dist=not dist.is_initialized(),
     )

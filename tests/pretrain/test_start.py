@@ -1,5 +1,6 @@
 """A run that starts from another run of the same family takes all its weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import encoders
 from pretrain.build import build_method
-from pretrain.checkpoints.resume import TrainState
+from pretrain.checkpoints.resume import CheckpointError, TrainState
 from pretrain.command_line import load
 from pretrain.config import resolve
 from pretrain.methods import METHODS
@@ -61,6 +62,17 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     finished(tmp_path / "run", "dinov2")
     with pytest.raises(ValueError, match=r"The heads of the run .*run do not fit .*prototypes|size mismatch"):
         start_from_run(_with(prototypes=16), tmp_path / "run")
+
+
+def test_hostile_settings_of_a_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(tmp_path / "run", "dinov2")
+    file = tmp_path / "run" / "checkpoints" / "latest" / "trainer.json"
+    trainer = json.loads(file.read_text())
+    trainer["settings"]["dinov2"]["prototypes"] = 2**30
+    file.write_text(json.dumps(trainer))
+    monkeypatch.setattr("pretrain.export.verify", lambda path: None)  # the manifest may be as hostile
+    with pytest.raises(CheckpointError, match=r"trainer\.json cannot be used: prototypes is larger than"):
+        load_start(method("dinov3", seed=5), tmp_path / "run")
 
 
 def test_init_from_a_run_fills_the_method_and_a_weight_file_only_its_encoder(tmp_path: Path) -> None:

@@ -93,11 +93,11 @@ def _two_processes(own: int, folder: str) -> None:
 
 
 def _one_prepares_for_longer_than_collectives_wait(own: int, folder: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=0.5))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     file = Path(folder, "prepared")
     with collectives.first_of_node_first():
         if own == 0:
-            time.sleep(1.2)
+            time.sleep(3.5)
             file.touch()
         assert file.exists()
     assert gather_objects(own) == [0, 1]
