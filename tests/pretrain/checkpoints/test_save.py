@@ -332,7 +332,7 @@ def _save(rank: int, folder: str) -> None:
         to.folder = output / "checkpoints"
         if rank == 1 and background:
             copies = saving._Snapshot.to_host
-            saving._Snapshot.to_host = lambda _: (_ for _ in ()).throw(RuntimeError("cannot allocate"))  # pyright: ignore
+            saving._Snapshot.to_host = lambda *_: (_ for _ in ()).throw(RuntimeError("cannot allocate"))  # pyright: ignore
         if background:
             with pytest.raises(CheckpointError, match="process 1: RuntimeError: cannot allocate"):
                 to.save(TrainState(first + 4, 1), encoder)
