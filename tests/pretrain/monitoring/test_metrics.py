@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,6 +14,8 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
     recorder.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # a kill in mid line
+    # TensorBoard reads its files in the order of their names: the time in seconds, then a count of which 10 is before 9
+    time.sleep(1)
     recorder = Recorder(tmp_path, 3)
     for step in range(4, 8):
         recorder.scalars({"step": step, "loss": -float(step)})
