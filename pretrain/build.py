@@ -11,10 +11,11 @@ from torch import Tensor
 import encoders
 from evaluation.features import resolve_checkpoint
 from pretrain.config import ResolvedRun
+from pretrain.export import load_run
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method
 from pretrain.preflight import ON_META, dry_forward
-from pretrain.start import load_start, take_weights
+from pretrain.start import take_weights
 from runtime.collectives import broadcast_object, patient_group, rank
 from runtime.settings import SettingsError
 
@@ -42,7 +43,7 @@ def build_method(config: ResolvedRun, *, fresh: bool, main: bool | None = None) 
         method = _build_empty(config)
     if fresh and config.init_from and method.continues:
         folder = Path(config.init_from)
-        other = load_start(method, folder, weights=main is not False)
+        other = load_run(folder, method.continues, weights=main is not False)
         if other is not None:
             _on_main(lambda: take_weights(method, other, folder), main)
     return method

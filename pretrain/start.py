@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.checkpoints.resume import read_trainer
-from pretrain.export import find_on_main, load_run
+from pretrain.export import find_on_main
 from pretrain.methods.base import Method
 from runtime.settings import SettingsError
 
@@ -17,18 +17,6 @@ def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
     Collective."""
     checkpoint = find_on_main(Path(init_from))  # None for a weight file, a name, or a folder without a checkpoint
     return checkpoint is not None and read_trainer(checkpoint)["settings"]["method"] in methods
-
-
-def load_start(method: Method, folder: Path, *, weights: bool = True) -> Method | None:
-    """Return the method of the run in `folder`, if `method` continues runs of its kind. Collective.
-
-    Args:
-        weights: False for a process that only takes part in reading. It gets a method without weights.
-
-    Raises:
-        CheckpointError: the checkpoint of the run is damaged, or was written by another version of this program.
-    """
-    return load_run(folder, method.continues, weights=weights)
 
 
 def take_weights(method: Method, other: Method, folder: Path) -> None:

@@ -11,17 +11,18 @@ from pretrain.build import build_method
 from pretrain.checkpoints.resume import CheckpointError, TrainState
 from pretrain.command_line import load
 from pretrain.config import resolve
+from pretrain.export import load_run
 from pretrain.methods import METHODS
 from pretrain.methods.base import Method, RunSize
 from pretrain.optim.adamw import OptimConfig
 from pretrain.run import main
-from pretrain.start import load_start, take_weights
+from pretrain.start import take_weights
 from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
 
 
 def start_from_run(started: Method, folder: Path) -> None:
-    other = load_start(started, folder)
+    other = load_run(folder, started.continues)
     if other is not None:
         take_weights(started, other, folder)
 
@@ -72,7 +73,7 @@ def test_hostile_settings_of_a_run_are_refused(tmp_path: Path, monkeypatch: pyte
     file.write_text(json.dumps(trainer))
     monkeypatch.setattr("pretrain.export.verify", lambda path: None)  # the manifest may be as hostile
     with pytest.raises(CheckpointError, match=r"trainer\.json cannot be used: prototypes is larger than"):
-        load_start(method("dinov3", seed=5), tmp_path / "run")
+        load_run(tmp_path / "run", method("dinov3", seed=5).continues)
 
 
 def test_init_from_a_run_fills_the_method_and_a_weight_file_only_its_encoder(tmp_path: Path) -> None:
