@@ -3,7 +3,7 @@
     python benchmarks/curves.py --output CURVES.png \\
         --panels '{"photographs": ["runs/a", "runs/b"], "digits": ["runs/c"]}'
 
-A curve is labelled with the run's method. Runs of one method have one colour. `python -m evaluation.report` compares
+A curve is labelled with the run's method. Runs of one method have one colour. `tessera report` compares
 single runs.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from evaluation.reporting.curves import PALETTE, Chart, Look
-from evaluation.reporting.curves import draw as draw_chart
-from evaluation.reporting.runs import read_runs
-from runtime.processes import exit_on_user_error
-from runtime.settings import Settings, parse
+from tessera.evaluation.reporting.curves import PALETTE, Chart, Look
+from tessera.evaluation.reporting.curves import draw as draw_chart
+from tessera.evaluation.reporting.runs import read_runs
+from tessera.runtime.processes import exit_on_user_error
+from tessera.runtime.settings import Settings, parse
 
 NAMES = {"dino": "DINO", "dinov2": "DINOv2", "dinov3": "DINOv3", "lejepa": "LeJEPA", "mae": "MAE"}
 

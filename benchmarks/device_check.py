@@ -29,7 +29,7 @@ import torch
 from device.runner import Stage, append, run_stages
 from device.settings import DeviceCheck
 
-from runtime.settings import SettingsError, parse
+from tessera.runtime.settings import SettingsError, parse
 
 STAGES = {
     "ceilings": ("ceilings.ceilings", 60),

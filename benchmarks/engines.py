@@ -30,15 +30,15 @@ from device.training import build, random_batch
 from pydantic import Field
 from torch import nn
 
-from data.augment import to_model_input
-from encoders.base import Encoder
-from pretrain import engines
-from pretrain.methods import pretraining_methods
-from pretrain.optim.adamw import apply_schedules, clip_gradients
-from runtime.collectives import gather_objects
-from runtime.machine import processor
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.settings import Settings, SettingsError, parse
+from tessera.data.augment import to_model_input
+from tessera.encoders.base import Encoder
+from tessera.pretrain import engines
+from tessera.pretrain.methods import pretraining_methods
+from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
+from tessera.runtime.collectives import gather_objects
+from tessera.runtime.machine import processor
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import Settings, SettingsError, parse
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")

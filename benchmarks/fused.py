@@ -21,9 +21,9 @@ from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
-from encoders.blocks import Block
-from encoders.segments import Segments
-from pretrain.methods.base import Method
+from tessera.encoders.blocks import Block
+from tessera.encoders.segments import Segments
+from tessera.pretrain.methods.base import Method
 
 TOKENS = 64
 """Number of tokens of an image for which a block is compiled."""
@@ -117,7 +117,7 @@ def saving(calls: Calls, gpu: GPU) -> tuple[Count, Count]:
     """Return the counts of all calls, without attention: one kernel per operation, and as the compiler fuses them."""
     separate, fused = Count(), Count()
     for (block, call), times in calls.items():
-        with mock.patch("encoders.blocks.self_attention", _free_attention):
+        with mock.patch("tessera.encoders.blocks.self_attention", _free_attention):
             eager = _count_operations(block, call, gpu)
             compiled = _count_fused(block, call, eager, gpu)
         one = Count()
@@ -205,7 +205,7 @@ def recorded_colors() -> Iterator[list[ColorCall]]:
 
         return recorded
 
-    with mock.patch("data.augment.compiled", compiled):
+    with mock.patch("tessera.data.augment.compiled", compiled):
         yield calls
 
 

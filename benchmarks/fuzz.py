@@ -31,13 +31,13 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import track
 
-from data.crops import CenterCrop
-from data.decode import ImageError, decode
-from data.loader import LoaderConfig, Reading, evaluation_batches
-from data.shards import Reader, ShardError, open_shards
-from data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
-from data.shards.tar import scan_tar
-from runtime.settings import Settings, parse
+from tessera.data.crops import CenterCrop
+from tessera.data.decode import ImageError, decode
+from tessera.data.loader import LoaderConfig, Reading, evaluation_batches
+from tessera.data.shards import Reader, ShardError, open_shards
+from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
+from tessera.data.shards.tar import scan_tar
+from tessera.runtime.settings import Settings, parse
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmarks/fuzz.py` finds only modules of its own folder
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.decode import ImageError, decode
-from data.maps import decode_map
-from data.shards import Reader, ShardError, expand, open_shards, pieces, remote
-from data.shards.classes import parse_classes
-from data.shards.index import parse_folder
-from data.shards.retry import SourceConfig
-from data.shards.tar import scan_tar
+from tessera.data.decode import ImageError, decode
+from tessera.data.maps import decode_map
+from tessera.data.shards import Reader, ShardError, expand, open_shards, pieces, remote
+from tessera.data.shards.classes import parse_classes
+from tessera.data.shards.index import parse_folder
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.tar import scan_tar
 
 MOST_SECONDS = 5.0
 MOST_BYTES = 2**28  # memory of a case, in addition to the memory before the case

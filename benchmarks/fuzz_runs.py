@@ -30,16 +30,16 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import track
 
-import encoders
-from encoders.formats.checkpoint import load_weights, read
-from pretrain.checkpoints import manifest, resume
-from pretrain.command_line import load
-from pretrain.config import resolve
-from pretrain.engines.metadata import read_metadata
-from pretrain.export import export
-from pretrain.export import load as load_method
-from runtime.errors import UserError
-from runtime.settings import Settings, parse
+from tessera import encoders
+from tessera.encoders.formats.checkpoint import load_weights, read
+from tessera.pretrain.checkpoints import manifest, resume
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import resolve
+from tessera.pretrain.engines.metadata import read_metadata
+from tessera.pretrain.export import export
+from tessera.pretrain.export import load as load_method
+from tessera.runtime.errors import UserError
+from tessera.runtime.settings import Settings, parse
 
 CASES_PER_CHUNK = 1000  # number of cases between two updates of the progress bar
 MEMORY = 2**28  # bytes by which the memory of the process may grow over all cases

@@ -21,10 +21,10 @@ import torch
 from curves import curve, draw
 from pydantic import Field
 
-from runtime.files import atomic_write
-from runtime.machine import processor
-from runtime.processes import exit_on_user_error
-from runtime.settings import Settings, parse
+from tessera.runtime.files import atomic_write
+from tessera.runtime.machine import processor
+from tessera.runtime.processes import exit_on_user_error
+from tessera.runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
 

@@ -26,12 +26,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-import encoders
-from data.shards import expand
-from encoders.base import Encoder
-from pretrain.optim.schedules import cosine
-from runtime.processes import exit_on_user_error
-from runtime.settings import Settings, parse
+from tessera import encoders
+from tessera.data.shards import expand
+from tessera.encoders.base import Encoder
+from tessera.pretrain.optim.schedules import cosine
+from tessera.runtime.processes import exit_on_user_error
+from tessera.runtime.settings import Settings, parse
 
 
 class LightlyBenchmark(Settings):

@@ -31,20 +31,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from data.augment import augment_colors
-from data.batch import Batch
-from data.collate import CropBuilder, RawBuilder, Transform
-from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
-from data.dataset import decode_sample
-from data.decode import Picture, decode
-from data.loader import LoaderConfig, Reading, training_batches
-from data.masking import MaskedCrop
-from data.resample import cut_views
-from data.sampler import BatchSampler
-from data.shards import ShardError, expand, open_shards
-from data.shards.reader import Reader
-from runtime.machine import processor
-from runtime.settings import Settings, parse
+from tessera.data.augment import augment_colors
+from tessera.data.batch import Batch
+from tessera.data.collate import CropBuilder, RawBuilder, Transform
+from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from tessera.data.dataset import decode_sample
+from tessera.data.decode import Picture, decode
+from tessera.data.loader import LoaderConfig, Reading, training_batches
+from tessera.data.masking import MaskedCrop
+from tessera.data.resample import cut_views
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import ShardError, expand, open_shards
+from tessera.data.shards.reader import Reader
+from tessera.runtime.machine import processor
+from tessera.runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 BATCH = 32

@@ -29,7 +29,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from runtime.settings import Settings, parse
+from tessera.runtime.settings import Settings, parse
 
 HEADINGS = ("files", "kind", "to the first shard", "whole", "files a second", "memory", "imports")
 FOLDERS = 1000
@@ -53,13 +53,13 @@ class MakeShardsBenchmark(Settings):
 def main(settings: MakeShardsBenchmark) -> None:
     scratch = Path(tempfile.mkdtemp(dir=settings.folder, prefix="make-shards-"))
     try:
-        _, _, imports = run([sys.executable, "-c", "import data.tools.make"], Path("/nonexistent"))
+        _, _, imports = run([sys.executable, "-c", "import tessera.data.tools.make"], Path("/nonexistent"))
         rows = []
         pictures = photos(scratch / "pictures")
         for kind, linked in (("empty", []), ("JPEG, 32 x 32", pictures)):
             fill(scratch / "images", settings.files, linked)
             shutil.copy(pictures[0], scratch / "images" / "class0000" / "one.jpg")
-            command = [sys.executable, "-m", "data.make_shards", scratch / "images", scratch / "shards"]
+            command = [sys.executable, "-m", "tessera.data.make_shards", scratch / "images", scratch / "shards"]
             first, whole, memory = run([*command, f"--workers={settings.workers}"], scratch / "shards")
             rate = f"{settings.files / (whole - first):,.0f}"
             memories = (f"{memory / 1e6:,.0f} MB", f"{imports / 1e6:,.0f} MB")

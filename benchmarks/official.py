@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from runtime.settings import Settings, parse
+from tessera.runtime.settings import Settings, parse
 
 PROTOTYPES, GLOBAL, LOCAL, CROPS = 65_536, 224, 96, (2, 8)
 
@@ -168,8 +168,8 @@ def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
     """Return a step of the training loop."""
     from device.training import loader_batch, make_run
 
-    from data.augment import to_model_input
-    from pretrain import loop
+    from tessera.data.augment import to_model_input
+    from tessera.pretrain import loop
 
     variant, method, encoder = "base", {}, {}
     if settings.method == "dino":

@@ -14,12 +14,12 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from data.crops import NativeCrop, RandomCropConfig
-from data.loader import Reading, training_batches
-from data.sampler import BatchSampler
-from data.shards import ShardError
-from encoders.images import PackedImages, best_fit, first_fit
-from runtime.settings import Settings, parse
+from tessera.data.crops import NativeCrop, RandomCropConfig
+from tessera.data.loader import Reading, training_batches
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import ShardError
+from tessera.encoders.images import PackedImages, best_fit, first_fit
+from tessera.runtime.settings import Settings, parse
 
 PATCH, SIZE = 16, 224
 LARGEST = (SIZE // PATCH) ** 2

@@ -27,14 +27,14 @@ from device.training import Trainer, build, random_batch
 from pydantic import Field
 from torch import Tensor
 
-import encoders
-from data.masking import random_mask
-from encoders.base import Encoder
-from encoders.images import Mask
-from pretrain.methods import pretraining_methods
-from pretrain.optim.adamw import adamw
-from runtime.machine import processor
-from runtime.settings import Settings, parse
+from tessera import encoders
+from tessera.data.masking import random_mask
+from tessera.encoders.base import Encoder
+from tessera.encoders.images import Mask
+from tessera.pretrain.methods import pretraining_methods
+from tessera.pretrain.optim.adamw import adamw
+from tessera.runtime.machine import processor
+from tessera.runtime.settings import Settings, parse
 
 PUBLISHED = ("vit_small", "rope_vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
 RATIOS = (0.5, 0.75, 0.9)

@@ -7,7 +7,7 @@ from io import BytesIO
 from PIL import Image, ImageFilter
 from torchvision import transforms
 
-from encoders.base import IMAGENET
+from tessera.encoders.base import IMAGENET
 
 BICUBIC = transforms.InterpolationMode.BICUBIC
 FINISH = (transforms.ToTensor(), transforms.Normalize(IMAGENET.mean, IMAGENET.std))

@@ -32,20 +32,20 @@ from fused import Calls, count_colors, record_calls, recorded_colors, saving
 from pydantic import Field
 from torch import nn
 
-import encoders
-from data.augment import to_model_input
-from data.batch import Batch
-from data.collate import Collator, Sample, Transform
-from pretrain import loop
-from pretrain.checkpoints.resume import TrainState
-from pretrain.config import ResolvedRun, resolve, settings_model
-from pretrain.engines import Engine
-from pretrain.engines.ddp import DDP
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method
-from pretrain.optim.adamw import clip_gradients
-from runtime.processes import make_accelerator
-from runtime.settings import Settings, SettingsError, parse, validate
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import Collator, Sample, Transform
+from tessera.pretrain import loop
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.config import ResolvedRun, resolve, settings_model
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.optim.adamw import clip_gradients
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.settings import Settings, SettingsError, parse, validate
 
 IMAGE = (375, 500)
 """Height and width of the images in pixels, which are typical of ImageNet."""

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from data.sampler import ShuffledSampler
-from runtime.settings import Settings, parse
+from tessera.data.sampler import ShuffledSampler
+from tessera.runtime.settings import Settings, parse
 
 BUFFER = 5_000
 COLUMNS = ("median distance", "nearest 1 %", "same batch", "shards in a batch", "open places", "s")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from runtime.settings import Settings, parse
+from tessera.runtime.settings import Settings, parse
 
 WITH_DEPENDENCIES = ("pydantic>=2.11", "pydantic-settings")
 """Packages with all that they need, because a version of pydantic needs one exact version of pydantic-core."""

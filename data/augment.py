@@ -18,12 +18,12 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from data.batch import Batch, ColorParameters, View
-from data.fused_colors import LUMINANCE, compiled, jitter_and_gray, solarize_and_normalize
-from data.resample import cut_views, exact
-from encoders.base import IMAGENET, Preprocessing
-from encoders.images import Images, PackedImages
-from runtime.settings import Section
+from tessera.data.batch import Batch, ColorParameters, View
+from tessera.data.fused_colors import LUMINANCE, compiled, jitter_and_gray, solarize_and_normalize
+from tessera.data.resample import cut_views, exact
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.images import Images, PackedImages
+from tessera.runtime.settings import Section
 
 COLOR_DRAWS = 13
 """Number of random values that are drawn for the colour changes of each crop."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.base import IMAGENET, Preprocessing
-from encoders.images import Images, Mask, PackedImages
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.images import Images, Mask, PackedImages
 
 
 @dataclass

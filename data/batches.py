@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from data.batch import Batch
-from data.collate import Collator
-from data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
-from data.sampler import BatchSampler
-from data.shards import ShardError
-from data.shared_memory import BufferRing, SharedBatch
-from data.workers import POLL, IdleWorkersError, WorkersError, WorkerStates, check_semaphores, receive, start_worker
+from tessera.data.batch import Batch
+from tessera.data.collate import Collator
+from tessera.data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import ShardError
+from tessera.data.shared_memory import BufferRing, SharedBatch
+from tessera.data.workers import (
+    POLL,
+    IdleWorkersError,
+    WorkersError,
+    WorkerStates,
+    check_semaphores,
+    receive,
+    start_worker,
+)
 
 AHEAD = 2
 """Number of batches that each worker prepares in advance."""

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import Batch, Packing, RawImages, SampleParameters, View
-from data.resample import cut
-from encoders.base import IMAGENET, Preprocessing
-from encoders.images import best_fit, pack
+from tessera.data.batch import Batch, Packing, RawImages, SampleParameters, View
+from tessera.data.resample import cut
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.images import best_fit, pack
 
 RAW_PIXELS = 2**20
 """Expected mean number of pixels of a whole image. The shared memory of a batch has room for images of this size."""

@@ -16,11 +16,11 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from data.augment import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, draw_colors
-from data.batch import CropParameters, Packing, SampleParameters, ViewParameters
-from data.collate import Transform, ViewShape
-from data.sampler import step_noise
-from runtime.settings import Section
+from tessera.data.augment import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, draw_colors
+from tessera.data.batch import CropParameters, Packing, SampleParameters, ViewParameters
+from tessera.data.collate import Transform, ViewShape
+from tessera.data.sampler import step_noise
+from tessera.runtime.settings import Section
 
 TRIES = 10
 """Number of random boxes that are tried before the central box is used."""

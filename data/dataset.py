@@ -14,16 +14,16 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.batch import SampleParameters, largest_shrink
-from data.collate import Sample, Skipped, Transform
-from data.crops import MixedCrops
-from data.decode import MAX_PIXELS, ImageError, Picture
-from data.maps import checked_map, cut_map
-from data.sampler import MixtureSampler, sample_rng
-from data.shards import ShardError, ShardList
-from data.shards.errors import ResourceError
-from data.shards.reader import Reader, UnreadableError
-from data.shards.tar import MAP
+from tessera.data.batch import SampleParameters, largest_shrink
+from tessera.data.collate import Sample, Skipped, Transform
+from tessera.data.crops import MixedCrops
+from tessera.data.decode import MAX_PIXELS, ImageError, Picture
+from tessera.data.maps import checked_map, cut_map
+from tessera.data.sampler import MixtureSampler, sample_rng
+from tessera.data.shards import ShardError, ShardList
+from tessera.data.shards.errors import ResourceError
+from tessera.data.shards.reader import Reader, UnreadableError
+from tessera.data.shards.tar import MAP
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""

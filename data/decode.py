@@ -15,9 +15,9 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
-from data.tiff import TiffError, check_range, eight_bits, is_tiff, read_tiff
-from runtime.errors import printable
+from tessera.data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
+from tessera.data.tiff import TiffError, check_range, eight_bits, is_tiff, read_tiff
+from tessera.runtime.errors import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Names of the image formats that Pillow is allowed to decode."""

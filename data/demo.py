@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.shards import ShardError, cache_folder
-from data.tools.tar_writer import write_tar
+from tessera.data.shards import ShardError, cache_folder
+from tessera.data.tools.tar_writer import write_tar
 
 VERSION = 1  # increase this number when the samples of the data set change
 SIZE = 32  # pixels

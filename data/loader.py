@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from data.batches import Batches
-from data.collate import Collator, Transform, needs_workers
-from data.dataset import Decoding, EvaluationDataset, TrainDataset
-from data.decode import MAX_PIXELS
-from data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, ShuffledSampler, bounded_buffers
-from data.shards import DEFAULT, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
-from data.shards.reader import Reader, warn_of_small_cache
-from data.workers import free_cores
-from encoders.base import IMAGENET, Preprocessing
-from runtime.settings import Section
+from tessera.data.batches import Batches
+from tessera.data.collate import Collator, Transform, needs_workers
+from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
+from tessera.data.decode import MAX_PIXELS
+from tessera.data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, ShuffledSampler, bounded_buffers
+from tessera.data.shards import DEFAULT, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
+from tessera.data.shards.reader import Reader, warn_of_small_cache
+from tessera.data.workers import free_cores
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.runtime.settings import Section
 
 
 class StreamConfig(Section):

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.batch import CropParameters
-from data.decode import MAX_PIXELS, ImageError, check_header
-from data.headers import holds_all_pixels
+from tessera.data.batch import CropParameters
+from tessera.data.decode import MAX_PIXELS, ImageError, check_header
+from tessera.data.headers import holds_all_pixels
 
 IGNORED = 255
 """Value of pixels that are neither trained on nor scored."""

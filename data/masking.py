@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.batch import ViewParameters
-from data.crops import MultiCrop, NativeCrop, RandomCrop
+from tessera.data.batch import ViewParameters
+from tessera.data.crops import MultiCrop, NativeCrop, RandomCrop
 
 MaskKind = Literal["random", "block"]
 

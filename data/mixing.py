@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.randomness import BITS, hashed
-from encoders.segments import copy_to_device
+from tessera.encoders.randomness import BITS, hashed
+from tessera.encoders.segments import copy_to_device
 
 ERASED_AREA = (0.02, 1 / 3)
 """Smallest and largest area of an erased box, as a share of the image's area."""

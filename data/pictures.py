@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.batch import Batch
-from encoders.base import Preprocessing
-from encoders.images import PackedImages
+from tessera.data.batch import Batch
+from tessera.encoders.base import Preprocessing
+from tessera.encoders.images import PackedImages
 
 
 def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:

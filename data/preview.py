@@ -1,10 +1,10 @@
 """Show images and class names of shards on one sheet.
 
-    python -m data.preview SHARDS [--output SHEET.png]
-    python -m data.preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png]
+    tessera preview SHARDS [--output SHEET.png]
+    tessera preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png]
 
 With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This part
-depends on the methods, so it is in `pretrain/preview.py`, and this command hands over to `python -m pretrain.preview`.
+depends on the methods, so it is in `pretrain/preview.py`, and this command hands over to it.
 """
 
 import math
@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from data.dataset import Decoding
-from data.decode import ImageError
-from data.shards import ShardError, ShardList, class_names, open_shards
-from data.shards.reader import Reader
-from data.sheet import Cell, as_rgb, write_sheet
-from runtime.processes import exit_on_user_error
-from runtime.settings import Positional, Settings, parse
+from tessera.data.dataset import Decoding
+from tessera.data.decode import ImageError
+from tessera.data.shards import ShardError, ShardList, class_names, open_shards
+from tessera.data.shards.reader import Reader
+from tessera.data.sheet import Cell, as_rgb, write_sheet
+from tessera.runtime.processes import exit_on_user_error
+from tessera.runtime.settings import Positional, Settings, parse
 
 OF_A_RUN = ("--method", "--config")
 
@@ -95,6 +95,6 @@ def caption_of(reader: Reader, opened: ShardList, shard: int, number: int) -> st
 
 if __name__ == "__main__":
     if any(word.partition("=")[0] in OF_A_RUN for word in sys.argv[1:]):
-        os.execv(sys.executable, [sys.executable, "-m", "pretrain.preview", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "tessera.pretrain.preview", *sys.argv[1:]])
     with exit_on_user_error():
         run(parse(PreviewSettings))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoders.segments import copy_to_device
+from tessera.encoders.segments import copy_to_device
 
 LAYERS = 2
 """Number of operations that are drawn for each image."""

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.batch import Batch, CropParameters
-from encoders.segments import copy_to_device
+from tessera.data.batch import Batch, CropParameters
+from tessera.encoders.segments import copy_to_device
 
 CHUNK_PIXELS = 2**24
 """Maximum number of pixels in one resize operation, including padding. The operation needs about 23 bytes per pixel."""

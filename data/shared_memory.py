@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batch import Batch
+from tessera.data.batch import Batch
 
 UNRESERVED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
 """Flags for shared memory that the system does not reserve in advance. 0x4000 is MAP_NORESERVE, which Python's module

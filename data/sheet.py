@@ -10,10 +10,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.pictures import colours
-from data.shards import ShardError
-from encoders.base import Preprocessing
-from runtime.files import atomic_write
+from tessera.data.pictures import colours
+from tessera.data.shards import ShardError
+from tessera.encoders.base import Preprocessing
+from tessera.runtime.files import atomic_write
 
 LONGEST_CAPTION = 18
 """Largest number of characters of a caption. Longer captions are cut in the middle."""

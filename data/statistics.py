@@ -9,11 +9,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from data.decode import ImageError, decode
-from data.shards import Reader, ShardError, ShardList, Sources, class_names
-from data.shards.reader import UnreadableError
-from data.shards.remote import is_remote
-from encoders.base import Preprocessing
+from tessera.data.decode import ImageError, decode
+from tessera.data.shards import Reader, ShardError, ShardList, Sources, class_names
+from tessera.data.shards.reader import UnreadableError
+from tessera.data.shards.remote import is_remote
+from tessera.encoders.base import Preprocessing
 
 READ_TOGETHER = 64
 """Number of images that are downloaded together."""

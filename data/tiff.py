@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from data.headers import MAX_SIDE
+from tessera.data.headers import MAX_SIDE
 
 if TYPE_CHECKING:
     from tifffile import TiffPage

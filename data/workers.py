@@ -17,10 +17,10 @@ from typing import Any
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from runtime import preemption
-from runtime.allocator import return_freed_memory
-from runtime.errors import UserError
-from runtime.machine import process_fields, signal_at_end_of_parent
+from tessera.runtime import preemption
+from tessera.runtime.allocator import return_freed_memory
+from tessera.runtime.errors import UserError
+from tessera.runtime.machine import process_fields, signal_at_end_of_parent
 
 POLL = 1.0  # seconds between two checks whether the parent has ended
 STALLED = 30

@@ -9,7 +9,7 @@
 import sys
 
 import tessera
-from data.demo import demo_shards
+from tessera.data.demo import demo_shards
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 450
 train, val = demo_shards()

@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from encoders import navit, published, rope_vit, sam_vit, swin, twins, vit
-from encoders.base import IMAGENET, Encoder, Features, Preprocessing
-from encoders.checks import check_finite, check_settings
-from encoders.errors import EncoderError, WeightsError
-from encoders.formats.checkpoint import load_weights, read, recognise
-from encoders.formats.report import Report, check_names, check_shapes, check_values
-from encoders.navit import NaViT
-from encoders.rope_vit import RoPEViT
-from encoders.sam_vit import SAMViT
-from encoders.swin import Swin
-from encoders.twins import Twins
-from encoders.vit import ViT
-from runtime.errors import printable
-from runtime.files import atomic_write, read_bounded
+from tessera.encoders import navit, published, rope_vit, sam_vit, swin, twins, vit
+from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
+from tessera.encoders.checks import check_finite, check_settings
+from tessera.encoders.errors import EncoderError, WeightsError
+from tessera.encoders.formats.checkpoint import load_weights, read, recognise
+from tessera.encoders.formats.report import Report, check_names, check_shapes, check_values
+from tessera.encoders.navit import NaViT
+from tessera.encoders.rope_vit import RoPEViT
+from tessera.encoders.sam_vit import SAMViT
+from tessera.encoders.swin import Swin
+from tessera.encoders.twins import Twins
+from tessera.encoders.vit import ViT
+from tessera.runtime.errors import printable
+from tessera.runtime.files import atomic_write, read_bounded
 
 __all__ = [
     "IMAGENET",

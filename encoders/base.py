@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from encoders.errors import EncoderError
-from encoders.images import Images, Mask, PackedImages
-from encoders.layers import DropPath, Scales
-from encoders.randomness import drop_path_scales, next_keys
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import Images, Mask, PackedImages
+from tessera.encoders.layers import DropPath, Scales
+from tessera.encoders.randomness import drop_path_scales, next_keys
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from encoders.images import Images, PackedImages, patchify
-from encoders.layers import (
+from tessera.encoders.images import Images, PackedImages, patchify
+from tessera.encoders.layers import (
     MLP,
     DropPath,
     Init,
@@ -25,8 +25,8 @@ from encoders.layers import (
     recomputed,
     self_attention,
 )
-from encoders.segments import Segments
-from encoders.subsets import Subset
+from tessera.encoders.segments import Segments
+from tessera.encoders.subsets import Subset
 
 MLPKind = Literal["gelu", "swiglu"]
 

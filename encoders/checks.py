@@ -5,8 +5,8 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-from encoders.errors import EncoderError
-from runtime.errors import printable
+from tessera.encoders.errors import EncoderError
+from tessera.runtime.errors import printable
 
 LARGEST = 2**16
 """Largest whole number that a setting may have, such as a width or a side in pixels."""

@@ -1,6 +1,6 @@
 """Errors of encoders and of their weight files."""
 
-from runtime.errors import UserError
+from tessera.runtime.errors import UserError
 
 
 class EncoderError(UserError, ValueError):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from encoders.errors import EncoderError
+from tessera.encoders.errors import EncoderError
 
 
 @dataclass(frozen=True)

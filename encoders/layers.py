@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from encoders.dot_product import dot_product_attention
-from encoders.errors import EncoderError
-from encoders.segments import Segments
+from tessera.encoders.dot_product import dot_product_attention
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.segments import Segments
 
 Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
@@ -60,7 +60,7 @@ def attention(
         out = dot_product_attention(q, k, v, scale=scale)
         return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the fused kernels' memory layout is (B, N, heads, d)
     # imported here, because the module loads torch's compiler, which takes seconds
-    from encoders.packed_attention import packed_attention
+    from tessera.encoders.packed_attention import packed_attention
 
     return packed_attention(q, k, v, scale, segments)
 
@@ -71,7 +71,7 @@ def self_attention(qkv: Tensor, *, scale: float | None = None, segments: Segment
     With `segments`, `qkv` holds the tokens of packed images (T, 3, heads, d).
     """
     if segments is not None and not segments.uniform:
-        from encoders import packed_attention  # see `attention`
+        from tessera.encoders import packed_attention  # see `attention`
 
         if len(segments.runs) <= packed_attention.FEW_RUNS:
             return packed_attention.self_attention_by_run(qkv, scale, segments)

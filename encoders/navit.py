@@ -15,10 +15,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from encoders.base import Encoder, Features
-from encoders.errors import EncoderError
-from encoders.images import Images, Mask, PackedImages, pack
-from encoders.layers import (
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import Images, Mask, PackedImages, pack
+from tessera.encoders.layers import (
     MLP,
     DropPath,
     LayerNorm,
@@ -34,8 +34,8 @@ from encoders.layers import (
     learned,
     table_grid,
 )
-from encoders.randomness import next_keys, token_noise
-from encoders.segments import Segments, copy_to_device, token_positions
+from tessera.encoders.randomness import next_keys, token_noise
+from tessera.encoders.segments import Segments, copy_to_device, token_positions
 
 Pool = Literal["attention", "mean"]
 Positions = Literal["absolute", "fractional"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from encoders.dot_product import dot_product_attention
-from encoders.segments import PaddedSequences, Segments
+from tessera.encoders.dot_product import dot_product_attention
+from tessera.encoders.segments import PaddedSequences, Segments
 
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 

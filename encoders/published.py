@@ -8,9 +8,9 @@ import difflib
 from pathlib import Path
 from types import ModuleType
 
-from encoders.base import Preprocessing
-from encoders.errors import WeightsError
-from encoders.formats.report import State
+from tessera.encoders.base import Preprocessing
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.report import State
 
 PREFIX = "timm:"
 

@@ -28,8 +28,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from encoders.errors import EncoderError
-from encoders.segments import copy_to_device
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.segments import copy_to_device
 
 BITS = 32
 MASK = 2**BITS - 1

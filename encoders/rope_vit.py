@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from encoders.base import Encoder, Features
-from encoders.blocks import Block, MLPKind, PatchEmbed
-from encoders.errors import EncoderError
-from encoders.images import Images, Mask, PackedImages
-from encoders.layers import (
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.blocks import Block, MLPKind, PatchEmbed
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import Images, Mask, PackedImages
+from tessera.encoders.layers import (
     Init,
     LayerNorm,
     Recompute,
@@ -31,9 +31,9 @@ from encoders.layers import (
     init_linear,
     modules_of,
 )
-from encoders.randomness import shared_noise
-from encoders.segments import Segments, copy_to_device, image_means, insert_prefix, split_prefix
-from encoders.subsets import BranchScales, draw_branch_scales
+from tessera.encoders.randomness import shared_noise
+from tessera.encoders.segments import Segments, copy_to_device, image_means, insert_prefix, split_prefix
+from tessera.encoders.subsets import BranchScales, draw_branch_scales
 
 Pool = Literal["class", "mean"]
 Coordinates = Literal["separate", "max", "min"]

@@ -19,11 +19,11 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from encoders.base import Encoder, Features
-from encoders.blocks import PatchEmbed
-from encoders.errors import EncoderError
-from encoders.images import Images, Mask
-from encoders.layers import (
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.blocks import PatchEmbed
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import Images, Mask
+from tessera.encoders.layers import (
     DropPath,
     LayerNorm,
     Scales,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoders.errors import EncoderError
+from tessera.encoders.errors import EncoderError
 
 
 def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoders.base import Encoder
-from encoders.layers import Scales
-from encoders.segments import Segments, copy_to_device
+from tessera.encoders.base import Encoder
+from tessera.encoders.layers import Scales
+from tessera.encoders.segments import Segments, copy_to_device
 
 
 @dataclass(frozen=True)

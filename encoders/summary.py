@@ -1,6 +1,6 @@
 """Print the cost of encoder variants: parameters, tokens, multiply-accumulates and activation memory.
 
-    python -m encoders.summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
+    tessera summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
 
 The table gives the cost of one image. The encoder is on torch's meta device, so that no memory is allocated. The number
 of multiply-accumulates is half the number of floating-point operations that torch counts in matrix products,
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-import encoders
-from encoders.base import Encoder
-from encoders.errors import EncoderError
-from runtime import streams
+from tessera import encoders
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import EncoderError
+from tessera.runtime import streams
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m encoders.summary", description="Print the cost of encoders.")
+    parser = argparse.ArgumentParser(prog="tessera summary", description="Print the cost of encoders.")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help="encoder variants (default: all)")
     parser.add_argument("--image_size", type=int, help="side in pixels (default: image_size of the variant)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")

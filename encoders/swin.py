@@ -14,10 +14,10 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from encoders.base import Encoder, Features
-from encoders.errors import EncoderError
-from encoders.images import Images, Mask
-from encoders.layers import (
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import Images, Mask
+from tessera.encoders.layers import (
     MLP,
     DropPath,
     LayerNorm,

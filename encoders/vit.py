@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from encoders.base import Encoder, Features
-from encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
-from encoders.errors import EncoderError
-from encoders.images import Images, Mask, PackedImages
-from encoders.layers import (
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import Images, Mask, PackedImages
+from tessera.encoders.layers import (
     Init,
     Interpolation,
     LayerNorm,
@@ -36,8 +36,8 @@ from encoders.layers import (
     sincos_table,
     table_grid,
 )
-from encoders.segments import Segments, image_means, insert_prefix, split_prefix
-from encoders.subsets import BranchScales, draw_branch_scales
+from tessera.encoders.segments import Segments, image_means, insert_prefix, split_prefix
+from tessera.encoders.subsets import BranchScales, draw_branch_scales
 
 Pool = Literal["class", "mean", "all"]
 Positions = Literal["learned", "sincos"]

@@ -1,6 +1,6 @@
 """Convert a published checkpoint, or an encoder of this project, to an encoder of this project, timm or transformers.
 
-    python -m encoders.weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm|transformers] [--set image_size=96]
+    tessera weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm|transformers] [--set image_size=96]
 
 The checkpoint determines the settings of the encoder. `--encoder` and `--set` override these settings, or add settings
 that the checkpoint does not determine. Position tables and bias tables are resized to the new settings.
@@ -14,21 +14,21 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-import encoders
-from encoders import published
-from encoders.base import IMAGENET, Encoder
-from encoders.errors import EncoderError, WeightsError
-from encoders.formats import transformers_export
-from encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
-from encoders.formats.report import Report
-from encoders.summary import setting
-from runtime import streams
-from runtime.files import atomic_write
+from tessera import encoders
+from tessera.encoders import published
+from tessera.encoders.base import IMAGENET, Encoder
+from tessera.encoders.errors import EncoderError, WeightsError
+from tessera.encoders.formats import transformers_export
+from tessera.encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
+from tessera.encoders.formats.report import Report
+from tessera.encoders.summary import setting
+from tessera.runtime import streams
+from tessera.runtime.files import atomic_write
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m encoders.weights",
+        prog="tessera weights",
         description="Convert a published checkpoint, or an encoder of this project, to an encoder of this project or "
         "of timm or transformers.",
     )

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from accelerate import Accelerator
 
-from data.shards import ShardList, Shards, SourceConfig, class_names
-from evaluation.features import EvaluationError, open_labelled
-from evaluation.overlap import check_contents, check_disjoint
-from runtime.collectives import gather_objects, run_on_all_ranks
+from tessera.data.shards import ShardList, Shards, SourceConfig, class_names
+from tessera.evaluation.features import EvaluationError, open_labelled
+from tessera.evaluation.overlap import check_contents, check_disjoint
+from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
 
 def open_labelled_pair(

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import open_shards
-from evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
-from runtime import streams
-from runtime.files import atomic_write
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.settings import parse
+from tessera.data.shards import open_shards
+from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
+from tessera.runtime import streams
+from tessera.runtime.files import atomic_write
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import parse
 
 
 class EmbedSettings(FeatureSettings):

@@ -15,21 +15,21 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
-import encoders
-from data.augment import to_model_input
-from data.batch import Batch
-from data.collate import Transform
-from data.crops import CenterCrop
-from data.loader import Reading, evaluation_batches, require_labels
-from data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
-from data.workers import free_cores
-from encoders import published
-from encoders.base import IMAGENET, Encoder, Features, Preprocessing
-from encoders.images import Images
-from runtime.collectives import all_gather, all_reduce_sum
-from runtime.errors import UserError
-from runtime.progress import track
-from runtime.settings import Settings
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import Transform
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import Reading, evaluation_batches, require_labels
+from tessera.data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
+from tessera.data.workers import free_cores
+from tessera.encoders import published
+from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
+from tessera.encoders.images import Images
+from tessera.runtime.collectives import all_gather, all_reduce_sum
+from tessera.runtime.errors import UserError
+from tessera.runtime.progress import track
+from tessera.runtime.settings import Settings
 
 PIXELS = "pixels"
 
@@ -326,9 +326,7 @@ def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = Non
     """
     for name, labels in (("train", train), ("val", val)):
         if not len(labels):
-            raise EvaluationError(
-                f"--{name} has no readable image. Check the shards with `python -m data.check_shards`."
-            )
+            raise EvaluationError(f"--{name} has no readable image. Check the shards with `tessera check_shards`.")
         if int(labels.min()) < 0:
             raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
     missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))

@@ -28,16 +28,16 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from evaluation import logistic
-from evaluation.features import FeatureSettings, LabelledFeatures
-from evaluation.knn import KNNProtocol, knn_accuracy
-from evaluation.labelled import described, labelled_features
-from evaluation.results import Evaluation, check_output, report
-from runtime import streams
-from runtime.collectives import all_gather, rank
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.progress import track
-from runtime.settings import parse
+from tessera.evaluation import logistic
+from tessera.evaluation.features import FeatureSettings, LabelledFeatures
+from tessera.evaluation.knn import KNNProtocol, knn_accuracy
+from tessera.evaluation.labelled import described, labelled_features
+from tessera.evaluation.results import Evaluation, check_output, report
+from tessera.runtime import streams
+from tessera.runtime.collectives import all_gather, rank
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.progress import track
+from tessera.runtime.settings import parse
 
 KNN, LOGISTIC = "knn", "logistic_regression"
 """Names of the two classifiers in the result."""

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation.features import LabelledFeatures
-from evaluation.results import true_class_rank
-from runtime.collectives import all_reduce_sum, rank
-from runtime.progress import track
+from tessera.evaluation.features import LabelledFeatures
+from tessera.evaluation.results import true_class_rank
+from tessera.runtime.collectives import all_reduce_sum, rank
+from tessera.runtime.progress import track
 
 MOMENTUM = 0.9
 EPSILON = 1e-6  # epsilon of the batch norm in MAE's linear probe

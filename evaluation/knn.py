@@ -25,13 +25,13 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, check_finite
-from evaluation.labelled import described, full_float32, labelled_features
-from evaluation.results import UNRANKED, Evaluation, check_output, report, true_class_rank
-from runtime import streams
-from runtime.collectives import all_gather, all_reduce_sum
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.settings import parse
+from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, check_finite
+from tessera.evaluation.labelled import described, full_float32, labelled_features
+from tessera.evaluation.results import UNRANKED, Evaluation, check_output, report, true_class_rank
+from tessera.runtime import streams
+from tessera.runtime.collectives import all_gather, all_reduce_sum
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import parse
 
 HEADLINE = 20
 """Number of neighbours k for which the accuracy is reported as `top1`."""

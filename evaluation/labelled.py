@@ -12,10 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.shards import Shards
-from encoders.base import Encoder
-from evaluation.classes import open_labelled_pair
-from evaluation.features import (
+from tessera.data.shards import Shards
+from tessera.encoders.base import Encoder
+from tessera.evaluation.classes import open_labelled_pair
+from tessera.evaluation.features import (
     PIXELS,
     FeatureSettings,
     LabelledFeatures,
@@ -27,7 +27,7 @@ from evaluation.features import (
     open_labelled,
     resize_size,
 )
-from runtime.collectives import all_gather, all_reduce_sum
+from tessera.runtime.collectives import all_gather, all_reduce_sum
 
 
 class TrainAndVal(NamedTuple):

@@ -33,12 +33,12 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.batch import ViewParameters
-from data.collate import ViewShape
-from data.crops import RandomCrop, RandomCropConfig
-from encoders.base import Encoder
-from evaluation.classes import open_labelled_pair
-from evaluation.features import (
+from tessera.data.batch import ViewParameters
+from tessera.data.collate import ViewShape
+from tessera.data.crops import RandomCrop, RandomCropConfig
+from tessera.encoders.base import Encoder
+from tessera.evaluation.classes import open_labelled_pair
+from tessera.evaluation.features import (
     EvaluationError,
     FeatureSettings,
     LabelledFeatures,
@@ -49,12 +49,12 @@ from evaluation.features import (
     load_encoder,
     resize_size,
 )
-from evaluation.heads import Heads, HeadTraining, accuracy, normaliser, train_heads
-from evaluation.results import Evaluation, check_output, report
-from runtime import streams
-from runtime.collectives import all_gather
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.settings import parse
+from tessera.evaluation.heads import Heads, HeadTraining, accuracy, normaliser, train_heads
+from tessera.evaluation.results import Evaluation, check_output, report
+from tessera.runtime import streams
+from tessera.runtime.collectives import all_gather
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import parse
 
 RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]
 """Grid of learning rates in DINOv2."""

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation.features import LabelledFeatures
-from evaluation.heads import normaliser
-from evaluation.labelled import full_float32
-from evaluation.results import true_class_rank
-from runtime.collectives import all_gather, all_reduce_sum
+from tessera.evaluation.features import LabelledFeatures
+from tessera.evaluation.heads import normaliser
+from tessera.evaluation.labelled import full_float32
+from tessera.evaluation.results import true_class_rank
+from tessera.runtime.collectives import all_gather, all_reduce_sum
 
 STRENGTH = 0.0025
 """Weight of the L2 penalty in the README of MSN's code, for a loss that is summed over the images."""

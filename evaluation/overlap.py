@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.shards import Reader, ShardError, ShardList, Shards, SourceConfig, expand
-from evaluation.features import EvaluationError
+from tessera.data.shards import Reader, ShardError, ShardList, Shards, SourceConfig, expand
+from tessera.evaluation.features import EvaluationError
 
 MOST_COMPARED = 64
 """Maximum number of images whose contents are compared, of those with equal names and sizes in both sets."""

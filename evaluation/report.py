@@ -1,6 +1,6 @@
 """Compare runs on one HTML page: settings that differ, results, curves and pictures.
 
-    python -m evaluation.report RUNS... [--output FILE.html] [--open] [--csv FILE] [--markdown FILE]
+    tessera report RUNS... [--output FILE.html] [--open] [--csv FILE] [--markdown FILE]
 
 RUNS are run folders, or folders that hold run folders. The same table is printed to the terminal, best run first. The
 page is one file with all pictures in it, and needs no server and no network.
@@ -12,14 +12,14 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from evaluation.reporting.features import Options, examine
-from evaluation.reporting.page import Page, render
-from evaluation.reporting.runs import ReportError, read_runs
-from evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
-from runtime import streams
-from runtime.files import atomic_write
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.settings import Positional, Settings, parse
+from tessera.evaluation.reporting.features import Options, examine
+from tessera.evaluation.reporting.page import Page, render
+from tessera.evaluation.reporting.runs import ReportError, read_runs
+from tessera.evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
+from tessera.runtime import streams
+from tessera.runtime.files import atomic_write
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import Positional, Settings, parse
 
 
 class ReportSettings(Settings):

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import encoders
-from runtime.errors import UserError
-from runtime.files import atomic_write
-from runtime.machine import versions
+from tessera import encoders
+from tessera.runtime.errors import UserError
+from tessera.runtime.files import atomic_write
+from tessera.runtime.machine import versions
 
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
 """File names that say which part of a data set a shard belongs to, but not which data set."""

@@ -29,14 +29,14 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures
-from evaluation.knn import queries
-from evaluation.labelled import described, full_float32, labelled_features
-from evaluation.results import Evaluation, check_output, report
-from runtime import streams
-from runtime.collectives import all_gather, all_reduce_sum, rank
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.settings import parse
+from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures
+from tessera.evaluation.knn import queries
+from tessera.evaluation.labelled import described, full_float32, labelled_features
+from tessera.evaluation.results import Evaluation, check_output, report
+from tessera.runtime import streams
+from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import parse
 
 CELLS = 2**25
 """Largest number of similarities between queries and gallery images that are computed at a time, over all processes."""

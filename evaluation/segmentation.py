@@ -34,18 +34,18 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from data.augment import Share, to_model_input
-from data.batches import Batches
-from data.crops import Areas, RandomCrop, RandomCropConfig, WholeImage
-from data.decode import ImageError
-from data.loader import Reading, evaluation_batches, training_batches
-from data.maps import IGNORED, decode_map
-from data.sampler import BatchSampler
-from data.shards import Reader, ShardError, ShardList, open_shards
-from data.shards.tar import MAP
-from data.workers import free_cores
-from encoders.base import Encoder
-from evaluation.features import (
+from tessera.data.augment import Share, to_model_input
+from tessera.data.batches import Batches
+from tessera.data.crops import Areas, RandomCrop, RandomCropConfig, WholeImage
+from tessera.data.decode import ImageError
+from tessera.data.loader import Reading, evaluation_batches, training_batches
+from tessera.data.maps import IGNORED, decode_map
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import Reader, ShardError, ShardList, open_shards
+from tessera.data.shards.tar import MAP
+from tessera.data.workers import free_cores
+from tessera.encoders.base import Encoder
+from tessera.evaluation.features import (
     EncoderSettings,
     EvaluationError,
     check_total,
@@ -54,15 +54,15 @@ from evaluation.features import (
     load_encoder,
     single_view,
 )
-from evaluation.labelled import full_float32
-from evaluation.overlap import check_contents, check_disjoint
-from evaluation.results import Evaluation, check_output, report
-from evaluation.segmentation_head import Head, backward, resized
-from runtime import streams
-from runtime.collectives import all_reduce_max, all_reduce_sum, rank
-from runtime.processes import exit_on_user_error, make_accelerator
-from runtime.progress import track
-from runtime.settings import parse
+from tessera.evaluation.labelled import full_float32
+from tessera.evaluation.overlap import check_contents, check_disjoint
+from tessera.evaluation.results import Evaluation, check_output, report
+from tessera.evaluation.segmentation_head import Head, backward, resized
+from tessera.runtime import streams
+from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.progress import track
+from tessera.runtime.settings import parse
 
 WARMUP = 1500 / 40_000
 """Share of the steps in which the learning rate rises, as in DINOv2."""
@@ -191,7 +191,7 @@ def scores(matrix: Tensor) -> Scores:
         EvaluationError: no pixel was counted.
     """
     if not int(matrix.sum()):
-        raise EvaluationError("--val has no pixel that is scored. Check the maps with `python -m data.check_shards`.")
+        raise EvaluationError("--val has no pixel that is scored. Check the maps with `tessera check_shards`.")
     correct = matrix.diagonal().double()
     union = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
     iou = correct / union  # NaN for a class without any pixel

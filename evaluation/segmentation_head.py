@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.maps import IGNORED
-from runtime.collectives import all_reduce_sum
+from tessera.data.maps import IGNORED
+from tessera.runtime.collectives import all_reduce_sum
 
 RISE, EPSILON = 0.1, 1e-5  # momentum of the running mean and variance, and epsilon, of torch's batch norm
 

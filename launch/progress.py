@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jobs import EVALUATIONS, evaluation_job, read_record, read_settings, states, submit, write_record
+from tessera.launch.jobs import EVALUATIONS, evaluation_job, read_record, read_settings, states, submit, write_record
 
 ENCODER_FILES = ("encoder.json", "encoder.safetensors")
 METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean IoU"}

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs import (
+from tessera.launch.jobs import (
     EVALUATIONS,
     FINAL_ONLY,
     LAUNCH,
@@ -41,7 +41,7 @@ from jobs import (
     submit_chain,
     write_record,
 )
-from progress import follow, status
+from tessera.launch.progress import follow, status
 
 CPUS_PER_GPU = 8
 DDP = LAUNCH.parent / "configs" / "accelerate" / "ddp.yaml"

@@ -8,16 +8,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-import encoders
-from evaluation.features import resolve_checkpoint
-from pretrain.config import ResolvedRun
-from pretrain.export import load_run
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method
-from pretrain.preflight import ON_META, dry_forward
-from pretrain.start import take_weights
-from runtime.collectives import broadcast_object, patient_group, rank
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.evaluation.features import resolve_checkpoint
+from tessera.pretrain.config import ResolvedRun
+from tessera.pretrain.export import load_run
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.preflight import ON_META, dry_forward
+from tessera.pretrain.start import take_weights
+from tessera.runtime.collectives import broadcast_object, patient_group, rank
+from tessera.runtime.settings import SettingsError
 
 T = TypeVar("T")
 

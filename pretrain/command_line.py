@@ -4,12 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import encoders
-from encoders import published
-from pretrain.config import RunConfig, settings_model
-from pretrain.methods import METHODS
-from runtime.errors import printable
-from runtime.settings import SettingsError, flags, flattened, merge, peek, read_yaml, section_type, suggestion, validate
+from tessera import encoders
+from tessera.encoders import published
+from tessera.pretrain.config import RunConfig, settings_model
+from tessera.pretrain.methods import METHODS
+from tessera.runtime.errors import printable
+from tessera.runtime.settings import (
+    SettingsError,
+    flags,
+    flattened,
+    merge,
+    peek,
+    read_yaml,
+    section_type,
+    suggestion,
+    validate,
+)
 
 PRESETS = Path(__file__).parent.parent / "configs"
 
@@ -186,7 +196,7 @@ def started_encoder(init_from: str) -> dict[str, Any]:
             has no weights of this name.
     """
     # imported here, because the import takes seconds, and --help does not need it
-    from evaluation.features import resolve_checkpoint
+    from tessera.evaluation.features import resolve_checkpoint
 
     try:
         if published.is_name(init_from):

@@ -13,18 +13,18 @@ from typing import Any, ClassVar, Literal, cast
 import yaml
 from pydantic import Field, create_model
 
-import encoders
-from data.augment import ColorConfig, colors_for
-from data.loader import LoaderConfig, StreamConfig
-from data.shards import SourceConfig
-from encoders.base import IMAGENET, Preprocessing
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method, RunSize
-from pretrain.monitoring.collapse import HealthConfig
-from pretrain.monitoring.sinks import MetricsConfig
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from runtime.errors import printable
-from runtime.settings import Section, Settings, SettingsError, suggestion, validate
+from tessera import encoders
+from tessera.data.augment import ColorConfig, colors_for
+from tessera.data.loader import LoaderConfig, StreamConfig
+from tessera.data.shards import SourceConfig
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.monitoring.collapse import HealthConfig
+from tessera.pretrain.monitoring.sinks import MetricsConfig
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.runtime.errors import printable
+from tessera.runtime.settings import Section, Settings, SettingsError, suggestion, validate
 
 CONTINUED = 0.1
 """Default of `optim.encoder_lr_factor` for a trained encoder with new heads (docs/methods.md)."""
@@ -306,7 +306,9 @@ def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:
     """Return True if the run starts from a trained encoder without heads."""
     if config.init_from is None:
         return False
-    from pretrain.start import gives_heads  # imported here, because the import takes seconds, and --help does without
+    from tessera.pretrain.start import (
+        gives_heads,  # imported here, because the import takes seconds, and --help does without
+    )
 
     return not gives_heads(config.init_from, method.continues)
 

@@ -1,6 +1,6 @@
 """Export of the encoder or the whole method from a checkpoint of any engine and any number of processes.
 
-    python -m pretrain.export CHECKPOINT OUTPUT.safetensors [--part encoder|encoder-NAME|student|teacher|method]
+    tessera export CHECKPOINT OUTPUT.safetensors [--part encoder|encoder-NAME|student|teacher|method]
 
 CHECKPOINT is a checkpoint or a run folder. For a run folder, the newest checkpoint is exported. `encoders.load` and
 `--init_from` read an exported encoder, and the function `load` of this module reads an exported method. The file of a
@@ -20,18 +20,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import encoders
-from encoders.checks import MOST_BLOCKS
-from encoders.formats.report import check_names, check_shapes, check_values
-from pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
-from pretrain.engines.local_state import read, unsharded
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method
-from runtime import streams
-from runtime.collectives import RankError, broadcast_object, patient_group, run_on_all_ranks
-from runtime.errors import UserError, printable
-from runtime.files import atomic_write, read_bounded
-from runtime.settings import validate
+from tessera import encoders
+from tessera.encoders.checks import MOST_BLOCKS
+from tessera.encoders.formats.report import check_names, check_shapes, check_values
+from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
+from tessera.pretrain.engines.local_state import read, unsharded
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method
+from tessera.runtime import streams
+from tessera.runtime.collectives import RankError, broadcast_object, patient_group, run_on_all_ranks
+from tessera.runtime.errors import UserError, printable
+from tessera.runtime.files import atomic_write, read_bounded
+from tessera.runtime.settings import validate
 
 MAX_BYTES = 2**24
 """Largest size in bytes of the .json file of an exported method."""
@@ -43,7 +43,7 @@ PARTS = ("encoder", "encoder-NAME", "student", "teacher", "method")
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m pretrain.export",
+        prog="tessera export",
         description="Export the encoder of a checkpoint, or the whole method. Runs in one process.",
     )
     parser.add_argument(

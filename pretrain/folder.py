@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import encoders
-from pretrain.checkpoints import resume
-from pretrain.config import ResolvedRun, RunConfig
-from runtime.collectives import broadcast_object, rank, run_on_all_ranks
-from runtime.errors import printable
-from runtime.lock import locked
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.pretrain.checkpoints import resume
+from tessera.pretrain.config import ResolvedRun, RunConfig
+from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
+from tessera.runtime.errors import printable
+from tessera.runtime.lock import locked
+from tessera.runtime.settings import SettingsError
 
 PARTS = (
     "config.yaml",

@@ -11,39 +11,39 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
-import encoders
-from data.batches import Batches
-from data.decode import jpeg_decoder
-from data.demo import demo_shards
-from data.loader import Reading, training_batches
-from data.sampler import BatchSampler, bounded_buffers
-from data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
-from data.workers import free_cores
-from pretrain import engines
-from pretrain.build import build_method
-from pretrain.checkpoints import resume
-from pretrain.checkpoints.resume import TrainState
-from pretrain.checkpoints.save import Saver
-from pretrain.config import ResolvedRun, RunConfig, resolve, to_yaml
-from pretrain.engines import Engine
-from pretrain.folder import claimed, delete_run, newest_checkpoint
-from pretrain.loop import Run, train
-from pretrain.measurements import measure_classes, measure_pixels
-from pretrain.methods.base import Method
-from pretrain.monitoring.accuracy import Accuracy, write_result
-from pretrain.monitoring.machine import record_start
-from pretrain.monitoring.metrics import Recorder
-from pretrain.monitoring.online_knn import OnlineKNN
-from pretrain.monitoring.verdict import Scores, baselines, linear
-from pretrain.precision import with_precision
-from pretrain.preflight import Plan, report
-from runtime import processes
-from runtime.allocator import keep_freed_memory
-from runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
-from runtime.files import atomic_write
-from runtime.preemption import saving_on_interrupt
-from runtime.settings import SettingsError
-from runtime.watchdog import watched
+from tessera import encoders
+from tessera.data.batches import Batches
+from tessera.data.decode import jpeg_decoder
+from tessera.data.demo import demo_shards
+from tessera.data.loader import Reading, training_batches
+from tessera.data.sampler import BatchSampler, bounded_buffers
+from tessera.data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
+from tessera.data.workers import free_cores
+from tessera.pretrain import engines
+from tessera.pretrain.build import build_method
+from tessera.pretrain.checkpoints import resume
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.config import ResolvedRun, RunConfig, resolve, to_yaml
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
+from tessera.pretrain.loop import Run, train
+from tessera.pretrain.measurements import measure_classes, measure_pixels
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.monitoring.accuracy import Accuracy, write_result
+from tessera.pretrain.monitoring.machine import record_start
+from tessera.pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
+from tessera.pretrain.precision import with_precision
+from tessera.pretrain.preflight import Plan, report
+from tessera.runtime import processes
+from tessera.runtime.allocator import keep_freed_memory
+from tessera.runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
+from tessera.runtime.files import atomic_write
+from tessera.runtime.preemption import saving_on_interrupt
+from tessera.runtime.settings import SettingsError
+from tessera.runtime.watchdog import watched
 
 log = logging.getLogger(__name__)
 

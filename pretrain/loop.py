@@ -15,24 +15,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.augment import to_model_input
-from data.batch import Batch
-from data.pictures import crops, panels
-from encoders.randomness import random_keys
-from pretrain.checkpoints.resume import TrainState
-from pretrain.checkpoints.save import Saver
-from pretrain.config import ResolvedRun
-from pretrain.engines import Engine
-from pretrain.methods.base import Method
-from pretrain.monitoring import pictures, verdict
-from pretrain.monitoring.accuracy import Accuracy, accuracy_line
-from pretrain.monitoring.collapse import CollapseAlarm
-from pretrain.monitoring.metrics import Progress, Recorder
-from pretrain.monitoring.online_knn import OnlineKNN
-from pretrain.optim.adamw import apply_schedules, clip_gradients
-from runtime import preemption
-from runtime.collectives import all_reduce_sum, gather_objects, world_size
-from runtime.errors import UserError
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.pictures import crops, panels
+from tessera.encoders.randomness import random_keys
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.config import ResolvedRun
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.monitoring import pictures, verdict
+from tessera.pretrain.monitoring.accuracy import Accuracy, accuracy_line
+from tessera.pretrain.monitoring.collapse import CollapseAlarm
+from tessera.pretrain.monitoring.metrics import Progress, Recorder
+from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
+from tessera.runtime import preemption
+from tessera.runtime.collectives import all_reduce_sum, gather_objects, world_size
+from tessera.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from data.shards import ShardError, Sources
-from data.statistics import count_classes, pixel_statistics
-from encoders.base import Preprocessing
-from pretrain.config import RunConfig
-from pretrain.methods import METHODS
-from runtime.collectives import broadcast_object
+from tessera.data.shards import ShardError, Sources
+from tessera.data.statistics import count_classes, pixel_statistics
+from tessera.encoders.base import Preprocessing
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.methods import METHODS
+from tessera.runtime.collectives import broadcast_object
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ import os
 
 import torch
 
-import encoders
-from pretrain.config import RunConfig
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.pretrain.config import RunConfig
+from tessera.runtime.settings import SettingsError
 
 
 def with_precision(config: RunConfig) -> RunConfig:

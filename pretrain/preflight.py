@@ -15,16 +15,16 @@ from rich.filesize import decimal
 from rich.table import Table
 from torch import Tensor, nn
 
-from data.augment import to_model_input
-from data.batch import Batch
-from data.collate import Transform, collate
-from data.crops import MixedCrops
-from data.shards import WeightedShards, plan
-from encoders.base import IMAGENET, Encoder
-from encoders.dot_product import only_torchs_kernel
-from pretrain.config import ResolvedRun, to_yaml
-from pretrain.methods.base import Method
-from runtime.collectives import alone
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import Transform, collate
+from tessera.data.crops import MixedCrops
+from tessera.data.shards import WeightedShards, plan
+from tessera.encoders.base import IMAGENET, Encoder
+from tessera.encoders.dot_product import only_torchs_kernel
+from tessera.pretrain.config import ResolvedRun, to_yaml
+from tessera.pretrain.methods.base import Method
+from tessera.runtime.collectives import alone
 
 ON_META = re.compile(r"\b(register_)?meta\b")
 """Found in the messages of operations that need the data of a tensor on the meta device."""

@@ -1,6 +1,6 @@
 """Show the crops and masks that a run draws first, before any run.
 
-    python -m pretrain.preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png] [--images N]
+    tessera preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png] [--images N]
 
 All settings of pretrain/run.py are flags, and derived settings get the same values as in the run. The sheet shows the
 first images of the first batch of a run on one process, with the seed and the transform of the run: each row holds the
@@ -19,22 +19,22 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from data.augment import to_model_input
-from data.batch import Batch, View
-from data.collate import Sample
-from data.dataset import TrainDataset
-from data.pictures import colours
-from data.preview import caption_of
-from data.shards import Sources, class_names
-from data.shards.reader import Reader
-from data.sheet import Cell, as_rgb, to_bytes, write_sheet
-from encoders.images import Mask, PackedImages
-from pretrain.command_line import load
-from pretrain.config import RunConfig
-from pretrain.job import first_batches
-from runtime import streams
-from runtime.processes import exit_on_user_error
-from runtime.settings import Settings, SettingsError, help_text, validate
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, View
+from tessera.data.collate import Sample
+from tessera.data.dataset import TrainDataset
+from tessera.data.pictures import colours
+from tessera.data.preview import caption_of
+from tessera.data.shards import Sources, class_names
+from tessera.data.shards.reader import Reader
+from tessera.data.sheet import Cell, as_rgb, to_bytes, write_sheet
+from tessera.encoders.images import Mask, PackedImages
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.job import first_batches
+from tessera.runtime import streams
+from tessera.runtime.processes import exit_on_user_error
+from tessera.runtime.settings import Settings, SettingsError, help_text, validate
 
 HIDDEN = 0.5
 """Gray level of hidden tokens."""

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from runtime import preemption, streams
+from tessera.runtime import preemption, streams
 
 if __name__ == "__main__":
     streams.protect()
@@ -24,10 +24,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-from data.shards import ShardError
-from pretrain.command_line import load
-from runtime import watchdog
-from runtime.errors import UserError, without_controls
+from tessera.data.shards import ShardError
+from tessera.pretrain.command_line import load
+from tessera.runtime import watchdog
+from tessera.runtime.errors import UserError, without_controls
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         with preemption.listening():
             config = load(sys.argv[1:] if argv is None else argv)
             # imported here, because accelerate and torch.distributed take seconds, and --help does not need them
-            from pretrain.job import pretrain
+            from tessera.pretrain.job import pretrain
 
             pretrain(config)
     except watchdog.LostError as error:
@@ -104,7 +104,7 @@ def _complain(message: str) -> None:
 if __name__ == "__main__":
     code = main()
     preemption.ignore()
-    saver = sys.modules.get("pretrain.checkpoints.save")  # None if the run has not started
+    saver = sys.modules.get("tessera.pretrain.checkpoints.save")  # None if the run has not started
     if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
         os._exit(code)  # a normal exit would wait for the lost process

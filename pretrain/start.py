@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.checkpoints.resume import read_trainer
-from pretrain.export import find_on_main
-from pretrain.methods.base import Method
-from runtime.settings import SettingsError
+from tessera.pretrain.checkpoints.resume import read_trainer
+from tessera.pretrain.export import find_on_main
+from tessera.pretrain.methods.base import Method
+from tessera.runtime.settings import SettingsError
 
 log = logging.getLogger(__name__)
 

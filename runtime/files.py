@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime.machine import is_running, machine_id
+from tessera.runtime.machine import is_running, machine_id
 
 
 @contextmanager

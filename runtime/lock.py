@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.collectives import RankError
-from runtime.errors import printable
-from runtime.machine import is_running, machine_id, start_time
-from runtime.streams import tell
+from tessera.runtime.collectives import RankError
+from tessera.runtime.errors import printable
+from tessera.runtime.machine import is_running, machine_id, start_time
+from tessera.runtime.streams import tell
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"\.lock-(\d{8,12})")

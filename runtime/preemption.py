@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from runtime.errors import UserError
-from runtime.machine import signal_at_end_of_parent
-from runtime.streams import tell
+from tessera.runtime.errors import UserError
+from tessera.runtime.machine import signal_at_end_of_parent
+from tessera.runtime.streams import tell
 
 EXIT_CODE = 75
 """Exit code of a run that was preempted and has saved a checkpoint: EX_TEMPFAIL of sysexits.h (try again later)."""

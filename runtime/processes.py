@@ -12,10 +12,10 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
-from runtime import preemption, watchdog
-from runtime.errors import UserError, without_controls
-from runtime.rendezvous import naming_missing_processes
-from runtime.threads import set_threads
+from tessera.runtime import preemption, watchdog
+from tessera.runtime.errors import UserError, without_controls
+from tessera.runtime.rendezvous import naming_missing_processes
+from tessera.runtime.threads import set_threads
 
 AGAIN = "Start the command again"
 _commands: list[ExitStack] = []

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from runtime import watchdog
-from runtime.streams import tell
+from tessera.runtime import watchdog
+from tessera.runtime.streams import tell
 
 FIRST_NOTICE = 60.0
 """Seconds until the missing processes are named, and between two such messages. Nodes may differ by minutes in the time

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.machine import process_fields
+from tessera.runtime.machine import process_fields
 
 LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
 """Beginnings of the names of launchers: of a script, or of the module after `-m`."""

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from runtime.errors import UserError
-from runtime.preemption import Preempted
-from runtime.streams import tell
+from tessera.runtime.errors import UserError
+from tessera.runtime.preemption import Preempted
+from tessera.runtime.streams import tell
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""

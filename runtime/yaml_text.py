@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from runtime.errors import UserError, printable
-from runtime.files import read_bounded
+from tessera.runtime.errors import UserError, printable
+from tessera.runtime.files import read_bounded
 
 MAX_BYTES = 2**18
 """Largest size of a settings file in bytes."""

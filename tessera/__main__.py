@@ -8,29 +8,28 @@ forwards SIGTERM, and nothing is printed after the last message of the command.
 """
 
 import difflib
-import os
 import runpy
 import sys
 
-import tessera
-from runtime import streams
+from tessera.runtime import streams
 
 COMMANDS = {
-    "pretrain": ("pretrain.run", "pretrain an encoder"),
-    "knn": ("evaluation.knn", "k-NN accuracy"),
-    "linear_probe": ("evaluation.linear_probe", "linear probe"),
-    "few_shot": ("evaluation.few_shot", "accuracy with few labels"),
-    "retrieval": ("evaluation.retrieval", "image retrieval"),
-    "finetune": ("evaluation.finetune", "fine-tune with labels"),
-    "segmentation": ("evaluation.segmentation", "mean IoU of a linear segmentation"),
-    "embed": ("evaluation.embed", "write the features of images to a file"),
-    "export": ("pretrain.export", "extract weights from a checkpoint"),
-    "weights": ("encoders.weights", "convert published or own weights"),
-    "summary": ("encoders.summary", "print the size and cost of encoders"),
-    "report": ("evaluation.report", "compare runs on one page"),
-    "preview": ("data.preview", "show images, or the crops and masks of a run"),
-    "make_shards": ("data.make_shards", "make shards from a folder of images"),
-    "check_shards": ("data.check_shards", "verify shards"),
+    "pretrain": ("tessera.pretrain.run", "pretrain an encoder"),
+    "knn": ("tessera.evaluation.knn", "k-NN accuracy"),
+    "linear_probe": ("tessera.evaluation.linear_probe", "linear probe"),
+    "few_shot": ("tessera.evaluation.few_shot", "accuracy with few labels"),
+    "retrieval": ("tessera.evaluation.retrieval", "image retrieval"),
+    "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
+    "segmentation": ("tessera.evaluation.segmentation", "mean IoU of a linear segmentation"),
+    "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
+    "export": ("tessera.pretrain.export", "extract weights from a checkpoint"),
+    "weights": ("tessera.encoders.weights", "convert published or own weights"),
+    "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
+    "report": ("tessera.evaluation.report", "compare runs on one page"),
+    "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
+    "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
+    "check_shards": ("tessera.data.check_shards", "verify shards"),
+    "slurm": ("tessera.launch.slurm", "submit SLURM jobs"),
 }
 """Commands: name -> module and purpose."""
 
@@ -51,11 +50,7 @@ def main() -> None:
         sys.argv = [f"tessera {words[0]}", *words[1:]]
         runpy.run_module(module, run_name="__main__", alter_sys=False)
         return
-    # The trainers must not search the working folder, where a `data.py` would hide Tessera's package `data`.
-    os.environ["PYTHONSAFEPATH"] = "1"
-    paths = [str(tessera.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    from launch import accelerate_launch
+    from tessera.launch import accelerate_launch
 
     launcher = words[:place]
     if "--config_file" not in launcher:  # otherwise accelerate lists these defaults in a warning

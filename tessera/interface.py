@@ -15,22 +15,29 @@ from accelerate.state import AcceleratorState, GradientState
 from PIL import Image, ImageOps
 from torch import Tensor
 
-import encoders
-import evaluation.knn
-import evaluation.linear_probe
-from data.augment import to_model_input
-from data.batch import Batch
-from data.crops import CenterCrop
-from data.resample import cut
-from data.shards import open_shards
-from encoders import published
-from encoders.base import Encoder
-from evaluation.features import Extraction, LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
-from pretrain import job
-from pretrain.command_line import from_values
-from runtime import preemption
-from runtime.processes import make_accelerator
-from runtime.settings import validate
+import tessera.evaluation.knn
+import tessera.evaluation.linear_probe
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.crops import CenterCrop
+from tessera.data.resample import cut
+from tessera.data.shards import open_shards
+from tessera.encoders import published
+from tessera.encoders.base import Encoder
+from tessera.evaluation.features import (
+    Extraction,
+    LabelledFeatures,
+    extract,
+    input_size,
+    resize_size,
+    resolve_checkpoint,
+)
+from tessera.pretrain import job
+from tessera.pretrain.command_line import from_values
+from tessera.runtime import preemption
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.settings import validate
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return evaluation.knn.run(validate(evaluation.knn.KNNSettings, given))
+    return tessera.evaluation.knn.run(validate(tessera.evaluation.knn.KNNSettings, given))
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
@@ -138,7 +145,7 @@ def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) 
     The result is also written to a file, as by the command. The arguments and errors are those of `knn`.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return evaluation.linear_probe.run(validate(evaluation.linear_probe.ProbeSettings, given))
+    return tessera.evaluation.linear_probe.run(validate(tessera.evaluation.linear_probe.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:

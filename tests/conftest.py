@@ -14,7 +14,7 @@ from tests.launched import ROOT, Launched
 # Before torch is imported: the models of the tests are so small that two threads take twice the CPU time of one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests that start processes fork them from one server, which imports these modules once.
-multiprocessing.set_forkserver_preload(["tests.pretrain.small", "launch.accelerate_launch"])
+multiprocessing.set_forkserver_preload(["tests.pretrain.small", "tessera.launch.accelerate_launch"])
 
 SUITES = {
     "fast": ("fast_suite", "run only the fast tests: neither those marked `medium` nor those marked `slow`"),

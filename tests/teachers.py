@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-import encoders
+from tessera import encoders
 
 
 @functools.cache

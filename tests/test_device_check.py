@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.machine import start_time
+from tessera.runtime.machine import start_time
 from tests.launched import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -15,9 +15,9 @@ import fake_device
 import fused
 import roofline
 
-from data.fused_colors import jitter_and_gray, solarize_and_normalize
-from encoders.blocks import Block
-from pretrain.methods.cross_entropy import crop_loss
+from tessera.data.fused_colors import jitter_and_gray, solarize_and_normalize
+from tessera.encoders.blocks import Block
+from tessera.pretrain.methods.cross_entropy import crop_loss
 
 GPU = roofline.GPUS["h200"]
 

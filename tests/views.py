@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import Batch, View
-from encoders.images import Images, Mask
+from tessera.data.batch import Batch, View
+from tessera.encoders.images import Images, Mask
 
 
 def batch_of(images: Sequence[Images], crops: Sequence[int] = (1,), mask: Mask | None = None, **fields: Any) -> Batch:

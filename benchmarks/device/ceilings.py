@@ -12,7 +12,7 @@ import torch.cuda.nccl
 
 from device.settings import ROOT, DeviceCheck, device, wait
 from device.training import attempt, float32_products, milliseconds
-from runtime.machine import processor, versions
+from tessera.runtime.machine import processor, versions
 
 Row = dict[str, Any]
 

@@ -10,10 +10,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from data.augment import to_model_input
-from data.batch import Batch
-from data.crops import MultiCrop, MultiCropConfig
-from data.resample import cut_views
 from device.settings import DeviceCheck, device
 from device.training import (
     attempt,
@@ -25,10 +21,14 @@ from device.training import (
     random_batch,
     train,
 )
-from encoders.images import PackedImages
-from pretrain import loop
-from pretrain.methods import METHODS, pretraining_methods
-from pretrain.methods.base import Method
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.data.resample import cut_views
+from tessera.encoders.images import PackedImages
+from tessera.pretrain import loop
+from tessera.pretrain.methods import METHODS, pretraining_methods
+from tessera.pretrain.methods.base import Method
 
 LIMITS = {"float32": 5e-3, "bf16": 0.3}
 """Largest relative difference of a gradient from the gradient on the CPU in float32."""

@@ -13,15 +13,15 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data.augment import to_model_input
-from data.crops import MultiCrop, MultiCropConfig
-from data.decode import decode
-from data.resample import cut_views
 from device.settings import DeviceCheck, device
 from device.training import IMAGE, attempt, loader_batch, make_run, milliseconds
-from pretrain.methods import METHODS
-from pretrain.optim import ema
-from pretrain.optim.adamw import clip_gradients
+from tessera.data.augment import to_model_input
+from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.data.decode import decode
+from tessera.data.resample import cut_views
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.optim import ema
+from tessera.pretrain.optim.adamw import clip_gradients
 
 BACKENDS = (
     SDPBackend.FLASH_ATTENTION,

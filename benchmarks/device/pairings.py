@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from pairs import one_per_family, take_turn
 
-import encoders
 from device.settings import DeviceCheck, device
 from device.training import Trainer, attempt, build, random_batch
-from pretrain.methods import METHODS, pretraining_methods
-from pretrain.optim.adamw import adamw
+from tessera import encoders
+from tessera.pretrain.methods import METHODS, pretraining_methods
+from tessera.pretrain.optim.adamw import adamw
 
 LIMIT = 0.1
 """Largest relative difference of a loss in bf16 on the device from the loss in float32 on the CPU."""

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.demo import demo_shards
 from device.settings import ROOT, DeviceCheck
 from device.training import attempt, make_run, on_device, random_batch
-from pretrain import loop
-from pretrain.methods import METHODS
-from runtime import preemption
+from tessera.data.demo import demo_shards
+from tessera.pretrain import loop
+from tessera.pretrain.methods import METHODS
+from tessera.runtime import preemption
 
 STEPS = 3
 IMAGES = 8

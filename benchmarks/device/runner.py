@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import printable
+from tessera.runtime.errors import printable
 
 RESULTS, LOG, TABLE = "results.jsonl", "log.txt", "results.md"
 """Names of the files in the output folder."""

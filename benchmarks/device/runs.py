@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.tools.tar_writer import write_tar
-from data.workers import free_cores
 from device.micro import jpeg
 from device.settings import ROOT, DeviceCheck
 from device.training import attempt
-from pretrain.methods import pretraining_methods
+from tessera.data.tools.tar_writer import write_tar
+from tessera.data.workers import free_cores
+from tessera.pretrain.methods import pretraining_methods
 
 Row = dict[str, Any]
 CLASSES = 10

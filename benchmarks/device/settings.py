@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from runtime.settings import Settings
+from tessera.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 

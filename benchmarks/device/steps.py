@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from device.settings import ROOT, DeviceCheck, wait
 from device.training import attempt, loader_batch, make_run, on_device, train
-from pretrain import loop
-from pretrain.methods import METHODS
+from tessera.pretrain import loop
+from tessera.pretrain.methods import METHODS
 
 CASES = (("dino", "vit_small", 256), ("dino", "vit_small", 512), ("mae", "vit_base", 512))
 """Methods, encoders and numbers of images whose step is measured."""

@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import encoders
-from data.augment import to_model_input
-from data.batch import Batch
-from data.collate import Collator, Sample, Transform, collate
 from device.settings import device, wait
-from pretrain import job, loop
-from pretrain.build import build_method
-from pretrain.checkpoints.resume import TrainState
-from pretrain.config import EvaluationConfig, resolve, settings_model
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method, RunSize, supported
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import Collator, Sample, Transform, collate
+from tessera.pretrain import job, loop
+from tessera.pretrain.build import build_method
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.config import EvaluationConfig, resolve, settings_model
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize, supported
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients
 
 IMAGE = (375, 500)
 """Height and width of a whole image in pixels, which are typical of ImageNet."""

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.shards.errors import EXHAUSTED, ResourceError
-from runtime.machine import process_fields
-from runtime.preemption import check_wait
+from tessera.data.shards.errors import EXHAUSTED, ResourceError
+from tessera.runtime.machine import process_fields
+from tessera.runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
 """Disk space in bytes that the cache leaves free."""

@@ -4,11 +4,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from data.shards import remote
-from data.shards.errors import ShardError
-from data.shards.retry import SourceConfig
-from data.shards.shard import Shard
-from data.shards.shard_list import ShardList
+from tessera.data.shards import remote
+from tessera.data.shards.errors import ShardError
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.shard_list import ShardList
 
 CLASSES = "classes.json"
 LARGEST_CLASSES = 2**26  # Maximum size of a classes.json in bytes. The names of 22,000 classes take about 0.5 MB.

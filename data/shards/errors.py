@@ -3,14 +3,14 @@
 import errno
 from collections.abc import Iterator
 
-from runtime.errors import UserError
+from tessera.runtime.errors import UserError
 
 MOST_LISTED = 20
 """Maximum number of shards that one error message lists."""
 MAKE_SHARD_AGAIN = "Make the shard again or remove it."
 RESTORE_SHARD = "Restore the shard or remove it from the list."
-MAKE_INDEX_AGAIN = "Make the index again with `python -m data.check_shards SHARDS --write_index true`."
-REPLACE_INDEX = "Remove the index, or make it again with `python -m data.check_shards SHARDS --write_index true`."
+MAKE_INDEX_AGAIN = "Make the index again with `tessera check_shards SHARDS --write_index true`."
+REPLACE_INDEX = "Remove the index, or make it again with `tessera check_shards SHARDS --write_index true`."
 
 
 class ShardError(UserError, ValueError):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.shards.errors import MakeError, ShardError, unreadable
-from data.shards.listing import list_folder, separate_sets
-from data.shards.tar import IMAGES, Index
-from runtime.errors import printable
+from tessera.data.shards.errors import MakeError, ShardError, unreadable
+from tessera.data.shards.listing import list_folder, separate_sets
+from tessera.data.shards.tar import IMAGES, Index
+from tessera.runtime.errors import printable
 
 
 class Listed(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from data.shards.errors import REPLACE_INDEX, ShardError
-from data.shards.tar import LARGEST_MEMBER, Index
-from runtime.errors import CONTROL, printable
-from runtime.files import atomic_write
+from tessera.data.shards.errors import REPLACE_INDEX, ShardError
+from tessera.data.shards.tar import LARGEST_MEMBER, Index
+from tessera.runtime.errors import CONTROL, printable
+from tessera.runtime.files import atomic_write
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"

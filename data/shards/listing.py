@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from data.shards.errors import MakeError, is_exhausted
-from data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
-from runtime.errors import printable
+from tessera.data.shards.errors import MakeError, is_exhausted
+from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
+from tessera.runtime.errors import printable
 
 Links = Literal["inside", "all"]
 

@@ -11,14 +11,14 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from data.shards import remote
-from data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ResourceError, ShardError
-from data.shards.index import FOLDER_INDEX
-from data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
-from data.shards.progress import show_progress
-from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import Shard, warn_once
-from data.shards.shard_list import ShardList
+from tessera.data.shards import remote
+from tessera.data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ResourceError, ShardError
+from tessera.data.shards.index import FOLDER_INDEX
+from tessera.data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
+from tessera.data.shards.progress import show_progress
+from tessera.data.shards.retry import DEFAULT, SourceConfig
+from tessera.data.shards.shard import Shard, warn_once
+from tessera.data.shards.shard_list import ShardList
 
 THREADS = 16
 

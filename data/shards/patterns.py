@@ -12,14 +12,14 @@ from typing import NamedTuple
 from braceexpand import braceexpand
 from webdataset.shardlists import envsubst
 
-from data.shards import index, remote
-from data.shards.errors import MOST_LISTED, ShardError, is_exhausted, unreadable
-from data.shards.folder import holds_images
-from data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
-from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import ENDINGS
-from data.shards.shard_list import ShardList
-from runtime.errors import CONTROL, printable
+from tessera.data.shards import index, remote
+from tessera.data.shards.errors import MOST_LISTED, ShardError, is_exhausted, unreadable
+from tessera.data.shards.folder import holds_images
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
+from tessera.data.shards.retry import DEFAULT, SourceConfig
+from tessera.data.shards.shard import ENDINGS
+from tessera.data.shards.shard_list import ShardList
+from tessera.runtime.errors import CONTROL, printable
 
 MOST_SHARDS = 200_000
 """Maximum number of shards that one pattern may name."""

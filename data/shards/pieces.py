@@ -3,7 +3,7 @@
 import os
 import zlib
 
-from data.shards.cache import Cache
+from tessera.data.shards.cache import Cache
 
 CHECKSUM = 4  # size in bytes of the CRC-32 at the end of the cached copy of a byte range
 MOST_INTACT = 2**16  # maximum number of cached files that a process remembers as intact

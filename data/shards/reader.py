@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from data.shards.classes import CLASSES
-from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ResourceError, ShardError, unreadable
-from data.shards.folder import read_image
-from data.shards.shard_list import ShardList
-from data.shards.tar import LARGEST_LABEL, MAP, Index, is_described, is_member
+from tessera.data.shards.classes import CLASSES
+from tessera.data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ResourceError, ShardError, unreadable
+from tessera.data.shards.folder import read_image
+from tessera.data.shards.shard_list import ShardList
+from tessera.data.shards.tar import LARGEST_LABEL, MAP, Index, is_described, is_member
 
 KEPT_SAMPLES = 2_000_000  # Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each.
 KEPT_FILES = 128

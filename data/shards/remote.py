@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import fsspec.config
 from fsspec.core import url_to_fs
 
-from data.shards.errors import MAKE_SHARD_AGAIN, ShardError
-from data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, with_timeout
-from runtime.errors import printable
+from tessera.data.shards.errors import MAKE_SHARD_AGAIN, ShardError
+from tessera.data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, with_timeout
+from tessera.runtime.errors import printable
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes

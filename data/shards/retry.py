@@ -10,10 +10,10 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from data.shards.errors import RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
-from runtime.errors import printable
-from runtime.preemption import WaitInterruptedError, check_wait
-from runtime.settings import Section
+from tessera.data.shards.errors import RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
+from tessera.runtime.errors import printable
+from tessera.runtime.preemption import WaitInterruptedError, check_wait
+from tessera.runtime.settings import Section
 
 BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
 LONGEST_PAUSE = 30.0  # Limit of a pause in seconds, before the pause is multiplied by a random factor of 0.5 to 1.5.

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import remote
-from data.shards.cache import Cache, CacheError, Sink, cache_folder
-from data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ShardError, unreadable
-from data.shards.folder import list_images
-from data.shards.index import LARGEST_TABLE, TABLE, parse_table
-from data.shards.pieces import CHECKSUM, checksum, first_version, is_intact
-from data.shards.retry import DEFAULT, NoRangesError, SourceConfig
-from data.shards.tar import Index, scan_tar
-from runtime.errors import printable
-from runtime.files import atomic_write
+from tessera.data.shards import remote
+from tessera.data.shards.cache import Cache, CacheError, Sink, cache_folder
+from tessera.data.shards.errors import MAKE_INDEX_AGAIN, MAKE_SHARD_AGAIN, ShardError, unreadable
+from tessera.data.shards.folder import list_images
+from tessera.data.shards.index import LARGEST_TABLE, TABLE, parse_table
+from tessera.data.shards.pieces import CHECKSUM, checksum, first_version, is_intact
+from tessera.data.shards.retry import DEFAULT, NoRangesError, SourceConfig
+from tessera.data.shards.tar import Index, scan_tar
+from tessera.runtime.errors import printable
+from tessera.runtime.files import atomic_write
 
 ENDINGS = (".tar", ".tar.gz")
 """Ends of the file names of shards."""
@@ -268,7 +268,7 @@ class Shard:
             folder = self.path.rpartition("/")[0]
             warn_once(
                 f"{folder}: shards without a table SHARD.tar{TABLE} beside them are downloaded completely to find "
-                "their samples. `python -m data.check_shards SHARDS --write_index true` writes tables for local copies."
+                "their samples. `tessera check_shards SHARDS --write_index true` writes tables for local copies."
             )
         try:
             index = scan_tar(self.open(), self.path)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import Shard
+from tessera.data.shards.retry import DEFAULT, SourceConfig
+from tessera.data.shards.shard import Shard
 
 
 @dataclass(frozen=True)

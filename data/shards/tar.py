@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.shards.errors import MAKE_SHARD_AGAIN, ShardError, unreadable
-from data.shards.members import (
+from tessera.data.shards.errors import MAKE_SHARD_AGAIN, ShardError, unreadable
+from tessera.data.shards.members import (
     LARGEST_HEADER,
     REGULAR,
     Headers,
@@ -22,7 +22,7 @@ from data.shards.members import (
     member_before,
     plain_member,
 )
-from runtime.errors import printable
+from tessera.runtime.errors import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """File name extensions of images in a shard."""

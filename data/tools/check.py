@@ -2,7 +2,7 @@
 
 The report names the contents and everything that a run would refuse.
 
-    python -m data.check_shards SHARDS [options]
+    tessera check_shards SHARDS [options]
 
 Exit status: 0 if a run accepts all shards, 1 if the report names a problem, 2 if the command line or a pattern is
 wrong.
@@ -21,23 +21,23 @@ import numpy as np
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from data.maps import IGNORED
-from data.shards import remote
-from data.shards.classes import CLASSES, read_classes
-from data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
-from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder
-from data.shards.patterns import expand, load_folder_index
-from data.shards.retry import DEFAULT, SourceConfig
-from data.statistics import moments
-from data.tools.command import run_command, say
-from data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard
-from data.tools.make_report import sort_sizes
-from data.tools.parallel import Advance, spread
-from runtime.errors import printable
-from runtime.files import atomic_write
-from runtime.settings import Positional, Settings, flags, validate
+from tessera.data.maps import IGNORED
+from tessera.data.shards import remote
+from tessera.data.shards.classes import CLASSES, read_classes
+from tessera.data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder
+from tessera.data.shards.patterns import expand, load_folder_index
+from tessera.data.shards.retry import DEFAULT, SourceConfig
+from tessera.data.statistics import moments
+from tessera.data.tools.command import run_command, say
+from tessera.data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard
+from tessera.data.tools.make_report import sort_sizes
+from tessera.data.tools.parallel import Advance, spread
+from tessera.runtime.errors import printable
+from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Positional, Settings, flags, validate
 
-PROGRAM = "python -m data.check_shards"
+PROGRAM = "tessera check_shards"
 MOST_SHOWN = 10  # maximum number of printed problems of each kind
 
 
@@ -80,7 +80,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
     if of_images := [path for path in paths if path.endswith("/") and not remote.is_remote(path)]:
         raise ShardError(
             f"{of_images[0]}: holds images, but no shards. Make shards with "
-            f"`python -m data.make_shards {shlex.quote(of_images[0])} SHARDS`, and name the folder SHARDS."
+            f"`tessera make_shards {shlex.quote(of_images[0])} SHARDS`, and name the folder SHARDS."
         )
     if settings.write_index and (urls := [path for path in paths if remote.is_remote(path)]):
         raise ShardError(

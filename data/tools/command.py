@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Callable
 
-from data.shards.errors import MakeError as MakeError
-from data.shards.errors import ShardError
-from runtime.errors import UserError, printable
-from runtime.settings import SettingsError
+from tessera.data.shards.errors import MakeError as MakeError
+from tessera.data.shards.errors import ShardError
+from tessera.runtime.errors import UserError, printable
+from tessera.runtime.settings import SettingsError
 
 
 class WorkerError(UserError, RuntimeError):

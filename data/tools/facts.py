@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.decode import FORMATS, ImageError, decode
-from data.maps import checked_map
-from data.shards.errors import REPLACE_INDEX, RESTORE_SHARD, ShardError
-from data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
-from data.shards.retry import DEFAULT, SourceConfig
-from data.shards.shard import Shard
-from data.shards.tar import LARGEST_LABEL, Index, scan_tar
-from data.statistics import histogram
-from data.tiff import is_tiff
-from data.tools.parallel import Advance
+from tessera.data.decode import FORMATS, ImageError, decode
+from tessera.data.maps import checked_map
+from tessera.data.shards.errors import REPLACE_INDEX, RESTORE_SHARD, ShardError
+from tessera.data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
+from tessera.data.shards.retry import DEFAULT, SourceConfig
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
+from tessera.data.statistics import histogram
+from tessera.data.tiff import is_tiff
+from tessera.data.tools.parallel import Advance
 
 NAMED_IMAGES = 100
 """Maximum number of bad images, labels or maps that are listed by name. Further ones are only counted."""

@@ -1,6 +1,6 @@
 """Make shards from images that a folder holds, or that a list or a manifest names.
 
-    python -m data.make_shards IMAGES SHARDS [options]
+    tessera make_shards IMAGES SHARDS [options]
 
 IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
 path per line, optionally followed by a tab and a label. An image x.jpg may have a segmentation map: x.seg.png in the
@@ -30,10 +30,10 @@ import PIL
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from data.shards.cache import SPARE_BYTES
-from data.shards.classes import parse_classes
-from data.shards.errors import ShardError
-from data.shards.listing import (
+from tessera.data.shards.cache import SPARE_BYTES
+from tessera.data.shards.classes import parse_classes
+from tessera.data.shards.errors import ShardError
+from tessera.data.shards.listing import (
     MISSING,
     UNUSED_MAPS,
     Links,
@@ -43,17 +43,17 @@ from data.shards.listing import (
     renumber,
     separate_sets,
 )
-from data.tools.command import MakeError, run_command, say
-from data.tools.make_report import show_report, write_reports
-from data.tools.manifest import Columns, list_file
-from data.tools.pack import Format, Recipe, shared_keys, write_shard
-from data.tools.parallel import Advance, spread
-from data.tools.shard_folder import Folder
-from data.tools.split import encoded_ratio, find_duplicates, shuffled, split
-from runtime.files import atomic_write
-from runtime.settings import Positional, Settings, flags, validate
+from tessera.data.tools.command import MakeError, run_command, say
+from tessera.data.tools.make_report import show_report, write_reports
+from tessera.data.tools.manifest import Columns, list_file
+from tessera.data.tools.pack import Format, Recipe, shared_keys, write_shard
+from tessera.data.tools.parallel import Advance, spread
+from tessera.data.tools.shard_folder import Folder
+from tessera.data.tools.split import encoded_ratio, find_duplicates, shuffled, split
+from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Positional, Settings, flags, validate
 
-PROGRAM = "python -m data.make_shards"
+PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
 
 

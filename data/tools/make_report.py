@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from data.shards.index import FolderIndex, ShardEntry, write_folder
-from data.shards.listing import REASONS, Listing
-from data.shards.tar import IMAGES
-from data.statistics import moments
-from data.tools.command import MakeError, say
-from data.tools.pack import DIGEST
-from data.tools.shard_folder import Folder
-from data.tools.split import same
-from runtime.files import atomic_write
+from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder
+from tessera.data.shards.listing import REASONS, Listing
+from tessera.data.shards.tar import IMAGES
+from tessera.data.statistics import moments
+from tessera.data.tools.command import MakeError, say
+from tessera.data.tools.pack import DIGEST
+from tessera.data.tools.shard_folder import Folder
+from tessera.data.tools.split import same
+from tessera.runtime.files import atomic_write
 
 MOST_REASONS = 100  # maximum number of different reasons that are counted separately in report.json
 HELD_OUT = ("val", "valid", "validation", "test", "held-out")  # names of folders of images that score a run

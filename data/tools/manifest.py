@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
-from data.shards.tar import LARGEST_LABEL
-from data.tools.command import MakeError
-from runtime.errors import printable
+from tessera.data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
+from tessera.data.shards.tar import LARGEST_LABEL
+from tessera.data.tools.command import MakeError
+from tessera.runtime.errors import printable
 
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""

@@ -16,19 +16,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from data.decode import FORMATS, ImageError, check_header, decode
-from data.headers import HeaderError, check_sides
-from data.maps import checked_map
-from data.shards.errors import is_exhausted
-from data.shards.index import write_table
-from data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
-from data.shards.tar import LABEL, MAP, scan_tar
-from data.statistics import histogram
-from data.tools.command import MakeError
-from data.tools.parallel import Advance
-from data.tools.shard_folder import Record
-from data.tools.tar_writer import write_tar
-from runtime.files import atomic_write
+from tessera.data.decode import FORMATS, ImageError, check_header, decode
+from tessera.data.headers import HeaderError, check_sides
+from tessera.data.maps import checked_map
+from tessera.data.shards.errors import is_exhausted
+from tessera.data.shards.index import write_table
+from tessera.data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
+from tessera.data.shards.tar import LABEL, MAP, scan_tar
+from tessera.data.statistics import histogram
+from tessera.data.tools.command import MakeError
+from tessera.data.tools.parallel import Advance
+from tessera.data.tools.shard_folder import Record
+from tessera.data.tools.tar_writer import write_tar
+from tessera.runtime.files import atomic_write
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 

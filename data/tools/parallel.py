@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from data.shards.progress import show_progress
-from data.tools.command import WorkerError
+from tessera.data.shards.progress import show_progress
+from tessera.data.tools.command import WorkerError
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.shards.shard import ENDINGS
-from data.tools.command import MakeError
-from runtime.files import atomic_write
+from tessera.data.shards.shard import ENDINGS
+from tessera.data.tools.command import MakeError
+from tessera.runtime.files import atomic_write
 
 WORK = ".make_shards"
 """Name of the subfolder that holds the plan and the records. A command that was stopped continues from these files."""

@@ -5,9 +5,9 @@ from tarfile import BLOCKSIZE
 
 import numpy as np
 
-from data.shards.listing import NO_LABEL, Listing
-from data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
-from data.tools.parallel import Advance, spread
+from tessera.data.shards.listing import NO_LABEL, Listing
+from tessera.data.tools.pack import DIGEST, LeftOut, Recipe, digest, prepare, read
+from tessera.data.tools.parallel import Advance, spread
 
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
 IMAGES_PER_TASK = 256

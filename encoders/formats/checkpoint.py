@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from encoders import published
-from encoders.base import Encoder
-from encoders.errors import WeightsError
-from encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
-from encoders.formats.report import (
+from tessera.encoders import published
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
+from tessera.encoders.formats.report import (
     Report,
     Source,
     State,
@@ -36,13 +36,13 @@ from encoders.formats.report import (
     check_values,
     listed,
 )
-from encoders.navit import NaViT
-from encoders.rope_vit import RoPEViT
-from encoders.sam_vit import SAMViT
-from encoders.swin import Swin
-from encoders.twins import Twins
-from encoders.vit import ViT
-from runtime.errors import printable
+from tessera.encoders.navit import NaViT
+from tessera.encoders.rope_vit import RoPEViT
+from tessera.encoders.sam_vit import SAMViT
+from tessera.encoders.swin import Swin
+from tessera.encoders.twins import Twins
+from tessera.encoders.vit import ViT
+from tessera.runtime.errors import printable
 
 
 class Format(Protocol):

@@ -8,8 +8,8 @@ import re
 import torch
 from torch import Tensor
 
-from encoders.errors import WeightsError
-from encoders.formats.report import Report, State
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.report import Report, State
 
 CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
 """Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the number of the block in the

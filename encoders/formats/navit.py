@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from encoders import navit
-from encoders.base import Encoder
-from encoders.errors import WeightsError
-from encoders.formats.report import (
+from tessera.encoders import navit
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.report import (
     Report,
     Source,
     State,
@@ -25,8 +25,8 @@ from encoders.formats.report import (
     depth_of,
     split_off,
 )
-from encoders.formats.vit import check_plain_size
-from encoders.navit import NaViT
+from tessera.encoders.formats.vit import check_plain_size
+from tessera.encoders.navit import NaViT
 
 NAME: str = "a NaViT"
 ACCEPTS: tuple[str, ...] = (NAME,)

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from encoders.errors import WeightsError
-from runtime.errors import printable
+from tessera.encoders.errors import WeightsError
+from tessera.runtime.errors import printable
 
 SMALLEST = 1e-6
 """Magnitude that some weight of every trained or newly initialised encoder exceeds by far."""

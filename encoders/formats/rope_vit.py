@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encoders import rope_vit
-from encoders.base import Encoder
-from encoders.blocks import Block, MaskedKeyBiasLinear, SwiGLU
-from encoders.errors import WeightsError
-from encoders.formats.names import from_dinov3, from_transformers, of_eva, of_transformers
-from encoders.formats.report import (
+from tessera.encoders import rope_vit
+from tessera.encoders.base import Encoder
+from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, SwiGLU
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.names import from_dinov3, from_transformers, of_eva, of_transformers
+from tessera.encoders.formats.report import (
     Report,
     Source,
     State,
@@ -23,9 +23,9 @@ from encoders.formats.report import (
     depth_of,
     split_off,
 )
-from encoders.formats.vit import check_plain_size
-from encoders.layers import modules_of
-from encoders.rope_vit import RoPEViT
+from tessera.encoders.formats.vit import check_plain_size
+from tessera.encoders.layers import modules_of
+from tessera.encoders.rope_vit import RoPEViT
 
 NAME: str = "a RoPE-ViT"
 ACCEPTS: tuple[str, ...] = (NAME,)

@@ -5,11 +5,11 @@ The letter D in shapes is the width of the blocks.
 
 from typing import Any
 
-from encoders import sam_vit
-from encoders.base import Encoder
-from encoders.errors import WeightsError
-from encoders.formats import vit
-from encoders.formats.report import (
+from tessera.encoders import sam_vit
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats import vit
+from tessera.encoders.formats.report import (
     Report,
     Source,
     State,
@@ -19,8 +19,8 @@ from encoders.formats.report import (
     depth_of,
     split_off,
 )
-from encoders.layers import modules_of, resize_table
-from encoders.sam_vit import Block, SAMViT, resize_relative
+from tessera.encoders.layers import modules_of, resize_table
+from tessera.encoders.sam_vit import Block, SAMViT, resize_relative
 
 NAME: str = "a SAM-ViT"
 ACCEPTS: tuple[str, ...] = (NAME, vit.NAME)

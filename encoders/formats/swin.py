@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from encoders import swin
-from encoders.base import Encoder
-from encoders.errors import WeightsError
-from encoders.formats.report import Report, Source, State, adapt_channels, check_names
-from encoders.formats.vit import grid_of
-from encoders.layers import modules_of, resize_table
-from encoders.swin import Block, Swin, window_sizes
+from tessera.encoders import swin
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names
+from tessera.encoders.formats.vit import grid_of
+from tessera.encoders.layers import modules_of, resize_table
+from tessera.encoders.swin import Block, Swin, window_sizes
 
 NAME: str = "a Swin Transformer"
 ACCEPTS: tuple[str, ...] = (NAME,)

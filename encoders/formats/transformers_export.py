@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encoders.base import Encoder
-from encoders.blocks import Block, NormedPatchEmbed, SwiGLU
-from encoders.errors import WeightsError
-from encoders.formats.report import State
-from encoders.formats.rope_vit import has_masked_bias, has_power_periods, rope_base
-from encoders.layers import modules_of
-from encoders.rope_vit import RoPEViT
-from encoders.vit import ViT
+from tessera.encoders.base import Encoder
+from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.report import State
+from tessera.encoders.formats.rope_vit import has_masked_bias, has_power_periods, rope_base
+from tessera.encoders.layers import modules_of
+from tessera.encoders.rope_vit import RoPEViT
+from tessera.encoders.vit import ViT
 
 EMBEDDINGS = {
     "cls_token": "embeddings.cls_token",

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encoders import twins
-from encoders.base import Encoder
-from encoders.errors import WeightsError
-from encoders.formats.report import Report, Source, State, adapt_channels, check_names, check_present, split_off
-from encoders.twins import Layout, Twins
+from tessera.encoders import twins
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names, check_present, split_off
+from tessera.encoders.twins import Layout, Twins
 
 NAME: str = "a Twins-SVT"
 ACCEPTS: tuple[str, ...] = (NAME,)

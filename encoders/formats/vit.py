@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encoders import vit
-from encoders.base import Encoder
-from encoders.blocks import Block, NormedPatchEmbed
-from encoders.errors import WeightsError
-from encoders.formats.names import (
+from tessera.encoders import vit
+from tessera.encoders.base import Encoder
+from tessera.encoders.blocks import Block, NormedPatchEmbed
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.names import (
     from_dinov2,
     from_transformers,
     from_vit_pytorch,
@@ -23,7 +23,7 @@ from encoders.formats.names import (
     of_transformers,
     of_vit_pytorch,
 )
-from encoders.formats.report import (
+from tessera.encoders.formats.report import (
     Report,
     Source,
     State,
@@ -33,8 +33,8 @@ from encoders.formats.report import (
     depth_of,
     split_off,
 )
-from encoders.layers import modules_of, resize_table, sincos_table
-from encoders.vit import ViT
+from tessera.encoders.layers import modules_of, resize_table, sincos_table
+from tessera.encoders.vit import ViT
 
 NAME: str = "a ViT"
 ACCEPTS: tuple[str, ...] = (NAME,)

@@ -11,8 +11,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation.reporting.runs import Run
-from evaluation.reporting.table import online_evaluations
+from tessera.evaluation.reporting.runs import Run
+from tessera.evaluation.reporting.table import online_evaluations
 
 PALETTE = ("#3b6fb6", "#d1722e", "#3f9160", "#b04a7c", "#8267b8", "#a8862b", "#3c97a8", "#8a6a5a")
 """Colours of runs. Each is readable on white and on dark gray."""

@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from data.augment import to_model_input
-from data.collate import Collator, Sample
-from data.crops import CenterCrop
-from data.dataset import Decoding, EvaluationDataset
-from data.pictures import colours
-from data.shards import ShardError, ShardList, class_names, open_shards
-from encoders import EncoderError
-from encoders.base import Encoder, Preprocessing
-from evaluation.features import (
+from tessera.data.augment import to_model_input
+from tessera.data.collate import Collator, Sample
+from tessera.data.crops import CenterCrop
+from tessera.data.dataset import Decoding, EvaluationDataset
+from tessera.data.pictures import colours
+from tessera.data.shards import ShardError, ShardList, class_names, open_shards
+from tessera.encoders import EncoderError
+from tessera.encoders.base import Encoder, Preprocessing
+from tessera.evaluation.features import (
     EvaluationError,
     FeatureSettings,
     input_size,
@@ -33,9 +33,9 @@ from evaluation.features import (
     resize_size,
     single_view,
 )
-from evaluation.reporting.runs import Run
-from evaluation.results import data_name
-from runtime.settings import validate
+from tessera.evaluation.reporting.runs import Run
+from tessera.evaluation.results import data_name
+from tessera.runtime.settings import validate
 
 TILE = 64
 """Largest side in pixels of a shown image. Larger images are shrunk."""

@@ -13,10 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from evaluation.reporting.curves import charts, looks, to_svg
-from evaluation.reporting.features import Group
-from evaluation.reporting.runs import Run
-from evaluation.reporting.table import MISSING, Column, Table
+from tessera.evaluation.reporting.curves import charts, looks, to_svg
+from tessera.evaluation.reporting.features import Group
+from tessera.evaluation.reporting.runs import Run
+from tessera.evaluation.reporting.table import MISSING, Column, Table
 
 MOST_SETTINGS = 8
 """Number of columns of settings from which those that differ only between methods are hidden at first."""
@@ -61,7 +61,7 @@ def render(page: Page) -> str:
         pictures=run_pictures(table.runs, page.problems),
         common_facts=common_facts,
         machines=machines,
-        made=f"Made by `python -m evaluation.report` on {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.",
+        made=f"Made by `tessera report` on {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.",
     )
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from encoders import WEIGHTS
-from runtime.errors import UserError
-from runtime.settings import SettingsError, flattened, read_yaml
+from tessera.encoders import WEIGHTS
+from tessera.runtime.errors import UserError
+from tessera.runtime.settings import SettingsError, flattened, read_yaml
 
 SCORES = ("top1", "mean_iou", "mean_average_precision")
 """Keys of a result file that can hold the score of the evaluation, from 0 to 1. The first key of this list counts."""

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from evaluation.reporting.runs import ReportError, Run
-from evaluation.results import data_name
+from tessera.evaluation.reporting.runs import ReportError, Run
+from tessera.evaluation.results import data_name
 
 IRRELEVANT = (
     "workers",

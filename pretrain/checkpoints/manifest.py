@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from runtime.files import read_bounded
+from tessera.runtime.files import read_bounded
 
 NAME = "manifest.json"
 MAX_BYTES = 2**26

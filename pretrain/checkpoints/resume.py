@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-import encoders
-from pretrain.checkpoints import manifest, rng
-from pretrain.engines import Engine
-from pretrain.engines.local_state import read
-from runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
-from runtime.errors import printable
-from runtime.files import read_bounded
-from runtime.settings import flattened
+from tessera import encoders
+from tessera.pretrain.checkpoints import manifest, rng
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.engines.local_state import read
+from tessera.runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
+from tessera.runtime.errors import printable
+from tessera.runtime.files import read_bounded
+from tessera.runtime.settings import flattened
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{8,})")

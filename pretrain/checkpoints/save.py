@@ -24,14 +24,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-import encoders
-from pretrain.checkpoints import manifest, rng
-from pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints, point_latest
-from pretrain.config import CheckpointConfig
-from pretrain.engines import Engine
-from pretrain.engines.local_state import LocalTensor, write
-from runtime.collectives import RankError, gather_objects, run_on_all_ranks, wait_for_path
-from runtime.files import fsync
+from tessera import encoders
+from tessera.pretrain.checkpoints import manifest, rng
+from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints, point_latest
+from tessera.pretrain.config import CheckpointConfig
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.engines.local_state import LocalTensor, write
+from tessera.runtime.collectives import RankError, gather_objects, run_on_all_ranks, wait_for_path
+from tessera.runtime.files import fsync
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,12 +5,12 @@ import os
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pretrain.engines import fsdp2, zero
-from pretrain.engines.base import Engine
-from pretrain.engines.ddp import DDP
-from pretrain.engines.fsdp2 import FSDP2
-from pretrain.engines.zero import ZeRO
-from runtime.settings import SettingsError
+from tessera.pretrain.engines import fsdp2, zero
+from tessera.pretrain.engines.base import Engine
+from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.engines.fsdp2 import FSDP2
+from tessera.pretrain.engines.zero import ZeRO
+from tessera.runtime.settings import SettingsError
 
 __all__ = ["Engine", "select"]
 

@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batch import Batch
-from pretrain.engines.local_state import LocalTensor
-from pretrain.methods.base import Method
-from pretrain.optim.adamw import ResolvedOptim, adamw
-from runtime.collectives import local
+from tessera.data.batch import Batch
+from tessera.pretrain.engines.local_state import LocalTensor
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.optim.adamw import ResolvedOptim, adamw
+from tessera.runtime.collectives import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M = TypeVar("M", bound=nn.Module)

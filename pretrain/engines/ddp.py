@@ -4,11 +4,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data.batch import Batch
-from pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
-from pretrain.engines.local_state import LocalTensor, unsharded
-from pretrain.methods.base import Method
-from pretrain.optim.adamw import ResolvedOptim
+from tessera.data.batch import Batch
+from tessera.pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.local_state import LocalTensor, unsharded
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.optim.adamw import ResolvedOptim
 
 
 class DDP(Engine):

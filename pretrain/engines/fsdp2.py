@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from data.batch import Batch
-from pretrain.engines.base import Engine, M, allocate_moments, build_optimizer, local_state, trainable
-from pretrain.engines.local_state import LocalTensor, unsharded
-from pretrain.engines.meta_copy import MetaCopy
-from pretrain.methods.base import Method
-from pretrain.optim.adamw import ResolvedOptim
-from runtime.collectives import broadcast, local
-from runtime.settings import SettingsError
+from tessera.data.batch import Batch
+from tessera.pretrain.engines.base import Engine, M, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.local_state import LocalTensor, unsharded
+from tessera.pretrain.engines.meta_copy import MetaCopy
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.optim.adamw import ResolvedOptim
+from tessera.runtime.collectives import broadcast, local
+from tessera.runtime.settings import SettingsError
 
 
 class FSDP2(Engine):

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pretrain.engines.metadata import Reader
-from runtime.collectives import rank, world_size
+from tessera.pretrain.engines.metadata import Reader
+from tessera.runtime.collectives import rank, world_size
 
 # torch warns if there is no process group, but runs of one process need none
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

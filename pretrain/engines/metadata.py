@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from runtime.errors import UserError, printable
-from runtime.files import read_bounded
+from tessera.runtime.errors import UserError, printable
+from tessera.runtime.files import read_bounded
 
 MAX_BYTES = 2**30
 """Largest size of the file in bytes. The file of a run has some hundred bytes for each tensor of each process."""

@@ -10,13 +10,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batch import Batch
-from pretrain.engines.base import MOMENTS, AdamWState, Engine, M, allocate_moments, build_optimizer, trainable
-from pretrain.engines.local_state import LocalTensor, unsharded
-from pretrain.engines.meta_copy import MetaCopy
-from pretrain.methods.base import Method
-from pretrain.optim.adamw import ResolvedOptim
-from runtime.settings import SettingsError
+from tessera.data.batch import Batch
+from tessera.pretrain.engines.base import MOMENTS, AdamWState, Engine, M, allocate_moments, build_optimizer, trainable
+from tessera.pretrain.engines.local_state import LocalTensor, unsharded
+from tessera.pretrain.engines.meta_copy import MetaCopy
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.optim.adamw import ResolvedOptim
+from tessera.runtime.settings import SettingsError
 
 
 class ZeRO(Engine):

@@ -1,13 +1,13 @@
 """Training methods by name (`--method`)."""
 
-from pretrain.methods.base import Method
-from pretrain.methods.dino import DINO
-from pretrain.methods.dinov2 import DINOv2
-from pretrain.methods.dinov3 import DINOv3
-from pretrain.methods.distill import Distill
-from pretrain.methods.finetune import Finetune
-from pretrain.methods.lejepa import LeJEPA
-from pretrain.methods.mae import MAE
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.methods.dinov2 import DINOv2
+from tessera.pretrain.methods.dinov3 import DINOv3
+from tessera.pretrain.methods.distill import Distill
+from tessera.pretrain.methods.finetune import Finetune
+from tessera.pretrain.methods.lejepa import LeJEPA
+from tessera.pretrain.methods.mae import MAE
 
 METHODS: dict[str, type[Method]] = {
     "dino": DINO,

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from data.batch import Batch
-from data.collate import Transform
-from encoders.base import Encoder
-from encoders.images import Images
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
-from runtime.settings import Section
+from tessera.data.batch import Batch
+from tessera.data.collate import Transform
+from tessera.encoders.base import Encoder
+from tessera.encoders.images import Images
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
+from tessera.runtime.settings import Section
 
 LARGE = 100_000
 """Smallest number of training images for which the published recipes apply."""

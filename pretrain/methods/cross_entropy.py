@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.methods.losses import dino_loss, ibot_loss
-from pretrain.methods.teacher_student import Centering, teacher_distribution
-from runtime.collectives import all_reduce_max, all_reduce_sum
+from tessera.pretrain.methods.losses import dino_loss, ibot_loss
+from tessera.pretrain.methods.teacher_student import Centering, teacher_distribution
+from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
 
 CHUNK_BYTES = 2**28
 """Largest size of a chunk of logits in float32, in bytes."""

@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.batch import Batch, View
-from data.crops import MultiCrop, MultiCropConfig
-from encoders.base import Encoder
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from pretrain.methods.cross_entropy import crop_loss
-from pretrain.methods.teacher_student import (
+from tessera.data.batch import Batch, View
+from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.encoders.base import Encoder
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.cross_entropy import crop_loss
+from tessera.pretrain.methods.teacher_student import (
     Centering,
     Head,
     HeadShape,
@@ -30,11 +30,11 @@ from pretrain.methods.teacher_student import (
     output_signs,
     teacher_distribution,
 )
-from pretrain.monitoring.collapse import effective_rank
-from pretrain.optim import ema
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from pretrain.optim.schedules import cosine, linear
-from runtime.collectives import all_reduce_sum
+from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.optim import ema
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.schedules import cosine, linear
+from tessera.runtime.collectives import all_reduce_sum
 
 
 class DINOConfig(MultiCropConfig, frozen=True):

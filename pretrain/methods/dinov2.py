@@ -17,20 +17,20 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.augment import Share
-from data.batch import Batch, View
-from data.collate import Transform
-from data.crops import Areas, MultiCrop
-from data.masking import MaskedMultiCrop
-from encoders.base import Encoder
-from encoders.formats.checkpoint import load_weights
-from encoders.images import Mask
-from encoders.segments import copy_to_device
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
-from pretrain.methods.dino import DINOConfig
-from pretrain.methods.losses import koleo_loss, token_weights
-from pretrain.methods.teacher_student import (
+from tessera.data.augment import Share
+from tessera.data.batch import Batch, View
+from tessera.data.collate import Transform
+from tessera.data.crops import Areas, MultiCrop
+from tessera.data.masking import MaskedMultiCrop
+from tessera.encoders.base import Encoder
+from tessera.encoders.formats.checkpoint import load_weights
+from tessera.encoders.images import Mask
+from tessera.encoders.segments import copy_to_device
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
+from tessera.pretrain.methods.dino import DINOConfig
+from tessera.pretrain.methods.losses import koleo_loss, token_weights
+from tessera.pretrain.methods.teacher_student import (
     Head,
     HeadShape,
     PendingCenter,
@@ -39,11 +39,11 @@ from pretrain.methods.teacher_student import (
     output_signs,
     teacher_distribution,
 )
-from pretrain.monitoring.collapse import effective_rank
-from pretrain.optim import ema
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from pretrain.optim.schedules import cosine, linear
-from runtime.collectives import all_reduce_sum
+from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.optim import ema
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.schedules import cosine, linear
+from tessera.runtime.collectives import all_reduce_sum
 
 SAME_FEATURES = -math.log(1e-3)
 """KoLeo of features whose nearest neighbours have a distance of 0.001"""

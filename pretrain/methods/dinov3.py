@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from data.batch import Batch, View
-from data.collate import Transform
-from data.crops import MixedCrops, ResizedView
-from encoders.base import Encoder
-from pretrain.methods.base import Method, RunSize, fill, full_precision, supported
-from pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config, second_head
-from pretrain.methods.losses import gram_loss
-from pretrain.methods.teacher_student import Centering
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from pretrain.optim.schedules import linear
-from runtime.collectives import local
+from tessera.data.batch import Batch, View
+from tessera.data.collate import Transform
+from tessera.data.crops import MixedCrops, ResizedView
+from tessera.encoders.base import Encoder
+from tessera.pretrain.methods.base import Method, RunSize, fill, full_precision, supported
+from tessera.pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config, second_head
+from tessera.pretrain.methods.losses import gram_loss
+from tessera.pretrain.methods.teacher_student import Centering
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.schedules import linear
+from tessera.runtime.collectives import local
 
 
 class CropSizes(NamedTuple):

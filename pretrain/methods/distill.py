@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-import encoders
-from data.batch import Batch
-from data.crops import RandomCrop, RandomCropConfig
-from encoders.base import Encoder, Features
-from encoders.errors import EncoderError
-from encoders.randomness import restarted_draws
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
-from pretrain.monitoring.collapse import effective_rank
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.data.batch import Batch
+from tessera.data.crops import RandomCrop, RandomCropConfig
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.randomness import restarted_draws
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
+from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.runtime.settings import SettingsError
 
 Match = Literal["cosine", "smooth_l1", "mse", "mixed"]
 

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.augment import Share, Strength, normalize, to_pixels
-from data.batch import Batch
-from data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
-from data.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
-from data.rand_augment import HIGHEST, draw_operations, rand_augment
-from encoders.base import Encoder, Preprocessing
-from encoders.images import Images
-from encoders.randomness import BITS, next_keys
-from encoders.segments import copy_to_device
-from encoders.vit import ViT
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from runtime.settings import Section, SettingsError
+from tessera.data.augment import Share, Strength, normalize, to_pixels
+from tessera.data.batch import Batch
+from tessera.data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
+from tessera.data.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
+from tessera.data.rand_augment import HIGHEST, draw_operations, rand_augment
+from tessera.encoders.base import Encoder, Preprocessing
+from tessera.encoders.images import Images
+from tessera.encoders.randomness import BITS, next_keys
+from tessera.encoders.segments import copy_to_device
+from tessera.encoders.vit import ViT
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.runtime.settings import Section, SettingsError
 
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token")
 """Substrings of the names of parameters that have no weight decay in MAE's fine-tuning."""

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import encoders
-from encoders.base import Encoder, Features, Preprocessing
-from encoders.errors import EncoderError
-from encoders.weights import fitting
+from tessera import encoders
+from tessera.encoders.base import Encoder, Features, Preprocessing
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.weights import fitting
 
 
 def teacher_file(path: str | None) -> Path:

@@ -15,16 +15,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.augment import BLUR_SIGMA, Sigmas
-from data.batch import Batch
-from data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size
-from encoders.base import Encoder
-from encoders.segments import copy_to_device
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from pretrain.methods.teacher_student import BatchNorm, encode
-from pretrain.monitoring.collapse import effective_rank
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from runtime.collectives import all_reduce_sum, world_size
+from tessera.data.augment import BLUR_SIGMA, Sigmas
+from tessera.data.batch import Batch
+from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size
+from tessera.encoders.base import Encoder
+from tessera.encoders.segments import copy_to_device
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.teacher_student import BatchNorm, encode
+from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.runtime.collectives import all_reduce_sum, world_size
 
 POINTS = 17
 """Number of points at which SIGReg compares characteristic functions (T)."""

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoders.images import Mask
-from runtime.collectives import all_gather_rows, rank
-from runtime.errors import UserError
+from tessera.encoders.images import Mask
+from tessera.runtime.collectives import all_gather_rows, rank
+from tessera.runtime.errors import UserError
 
 NEAREST = 1e-4
 """smallest distance between normalised features that KoLeo distinguishes; the gradient of a smaller distance is 0"""

@@ -14,21 +14,21 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.batch import Batch
-from data.crops import NativeCrop, RandomCrop, RandomCropConfig
-from data.masking import MaskedCrop, MaskKind
-from encoders.base import Encoder, Features
-from encoders.blocks import Block
-from encoders.images import Images, Mask, PackedImages, patchify
-from encoders.layers import init_linear, sincos_table
-from encoders.navit import NaViT
-from encoders.rope_vit import RoPEViT
-from encoders.segments import Segments, copy_to_device, token_positions
-from encoders.vit import ViT
-from pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
-from pretrain.monitoring.collapse import effective_rank
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from runtime.collectives import all_reduce_max
+from tessera.data.batch import Batch
+from tessera.data.crops import NativeCrop, RandomCrop, RandomCropConfig
+from tessera.data.masking import MaskedCrop, MaskKind
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.blocks import Block
+from tessera.encoders.images import Images, Mask, PackedImages, patchify
+from tessera.encoders.layers import init_linear, sincos_table
+from tessera.encoders.navit import NaViT
+from tessera.encoders.rope_vit import RoPEViT
+from tessera.encoders.segments import Segments, copy_to_device, token_positions
+from tessera.encoders.vit import ViT
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.runtime.collectives import all_reduce_max
 
 NO_CONTRAST = 0.01
 """Contrast of targets (`target_contrast`) at or below which all patches are equal, apart from rounding errors."""

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoders.base import Encoder
-from encoders.images import Images, Mask, can_pack, pack
-from pretrain.methods.base import full_precision
-from runtime.collectives import all_reduce_max, all_reduce_sum
+from tessera.encoders.base import Encoder
+from tessera.encoders.images import Images, Mask, can_pack, pack
+from tessera.pretrain.methods.base import full_precision
+from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
 
 Centering = Literal["mean", "sinkhorn"]
 

@@ -7,20 +7,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.shards import DEFAULT, SourceConfig
-from encoders.base import Encoder
-from evaluation.classes import open_labelled_pair
-from evaluation.features import (
+from tessera.data.shards import DEFAULT, SourceConfig
+from tessera.encoders.base import Encoder
+from tessera.evaluation.classes import open_labelled_pair
+from tessera.evaluation.features import (
     EvaluationError,
     Extraction,
     extract,
     resolve_checkpoint,
 )
-from evaluation.results import Evaluation, report
-from pretrain.config import EvaluationConfig, ResolvedRun
-from pretrain.methods.base import Method
-from pretrain.monitoring.verdict import Scores
-from runtime.collectives import all_reduce_max, all_reduce_sum
+from tessera.evaluation.results import Evaluation, report
+from tessera.pretrain.config import EvaluationConfig, ResolvedRun
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.monitoring.verdict import Scores
+from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
 
 TOP = 5
 """Number of classes among which top-5 accuracy looks for the true class."""
@@ -93,9 +93,7 @@ class Accuracy:
         ends = torch.stack([labels.max(), -labels.min()]) if len(labels) else torch.full((2,), -(2**62))
         largest, smallest = (int(end) for end in all_reduce_max(ends))
         if largest == -(2**62):
-            raise EvaluationError(
-                "evaluation.val has no readable image. Check the shards with `python -m data.check_shards`."
-            )
+            raise EvaluationError("evaluation.val has no readable image. Check the shards with `tessera check_shards`.")
         wrong = largest if largest >= classes else -smallest
         if not 0 <= wrong < classes:
             raise EvaluationError(

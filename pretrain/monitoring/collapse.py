@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from runtime.collectives import all_reduce_sum
-from runtime.errors import UserError
-from runtime.settings import Section
+from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.errors import UserError
+from tessera.runtime.settings import Section
 
 EQUAL = 1e-5
 """Features of images are equal if they differ by less than this fraction of their norm."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from pretrain.engines import Engine
-from pretrain.monitoring.sinks import append_line
-from runtime.machine import processor, versions
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.monitoring.sinks import append_line
+from tessera.runtime.machine import processor, versions
 
 
 def record_start(output: Path, step: int, engine: Engine, precision: str) -> None:

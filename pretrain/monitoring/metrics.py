@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, open_sinks
+from tessera.pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, open_sinks
 
 ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1"}
 """Names of the accuracies in the progress, by metric."""

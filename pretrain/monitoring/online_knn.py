@@ -5,14 +5,14 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.augment import to_model_input
-from data.crops import CenterCrop
-from data.loader import Reading, evaluation_batches
-from data.shards import DEFAULT, SourceConfig
-from encoders.base import Encoder, Preprocessing
-from evaluation import logistic
-from evaluation.classes import open_labelled_pair
-from evaluation.features import (
+from tessera.data.augment import to_model_input
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import DEFAULT, SourceConfig
+from tessera.encoders.base import Encoder, Preprocessing
+from tessera.evaluation import logistic
+from tessera.evaluation.classes import open_labelled_pair
+from tessera.evaluation.features import (
     Extraction,
     LabelledFeatures,
     check_labels,
@@ -21,10 +21,10 @@ from evaluation.features import (
     resize_size,
     single_view,
 )
-from evaluation.knn import KNNProtocol, knn_accuracy
-from evaluation.labelled import subtract_mean
-from pretrain.config import EvaluationConfig
-from runtime.collectives import all_gather, all_reduce_sum
+from tessera.evaluation.knn import KNNProtocol, knn_accuracy
+from tessera.evaluation.labelled import subtract_mean
+from tessera.pretrain.config import EvaluationConfig
+from tessera.runtime.collectives import all_gather, all_reduce_sum
 
 PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.pictures import colours, grid, resized
-from encoders.base import Encoder
+from tessera.data.pictures import colours, grid, resized
+from tessera.encoders.base import Encoder
 
 
 @torch.no_grad()

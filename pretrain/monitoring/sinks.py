@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from pydantic import Field, field_validator
 
-from runtime.files import atomic_write
-from runtime.settings import Section, SettingsError, flattened
+from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Section, SettingsError, flattened
 
 SinkName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 Record = Mapping[str, float | None]

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from encoders.base import Encoder
-from pretrain.optim.schedules import cosine
-from runtime.collectives import all_reduce_sum
-from runtime.settings import Section
+from tessera.encoders.base import Encoder
+from tessera.pretrain.optim.schedules import cosine
+from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.settings import Section
 
 LrScaling = Literal["linear", "sqrt", "none"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from runtime.collectives import local
+from tessera.runtime.collectives import local
 
 
 @torch.no_grad()

@@ -6,16 +6,16 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from data.batch import Batch, ColorParameters, SampleParameters
-from data.batches import Batches
-from data.collate import CropBuilder, PackBuilder, RawBuilder, Transform, collate
-from data.loader import LoaderConfig, Reading, StreamConfig
-from data.loader import evaluation_batches as _evaluation_batches
-from data.loader import training_batches as _training_batches
-from data.sampler import BUFFER, STREAMS, BatchSampler
-from data.shards import DEFAULT, Shards, SourceConfig, WeightedShards
-from encoders.base import IMAGENET, Preprocessing
-from encoders.images import PackedImages
+from tessera.data.batch import Batch, ColorParameters, SampleParameters
+from tessera.data.batches import Batches
+from tessera.data.collate import CropBuilder, PackBuilder, RawBuilder, Transform, collate
+from tessera.data.loader import LoaderConfig, Reading, StreamConfig
+from tessera.data.loader import evaluation_batches as _evaluation_batches
+from tessera.data.loader import training_batches as _training_batches
+from tessera.data.sampler import BUFFER, STREAMS, BatchSampler
+from tessera.data.shards import DEFAULT, Shards, SourceConfig, WeightedShards
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.images import PackedImages
 
 
 def training_batches(

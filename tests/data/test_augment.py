@@ -11,7 +11,7 @@ import torch
 from scipy import ndimage, stats
 from torchvision.transforms.v2 import functional as tv
 
-from data.augment import (
+from tessera.data.augment import (
     ColorConfig,
     augment_colors,
     colors_for,
@@ -20,9 +20,9 @@ from data.augment import (
     shift_hue,
     to_model_input,
 )
-from data.batch import Batch, ColorParameters, View
-from encoders.base import IMAGENET, Preprocessing
-from encoders.images import PackedImages, pack
+from tessera.data.batch import Batch, ColorParameters, View
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.images import PackedImages, pack
 
 N = 20_000
 STRONG = ColorConfig(brightness=0.8, contrast=0.8, saturation=1.5, hue=0.5, jitter=0.9, grayscale=0.3)
@@ -74,7 +74,7 @@ FUSED = ["fused", pytest.param("compiled", marks=pytest.mark.medium)]
 def colors_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """`augment_colors` by separate operations, and by the functions for the compiler, not compiled and compiled."""
     if request.param == "fused":
-        monkeypatch.setattr("data.augment.compiled", lambda function: function)
+        monkeypatch.setattr("tessera.data.augment.compiled", lambda function: function)
     return partial(augment_colors, compile=request.param != "separate")
 
 
@@ -105,7 +105,7 @@ def test_fused_operations_equal_separate_ones_to_rounding(colors_of):
 
 def test_views_are_compiled_where_asked(monkeypatch):
     used = []
-    monkeypatch.setattr("data.augment.compiled", lambda function: used.append(function.__name__) or function)
+    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: used.append(function.__name__) or function)
     batch = Batch([View(pictures(6), 1, color=drawn(6))])
     separate = to_model_input(batch).views[0].images
     assert used == []
@@ -138,7 +138,7 @@ def test_memory_order_and_the_callers_pixels_are_left_alone():
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_device_is_never_waited_for(compile, monkeypatch):
     """The meta device has no values: reading one raises."""
-    monkeypatch.setattr("data.augment.compiled", lambda function: function)
+    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: function)
     out = augment_colors(pictures(30).to("meta"), drawn(30), compile=compile)
     assert out.shape == (30, 3, 20, 24)
     assert out.device.type == "meta"
@@ -261,7 +261,7 @@ def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
 @pytest.mark.parametrize("channels", [1, 2, 4, 12])
 def test_images_that_are_not_rgb(channels, compile, monkeypatch):
     """Oracle: each operation written out in float64."""
-    monkeypatch.setattr("data.augment.compiled", lambda function: function)
+    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: function)
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
     config = STRONG.model_copy(update={"saturation": 0.0, "hue": 0.0, "grayscale": 0.0})

@@ -10,13 +10,12 @@ import tifffile
 import torch
 from PIL import Image
 
-import data.decode
-from data.augment import to_model_input
-from data.crops import RandomCrop, RandomCropConfig
-from data.decode import ImageError, Picture, decode
-from data.loader import LoaderConfig
-from data.masking import MaskedCrop
-from encoders.base import Preprocessing
+from tessera.data.augment import to_model_input
+from tessera.data.crops import RandomCrop, RandomCropConfig
+from tessera.data.decode import ImageError, Picture, decode
+from tessera.data.loader import LoaderConfig
+from tessera.data.masking import MaskedCrop
+from tessera.encoders.base import Preprocessing
 from tests.data.batches import pixels, training_batches
 
 RNG = np.random.default_rng(0)
@@ -74,7 +73,7 @@ def test_luminance_of_a_jpeg_is_the_same_from_both_decoders(monkeypatch):
         encoded = saved(COLORS[..., :3], "JPEG", **options)
         by_torchvision = array(encoded, 1)
         with monkeypatch.context() as without:
-            without.setattr(data.decode, "jpeg_decoder", lambda: None)
+            without.setattr(tessera.data.decode, "jpeg_decoder", lambda: None)
             assert np.array_equal(array(encoded, 1), by_torchvision)
 
 

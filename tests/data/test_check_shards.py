@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.shards import open_shards
-from data.shards.index import parse_folder, parse_table, write_folder
-from data.shards.tar import scan_tar
-from data.tools import make as make_shards
-from data.tools.check import main
+from tessera.data.shards import open_shards
+from tessera.data.shards.index import parse_folder, parse_table, write_folder
+from tessera.data.shards.tar import scan_tar
+from tessera.data.tools import make as make_shards
+from tessera.data.tools.check import main
 
 
 def check(*words, status=0):
@@ -372,7 +372,7 @@ def special(name, kind, target=""):
 
 RUN = """
 import resource, sys
-from data.tools.check import main
+from tessera.data.tools.check import main
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 resource.setrlimit(resource.RLIMIT_FSIZE, (150_000_000, 150_000_000))
 status = main(sys.argv[1:])

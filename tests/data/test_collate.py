@@ -8,14 +8,24 @@ import pytest
 import torch
 from PIL import Image
 
-from data.augment import to_model_input
-from data.batch import Batch, ColorParameters, CropParameters, SampleParameters, ViewParameters, largest_shrink
-from data.collate import Collator, CropBuilder, PackBuilder, RawBuilder, Sample, Skipped, ViewShape, collate, crop_bytes
-from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
-from data.dataset import decode_sample
-from data.decode import ImageError, Picture
-from data.masking import MaskedCrop
-from data.resample import cut_views
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, ColorParameters, CropParameters, SampleParameters, ViewParameters, largest_shrink
+from tessera.data.collate import (
+    Collator,
+    CropBuilder,
+    PackBuilder,
+    RawBuilder,
+    Sample,
+    Skipped,
+    ViewShape,
+    collate,
+    crop_bytes,
+)
+from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from tessera.data.dataset import decode_sample
+from tessera.data.decode import ImageError, Picture
+from tessera.data.masking import MaskedCrop
+from tessera.data.resample import cut_views
 from tests.data.batches import boxes, build, collated, color, pixels
 
 SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))

@@ -9,9 +9,9 @@ from PIL import Image
 from scipy import ndimage, stats
 from torchvision.transforms import RandomResizedCrop
 
-from data.batch import Batch
-from data.collate import collate
-from data.crops import (
+from tessera.data.batch import Batch
+from tessera.data.collate import collate
+from tessera.data.crops import (
     BOX_DRAWS,
     CenterCrop,
     MixedCrops,
@@ -21,7 +21,7 @@ from data.crops import (
     boxes,
     random_boxes,
 )
-from data.resample import cut, resize, rotate
+from tessera.data.resample import cut, resize, rotate
 from tests.data.batches import color, pixels, same_color
 
 SMALL = MultiCropConfig(global_size=32, local_size=16, local_crops=3)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-import data.decode
-from data.decode import ImageError, Picture, decode
+import tessera.data.decode
+from tessera.data.decode import ImageError, Picture, decode
 
 SAMPLE = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 RNG = np.random.default_rng(0)
@@ -144,7 +144,7 @@ def test_a_file_is_read_whatever_its_name_says_and_junk_around_segments_does_not
 def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
     encoded = saved(COLORS.convert("RGB"), "JPEG")
     expected = decode(encoded)
-    monkeypatch.setattr(data.decode, "jpeg_decoder", lambda: None)
+    monkeypatch.setattr(tessera.data.decode, "jpeg_decoder", lambda: None)
     assert torch.equal(decode(encoded), expected)
 
 
@@ -215,7 +215,7 @@ def test_a_header_that_lies_is_not_a_good_image(monkeypatch):
     good = saved(COLORS.convert("RGB"), "JPEG")
     assert Picture(good).pixels().shape == (3, 25, 35)
     for size in ((35, 24), (36, 25)):
-        monkeypatch.setattr(data.decode, "_plain_jpeg", lambda encoded, size=size: size)
+        monkeypatch.setattr(tessera.data.decode, "_plain_jpeg", lambda encoded, size=size: size)
         with pytest.raises(ImageError, match="size in the header differs from the size of the decoded pixels"):
             Picture(good).pixels()
 
@@ -282,4 +282,4 @@ def test_a_header_of_no_pixels_is_refused():
     frame = encoded.index(b"\xff\xc0")
     encoded[frame + 5 : frame + 7] = b"\0\0"  # its height, which may come later in a JPEG; libjpeg does not read those
     with pytest.raises(ImageError, match="35 x 0 pixels"):
-        data.decode.Picture(bytes(encoded))
+        tessera.data.decode.Picture(bytes(encoded))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from data.demo import demo_shards
-from data.shards import Reader, ShardError, expand, open_shards
+from tessera.data.demo import demo_shards
+from tessera.data.shards import Reader, ShardError, expand, open_shards
 
 
 def samples(paths):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from data.crops import MultiCrop, MultiCropConfig
+from tessera.data.crops import MultiCrop, MultiCropConfig
 from tests.data.batches import color, training_batches
 
 BATCH = 24  # splits over 1, 2, 3 and 4 processes, in one or two passes

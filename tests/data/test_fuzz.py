@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from benchmarks import fuzz
-from data.shards import Reader
+from tessera.data.shards import Reader
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.crops import CenterCrop
-from data.decode import ImageError, Picture, decode
-from data.headers import MAX_SIDE, MOST_SCANS, holds_all_pixels, read_jpeg
-from data.loader import evaluation_batches
-from data.maps import decode_map
-from data.shards import open_shards
-from data.tools.pack import LeftOut, Recipe, prepare
+from tessera.data.crops import CenterCrop
+from tessera.data.decode import ImageError, Picture, decode
+from tessera.data.headers import MAX_SIDE, MOST_SCANS, holds_all_pixels, read_jpeg
+from tessera.data.loader import evaluation_batches
+from tessera.data.maps import decode_map
+from tessera.data.shards import open_shards
+from tessera.data.tools.pack import LeftOut, Recipe, prepare
 from tests.data.shards.batches import train
 
 
@@ -117,7 +117,7 @@ def test_conversion_in_parts_gives_the_same_pixels(monkeypatch):
         for channels in (1, 3, 4):
             expected = decode(encoded, channels=channels)
             with monkeypatch.context() as patch:
-                patch.setattr("data.decode.ROWS_AT_ONCE", 130)
+                patch.setattr("tessera.data.decode.ROWS_AT_ONCE", 130)
                 assert (decode(encoded, channels=channels) == expected).all()
 
 
@@ -141,7 +141,7 @@ def test_large_images_are_not_held_together(write_tar, monkeypatch):
     encoded = saved(Image.new("RGB", (1000, 1000), "red"), "PNG")
     path = write_tar("large.tar", [(f"{n:02d}.png", encoded) for n in range(16)])
     alive, most = 0, []
-    monkeypatch.setattr("data.dataset.MOST_HELD", 2**22)
+    monkeypatch.setattr("tessera.data.dataset.MOST_HELD", 2**22)
     init = Picture.__init__
 
     def counted(self, *args, **kwargs):
@@ -165,7 +165,7 @@ def test_a_lack_of_memory_is_no_corrupt_image(monkeypatch):
     def fail(*_):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr("data.decode.jpeg_decoder", lambda: fail)
+    monkeypatch.setattr("tessera.data.decode.jpeg_decoder", lambda: fail)
     with pytest.raises(MemoryError):
         decode(JPEG)
 

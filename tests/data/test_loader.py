@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from data.batch import Batch, ColorParameters, CropParameters, ViewParameters
-from data.collate import ViewShape
-from data.crops import CenterCrop, MixedCrops, MultiCrop, MultiCropConfig, ResizedView
-from data.loader import LoaderConfig
-from data.resample import cut_views
-from data.sampler import ShuffledSampler, sample_rng
-from data.shards import ShardError
+from tessera.data.batch import Batch, ColorParameters, CropParameters, ViewParameters
+from tessera.data.collate import ViewShape
+from tessera.data.crops import CenterCrop, MixedCrops, MultiCrop, MultiCropConfig, ResizedView
+from tessera.data.loader import LoaderConfig
+from tessera.data.resample import cut_views
+from tessera.data.sampler import ShuffledSampler, sample_rng
+from tessera.data.shards import ShardError
 from tests.data.batches import color, evaluation_batches, same_color, step_positions, training_batches
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -294,7 +294,7 @@ def alive(pid):
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
-from data.crops import CenterCrop
+from tessera.data.crops import CenterCrop
 from tests.data.batches import training_batches
 multiprocessing.set_start_method("forkserver")  # the default of Python 3.14
 batches = iter(training_batches(sys.argv[1], CenterCrop(8), batch_size=4, seed=0, steps=10**6, workers=2))

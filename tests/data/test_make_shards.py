@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.shards import Reader, open_shards
-from data.shards.index import parse_folder, parse_table
-from data.shards.tar import scan_tar
-from data.tools import make as make_shards
-from data.tools import pack
-from data.tools.make import main
+from tessera.data.shards import Reader, open_shards
+from tessera.data.shards.index import parse_folder, parse_table
+from tessera.data.shards.tar import scan_tar
+from tessera.data.tools import make as make_shards
+from tessera.data.tools import pack
+from tessera.data.tools.make import main
 from tests.data.made import CLASSES, SMALL, content, make, picture, samples, shards
 
 
@@ -208,7 +208,7 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
 
 
 def test_two_calls_at_once(animals, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("data.tools.shard_folder.LOCK_ATTEMPTS", 1)
+    monkeypatch.setattr("tessera.data.tools.shard_folder.LOCK_ATTEMPTS", 1)
     folder = make_shards.Folder(tmp_path / "out", "shard")
     with folder.locked():
         make(animals, tmp_path / "out", SMALL, status=1)

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from data.augment import to_model_input
-from data.batch import CropParameters
-from data.crops import CenterCrop, MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig, WholeImage
-from data.decode import ImageError
-from data.loader import LoaderConfig, Reading, evaluation_batches, training_batches
-from data.maps import cut_map, decode_map
-from data.sampler import BatchSampler
-from data.shards import Reader, ShardError, open_shards
-from data.shards.index import parse_table, write_table
-from data.shards.tar import scan_tar
-from data.tools.check import main as check
-from data.tools.make import main
-from evaluation.features import single_view
+from tessera.data.augment import to_model_input
+from tessera.data.batch import CropParameters
+from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig, WholeImage
+from tessera.data.decode import ImageError
+from tessera.data.loader import LoaderConfig, Reading, evaluation_batches, training_batches
+from tessera.data.maps import cut_map, decode_map
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import Reader, ShardError, open_shards
+from tessera.data.shards.index import parse_table, write_table
+from tessera.data.shards.tar import scan_tar
+from tessera.data.tools.check import main as check
+from tessera.data.tools.make import main
+from tessera.evaluation.features import single_view
 from tests.data.made import make, picture
 
 

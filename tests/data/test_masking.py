@@ -5,10 +5,18 @@ import pytest
 import torch
 from scipy import stats
 
-from data.batch import Packing
-from data.collate import Collator, Sample, collate
-from data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig, native_grid
-from data.masking import MASKS, MaskedCrop, MaskedMultiCrop, block_mask, block_search_mask, hidden_count, random_mask
+from tessera.data.batch import Packing
+from tessera.data.collate import Collator, Sample, collate
+from tessera.data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig, native_grid
+from tessera.data.masking import (
+    MASKS,
+    MaskedCrop,
+    MaskedMultiCrop,
+    block_mask,
+    block_search_mask,
+    hidden_count,
+    random_mask,
+)
 
 
 def rng(seed: int = 0) -> np.random.Generator:

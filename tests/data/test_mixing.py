@@ -7,7 +7,16 @@ from scipy.stats import ks_2samp, kstest
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
 
-from data.mixing import MixParameters, draw_erased, draw_mix, erase, generators, mix_images, normal_noise, partners
+from tessera.data.mixing import (
+    MixParameters,
+    draw_erased,
+    draw_mix,
+    erase,
+    generators,
+    mix_images,
+    normal_noise,
+    partners,
+)
 
 SIZE = (24, 32)
 MANY = 3000

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import pictures
-from data.augment import to_model_input
-from data.batch import Batch, View
-from encoders.base import Preprocessing
+from tessera.data import pictures
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, View
+from tessera.encoders.base import Preprocessing
 from tests.views import GAP, cell, pixels
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data.preview import PreviewSettings, read_cells, run
-from data.shards import ShardError, class_names, open_shards
-from data.sheet import Cell, as_rgb, write_sheet
-from runtime.settings import flags, validate
+from tessera.data.preview import PreviewSettings, read_cells, run
+from tessera.data.shards import ShardError, class_names, open_shards
+from tessera.data.sheet import Cell, as_rgb, write_sheet
+from tessera.runtime.settings import flags, validate
 
 
 def command(*argv: str) -> None:
@@ -78,7 +78,7 @@ def test_settings_of_a_run_hand_over_to_the_preview_of_the_run(write_shards, tmp
     sheet = tmp_path / "sheet.png"
     argv = [str(tmp_path / "*.tar"), "--method", "mae", "--encoder", "vit_micro", "--mae.size", "32", "--images", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "data.preview", *argv, "--batch_size", "64", "--output", str(sheet)],
+        [sys.executable, "-m", "tessera.data.preview", *argv, "--batch_size", "64", "--output", str(sheet)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torchvision.transforms import ColorJitter, RandomResizedCrop
 
-from data.crops import MultiCrop, MultiCropConfig
+from tessera.data.crops import MultiCrop, MultiCropConfig
 
 IMAGES = 3000
 SIZE = (375, 500)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from data.augment import to_model_input
-from data.batch import Batch, CropParameters, largest_shrink
-from data.collate import RawBuilder
-from data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
-from data.dataset import decode_sample
-from data.decode import Picture
-from data.loader import LoaderConfig
-from data.masking import MaskedCrop
-from data.resample import cut, cut_views, resample, weights
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, CropParameters, largest_shrink
+from tessera.data.collate import RawBuilder
+from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from tessera.data.dataset import decode_sample
+from tessera.data.decode import Picture
+from tessera.data.loader import LoaderConfig
+from tessera.data.masking import MaskedCrop
+from tessera.data.resample import cut, cut_views, resample, weights
 from tests.data.batches import build, collated, pixels, training_batches
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
@@ -220,7 +220,7 @@ def test_who_can_cut_what():
 @pytest.mark.parametrize(("cores", "expected"), [(7, "device"), (8, "workers")])
 def test_a_gpu_cuts_where_cores_are_few(monkeypatch, cores, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("data.loader.free_cores", lambda _: cores)
+    monkeypatch.setattr("tessera.data.loader.free_cores", lambda _: cores)
     assert LoaderConfig().resolved(SMALL).crops == expected
     assert LoaderConfig().resolved(CenterCrop(32)).crops == "workers"
 

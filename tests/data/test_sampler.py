@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.sampler import MixtureSampler, ShuffledSampler, bounded_buffers, quotas, sample_rng
+from tessera.data.sampler import MixtureSampler, ShuffledSampler, bounded_buffers, quotas, sample_rng
 from tests.data.batches import step_positions
 
 UNEQUAL = {1: [1000], 2: [3, 500], 7: [1, 17, 300, 16, 64, 5, 2], 40: [1 + 13 * k % 57 for k in range(40)]}

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-import data.shared_memory
-from data.batch import Batch, CropParameters, ViewParameters
-from data.collate import ViewShape
-from data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
-from data.loader import LoaderConfig
-from data.masking import MaskedCrop
-from data.shared_memory import BufferRing, SharedBatch
+import tessera.data.batches
+import tessera.data.shared_memory
+from tessera.data.batch import Batch, CropParameters, ViewParameters
+from tessera.data.collate import ViewShape
+from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
+from tessera.data.loader import LoaderConfig
+from tessera.data.masking import MaskedCrop
+from tessera.data.shared_memory import BufferRing, SharedBatch
 from tests.data.batches import collated, evaluation_batches, training_batches
 
 SMALL = MultiCrop(MultiCropConfig(global_size=8, local_size=4, local_crops=2))
@@ -71,12 +72,12 @@ def test_a_batch_that_did_not_fit_is_sent_as_it_is():
 
 def test_memory_is_given_back():
     gc.collect()  # those of other tests
-    before = len(data.shared_memory._rings)
+    before = len(tessera.data.shared_memory._rings)
     ring = BufferRing(1, 3, 2**40)  # nothing is committed
-    assert len(data.shared_memory._rings) == before + 1
+    assert len(tessera.data.shared_memory._rings) == before + 1
     del ring
     gc.collect()
-    assert len(data.shared_memory._rings) == before
+    assert len(tessera.data.shared_memory._rings) == before
 
 
 @pytest.fixture
@@ -158,10 +159,12 @@ def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
 @pytest.mark.parametrize("crops", ["workers", "device"])
 def test_batches_that_do_not_fit_their_buffers_arrive_all_the_same(pictures, crops, monkeypatch):
     expected = contents(batches(pictures, 0, crops))
-    ring = data.batches.BufferRing
-    monkeypatch.setattr("data.batches.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
+    ring = tessera.data.batches.BufferRing
+    monkeypatch.setattr("tessera.data.batches.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
     same(contents(list(batches(pictures, 2, crops))), expected)
-    monkeypatch.setattr("data.batches.BufferRing", lambda workers, buffers, size: ring(workers, 1, size))  # too few
+    monkeypatch.setattr(
+        "tessera.data.batches.BufferRing", lambda workers, buffers, size: ring(workers, 1, size)
+    )  # too few
     same(contents(list(batches(pictures, 2, crops))), expected)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.sampler import ShuffledSampler
+from tessera.data.sampler import ShuffledSampler
 
 BATCH = 1024
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data import batches, workers
-from data.workers import WorkerStates
-from runtime import preemption
+from tessera.data import batches, workers
+from tessera.data.workers import WorkerStates
+from tessera.runtime import preemption
 from tests.data.shards.batches import evaluate, train
 
 PROGRAM = """
@@ -52,12 +52,12 @@ def test_a_stopped_worker_is_named_and_the_wait_hears_signals(write_shards, monk
         with caplog.at_level(logging.WARNING), preemption.listening():
             handler = logging.Handler()
             handler.emit = lambda _: os.kill(os.getpid(), signal.SIGTERM)  # the line is there: now the signal
-            logging.getLogger("data.workers").addHandler(handler)
+            logging.getLogger("tessera.data.workers").addHandler(handler)
             try:
                 with pytest.raises(preemption.WaitInterruptedError):
                     list(batches)
             finally:
-                logging.getLogger("data.workers").removeHandler(handler)
+                logging.getLogger("tessera.data.workers").removeHandler(handler)
         assert time.monotonic() - start < 20
     finally:
         os.kill(worker, signal.SIGCONT)

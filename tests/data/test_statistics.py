@@ -9,10 +9,10 @@ import tifffile
 import torch
 from PIL import Image
 
-from data.decode import decode
-from data.shards import Reader, ShardError, open_shards, open_sources
-from data.statistics import count_classes, histogram, pixel_statistics
-from data.tools.check import main
+from tessera.data.decode import decode
+from tessera.data.shards import Reader, ShardError, open_shards, open_sources
+from tessera.data.statistics import count_classes, histogram, pixel_statistics
+from tessera.data.tools.check import main
 from tests.data.made import picture
 
 

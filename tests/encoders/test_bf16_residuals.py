@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import encoders
-from encoders.base import Features
-from encoders.blocks import Block
-from encoders.images import Images, pack
+from tessera import encoders
+from tessera.encoders.base import Features
+from tessera.encoders.blocks import Block
+from tessera.encoders.images import Images, pack
 
 VARIANTS = ("vit_micro", "rope_vit_micro")
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import encoders
-from encoders.layers import LayerNorm, LayerScale
-from pretrain.optim.adamw import flat_blocks
+from tessera import encoders
+from tessera.encoders.layers import LayerNorm, LayerScale
+from tessera.pretrain.optim.adamw import flat_blocks
 
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import encoders
-from encoders.base import Features
-from encoders.images import Mask, pack
-from encoders.summary import summarize
+from tessera import encoders
+from tessera.encoders.base import Features
+from tessera.encoders.images import Mask, pack
+from tessera.encoders.summary import summarize
 
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 DROPPING = [name for name in MICRO if encoders.family(name).can_drop]

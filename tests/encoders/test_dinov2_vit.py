@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoders import build, load_weights
-from encoders.images import Mask
-from encoders.vit import ViT
+from tessera.encoders import build, load_weights
+from tessera.encoders.images import Mask
+from tessera.encoders.vit import ViT
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "image_size": 56, "layer_scale": 0.5, "mask_token": False}

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from encoders import dot_product
-from encoders.dot_product import dot_product_attention
+from tessera.encoders import dot_product
+from tessera.encoders.dot_product import dot_product_attention
 
 
 def inputs(queries: int = 17, tokens: int = 17) -> list[torch.Tensor]:

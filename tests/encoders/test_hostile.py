@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import encoders
-from encoders import EncoderError, WeightsError
-from encoders.formats.checkpoint import read
+from tessera import encoders
+from tessera.encoders import EncoderError, WeightsError
+from tessera.encoders.formats.checkpoint import read
 
 MICRO = sorted(name for name in encoders.VARIANTS if name.endswith("_micro"))
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders.images import Mask, best_fit, first_fit, pack, patchify
-from encoders.segments import Segments, token_positions
+from tessera.encoders.images import Mask, best_fit, first_fit, pack, patchify
+from tessera.encoders.segments import Segments, token_positions
 
 
 def test_mask_lists_the_visible_places_and_counts_them_for_each_image():

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-import encoders
-from encoders import VARIANTS, build, family, load, save
+from tessera import encoders
+from tessera.encoders import VARIANTS, build, family, load, save
 
 
 @pytest.mark.parametrize(

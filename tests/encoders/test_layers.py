@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from encoders import packed_attention
-from encoders.blocks import Block
-from encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
-from encoders.segments import Segments
+from tessera.encoders import packed_attention
+from tessera.encoders.blocks import Block
+from tessera.encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
+from tessera.encoders.segments import Segments
 
 
 def naive_bicubic(table, old, new, scale):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from vit_pytorch.na_vit import NaViT as Oracle
 
-from encoders import build, load_weights, navit
-from encoders.images import Mask, PackedImages, pack
-from encoders.navit import VARIANTS, NaViT
-from encoders.segments import Segments
+from tessera.encoders import build, load_weights, navit
+from tessera.encoders.images import Mask, PackedImages, pack
+from tessera.encoders.navit import VARIANTS, NaViT
+from tessera.encoders.segments import Segments
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "head_dim": 20, "mlp_ratio": 2.0, "patch_size": 4, "image_size": (16, 24)}

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders import navit, packed_attention
-from encoders.images import Mask, best_fit, pack
-from encoders.navit import NaViT
+from tessera.encoders import navit, packed_attention
+from tessera.encoders.images import Mask, best_fit, pack
+from tessera.encoders.navit import NaViT
 from tests.encoders.test_navit import CLOSE, SMALL, images_of, mask_of, small
 
 

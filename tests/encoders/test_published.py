@@ -8,14 +8,14 @@ import pytest
 import timm
 import torch
 
-import encoders
 import tessera
-from encoders import weights
-from encoders.errors import WeightsError
-from evaluation.features import FeatureSettings, load_encoder
-from evaluation.finetune import default_output
-from pretrain.command_line import load
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.encoders import weights
+from tessera.encoders.errors import WeightsError
+from tessera.evaluation.features import FeatureSettings, load_encoder
+from tessera.evaluation.finetune import default_output
+from tessera.pretrain.command_line import load
+from tessera.runtime.settings import SettingsError
 
 NAME = "vit_tiny_patch16_224.augreg_in21k"  # normalised with 0.5, unlike the default of this project
 HALF = (0.5, 0.5, 0.5)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import encoders
-from encoders.errors import EncoderError
-from encoders.images import pack
-from encoders.randomness import drop_path_scales, next_keys, random_keys, token_noise
+from tessera import encoders
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.images import pack
+from tessera.encoders.randomness import drop_path_scales, next_keys, random_keys, token_noise
 
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ import timm
 import torch
 from torch import Tensor
 
-import encoders
-from encoders import build, load_weights
-from encoders.blocks import MaskedKeyBiasLinear, SwiGLU, rotate, swiglu_width
-from encoders.images import Mask, pack
-from encoders.randomness import random_keys
-from encoders.rope_vit import RoPEViT, RotaryPositions
+from tessera import encoders
+from tessera.encoders import build, load_weights
+from tessera.encoders.blocks import MaskedKeyBiasLinear, SwiGLU, rotate, swiglu_width
+from tessera.encoders.images import Mask, pack
+from tessera.encoders.randomness import random_keys
+from tessera.encoders.rope_vit import RoPEViT, RotaryPositions
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}

@@ -6,10 +6,10 @@ import pytest
 import timm
 import torch
 
-from encoders import build
-from encoders.images import Mask
-from encoders.sam_vit import SAMViT, resize_relative
-from encoders.vit import ViT
+from tessera.encoders import build
+from tessera.encoders.images import Mask
+from tessera.encoders.sam_vit import SAMViT, resize_relative
+from tessera.encoders.vit import ViT
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}

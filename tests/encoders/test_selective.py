@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import encoders
-from encoders.base import Encoder
-from encoders.blocks import Block
-from encoders.errors import EncoderError
-from encoders.layers import Recompute
+from tessera import encoders
+from tessera.encoders.base import Encoder
+from tessera.encoders.blocks import Block
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.layers import Recompute
 
 VARIANTS = ("vit_micro", "rope_vit_micro")
 IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))

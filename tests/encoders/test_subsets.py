@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import encoders
-from encoders.base import Features
-from encoders.blocks import Block
-from encoders.images import Images, pack
-from encoders.randomness import random_keys
-from encoders.segments import Segments
-from encoders.subsets import Subset
+from tessera import encoders
+from tessera.encoders.base import Features
+from tessera.encoders.blocks import Block
+from tessera.encoders.images import Images, pack
+from tessera.encoders.randomness import random_keys
+from tessera.encoders.segments import Segments
+from tessera.encoders.subsets import Subset
 
 VARIANTS = ("vit_micro", "rope_vit_micro")
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import encoders
-from encoders import summary
-from encoders.summary import summarize
+from tessera import encoders
+from tessera.encoders import summary
+from tessera.encoders.summary import summarize
 
 # variant, settings, image size, parameters, giga multiply-accumulates of the official implementations
 PUBLISHED = [

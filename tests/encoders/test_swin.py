@@ -8,9 +8,9 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from encoders import Features, build, load_weights
-from encoders.images import Mask
-from encoders.swin import VARIANTS, Swin, Windows, make_windows
+from tessera.encoders import Features, build, load_weights
+from tessera.encoders.images import Mask
+from tessera.encoders.swin import VARIANTS, Swin, Windows, make_windows
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 EXACT = {"rtol": 1e-9, "atol": 1e-10}  # in float64

@@ -7,10 +7,10 @@ import timm
 import torch
 from vit_pytorch.twins_svt import TwinsSVT
 
-from encoders import build, load_weights
-from encoders.formats import twins as formats
-from encoders.images import Mask
-from encoders.twins import Block, GlobalAttention, LocalAttention, Twins, cached_keys
+from tessera.encoders import build, load_weights
+from tessera.encoders.formats import twins as formats
+from tessera.encoders.images import Mask
+from tessera.encoders.twins import Block, GlobalAttention, LocalAttention, Twins, cached_keys
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -6,9 +6,9 @@ import pytest
 import timm
 import torch
 
-from encoders import Features, build, load_weights
-from encoders.images import Mask
-from encoders.vit import VARIANTS, ViT
+from tessera.encoders import Features, build, load_weights
+from tessera.encoders.images import Mask
+from tessera.encoders.vit import VARIANTS, ViT
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}

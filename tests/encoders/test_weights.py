@@ -7,9 +7,9 @@ import pytest
 import timm
 import torch
 
-import encoders
-from encoders import weights
-from encoders.base import IMAGENET
+from tessera import encoders
+from tessera.encoders import weights
+from tessera.encoders.base import IMAGENET
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 

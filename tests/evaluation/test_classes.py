@@ -12,18 +12,18 @@ import pytest
 import torch
 from PIL import Image
 
-import encoders
-from data.crops import CenterCrop
-from data.loader import evaluation_batches
-from data.tools import make
-from evaluation import linear_probe
-from evaluation.classes import open_labelled_pair
-from evaluation.features import EvaluationError, check_labels
-from evaluation.knn import KNNSettings, run
-from pretrain.config import EvaluationConfig
-from pretrain.monitoring.online_knn import OnlineKNN
-from runtime.collectives import RankError
-from runtime.processes import make_accelerator
+from tessera import encoders
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import evaluation_batches
+from tessera.data.tools import make
+from tessera.evaluation import linear_probe
+from tessera.evaluation.classes import open_labelled_pair
+from tessera.evaluation.features import EvaluationError, check_labels
+from tessera.evaluation.knn import KNNSettings, run
+from tessera.pretrain.config import EvaluationConfig
+from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.runtime.collectives import RankError
+from tessera.runtime.processes import make_accelerator
 from tests.data.shards.servers import Server
 
 ROOT = Path(__file__).parents[2]
@@ -146,8 +146,8 @@ def test_names_are_found_beside_shards_on_a_server(sets):
 RANKS = """
 import sys
 from accelerate import PartialState
-from evaluation.knn import KNNSettings, run
-from runtime.processes import exit_on_user_error
+from tessera.evaluation.knn import KNNSettings, run
+from tessera.runtime.processes import exit_on_user_error
 train, val, output = sys.argv[1:]
 rank = PartialState(cpu=True).process_index
 with exit_on_user_error():

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import encoders
-from evaluation.embed import EmbedSettings, run
-from evaluation.features import EvaluationError, extract
-from runtime.processes import make_accelerator
+from tessera import encoders
+from tessera.evaluation.embed import EmbedSettings, run
+from tessera.evaluation.features import EvaluationError, extract
+from tessera.runtime.processes import make_accelerator
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-import encoders
-from encoders.base import Preprocessing
-from evaluation.features import (
+from tessera import encoders
+from tessera.encoders.base import Preprocessing
+from tessera.evaluation.features import (
     EvaluationError,
     Extraction,
     FeatureSettings,
@@ -20,7 +20,7 @@ from evaluation.features import (
     resize_size,
     resolve_checkpoint,
 )
-from runtime.processes import make_accelerator
+from tessera.runtime.processes import make_accelerator
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 

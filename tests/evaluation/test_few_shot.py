@@ -9,10 +9,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 
-import encoders
-from evaluation import few_shot
-from evaluation.features import LabelledFeatures
-from evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
+from tessera import encoders
+from tessera.evaluation import few_shot
+from tessera.evaluation.features import LabelledFeatures
+from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
 from tests.pretrain.small import on_processes
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.finetune import command, default_output
+from tessera.evaluation.finetune import command, default_output
 from tests.launched import ROOT
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from evaluation.features import LabelledFeatures
-from evaluation.heads import Heads, HeadTraining, accuracy, epoch_order, normaliser, train_heads
+from tessera.evaluation.features import LabelledFeatures
+from tessera.evaluation.heads import Heads, HeadTraining, accuracy, epoch_order, normaliser, train_heads
 
 CPU = torch.device("cpu")
 

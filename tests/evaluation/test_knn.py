@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
-import encoders
-from evaluation.features import EvaluationError, LabelledFeatures
-from evaluation.knn import KNNProtocol, KNNSettings, _nearest, _unpack, knn_accuracy, run
-from runtime.processes import exit_on_user_error
+from tessera import encoders
+from tessera.evaluation.features import EvaluationError, LabelledFeatures
+from tessera.evaluation.knn import KNNProtocol, KNNSettings, _nearest, _unpack, knn_accuracy, run
+from tessera.runtime.processes import exit_on_user_error
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
@@ -177,7 +177,7 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "evaluation.labelled.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at")
+            "tessera.evaluation.labelled.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at")
         )
         assert "label" in fails(val=str(shards / "bare-0.tar"))
     assert "step-9" in fails(checkpoint=str(tmp_path / "step-9"))

@@ -11,11 +11,11 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-import encoders
-from data.collate import collate
-from evaluation.features import EvaluationError, LabelledFeatures
-from evaluation.linear_probe import EpochCrop, LastBlocks, ProbeSettings, head_inputs, held_out, probe, run
-from runtime.processes import exit_on_user_error, make_accelerator
+from tessera import encoders
+from tessera.data.collate import collate
+from tessera.evaluation.features import EvaluationError, LabelledFeatures
+from tessera.evaluation.linear_probe import EpochCrop, LastBlocks, ProbeSettings, head_inputs, held_out, probe, run
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from evaluation import logistic
+from tessera.evaluation import logistic
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import SourceConfig, open_shards
-from data.shards.cache import cache_folder
-from data.shards.index import FolderIndex, ShardEntry, write_folder
-from data.tools.tar_writer import write_tar
-from evaluation.features import EvaluationError
-from evaluation.overlap import _codes, check_contents, check_disjoint
+from tessera.data.shards import SourceConfig, open_shards
+from tessera.data.shards.cache import cache_folder
+from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder
+from tessera.data.tools.tar_writer import write_tar
+from tessera.evaluation.features import EvaluationError
+from tessera.evaluation.overlap import _codes, check_contents, check_disjoint
 from tests.data.made import picture
 
 ALLOWED = SourceConfig(allow_overlap=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import encoders
-from evaluation.report import ReportSettings, run
-from evaluation.reporting.runs import ReportError
-from runtime.settings import flags, validate
+from tessera import encoders
+from tessera.evaluation.report import ReportSettings, run
+from tessera.evaluation.reporting.runs import ReportError
+from tessera.runtime.settings import flags, validate
 from tests.evaluation.reporting.made import make_run, record
 
 

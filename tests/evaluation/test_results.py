@@ -4,8 +4,8 @@ import json
 import pytest
 import torch
 
-import encoders
-from evaluation.results import (
+from tessera import encoders
+from tessera.evaluation.results import (
     UNRANKED,
     Evaluation,
     ResultError,

@@ -5,9 +5,9 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-import encoders
-from evaluation.features import EvaluationError, LabelledFeatures
-from evaluation.retrieval import RetrievalSettings, retrieve, run
+from tessera import encoders
+from tessera.evaluation.features import EvaluationError, LabelledFeatures
+from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
 from tests.evaluation.conftest import write_shard
 from tests.pretrain.small import on_processes
 

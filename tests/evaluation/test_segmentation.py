@@ -10,11 +10,11 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 from torch import nn
 
-import encoders
-from data.shards import ShardError
-from evaluation.features import EvaluationError
-from evaluation.segmentation import SegmentationSettings, class_numbers, rate, run, scores
-from evaluation.segmentation_head import Head, backward, cross_entropy, resized
+from tessera import encoders
+from tessera.data.shards import ShardError
+from tessera.evaluation.features import EvaluationError
+from tessera.evaluation.segmentation import SegmentationSettings, class_numbers, rate, run, scores
+from tessera.evaluation.segmentation_head import Head, backward, cross_entropy, resized
 from tests.pretrain.small import on_processes
 
 COLOURS = np.array([[30, 30, 30], [220, 40, 40], [40, 220, 40], [40, 40, 220]])

@@ -52,7 +52,7 @@ def _run_launcher(log: Path, arguments: list[str]) -> None:
     os.dup2(descriptor, 2)
     os.chdir(log.parent)
     sys.argv = ["accelerate_launch.py", *arguments]
-    importlib.import_module("launch.accelerate_launch").main()
+    importlib.import_module("tessera.launch.accelerate_launch").main()
 
 
 def exit_code(launcher: BaseProcess) -> int | None:
@@ -95,7 +95,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    return importlib.import_module("launch.accelerate_launch")
+    return importlib.import_module("tessera.launch.accelerate_launch")
 
 
 @pytest.mark.parametrize(

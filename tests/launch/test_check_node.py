@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from launch import check_node
+from tessera.launch import check_node
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def work(cluster: Cluster) -> Work:
     (cluster.work / "slow" / "sitecustomize.py").write_text(SLOW)
     path = filter(None, [str(cluster.work / "slow"), os.environ.get("PYTHONPATH")])
     cluster.environment |= {"TESSERA_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(path)}
-    made = cluster.run(sys.executable, "-c", "from data.demo import demo_shards; print(*demo_shards())")
+    made = cluster.run(sys.executable, "-c", "from tessera.data.demo import demo_shards; print(*demo_shards())")
     assert made.returncode == 0, made.stderr
     train, val = made.stdout.split()
     settings = yaml.safe_load((ROOT / "configs" / "digits_dino.yaml").read_text())

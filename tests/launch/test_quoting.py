@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.jobs import quoted, quoted_line
+from tessera.launch.jobs import quoted, quoted_line
 from tests.launch.conftest import HARD
 from tests.launch.test_slurm import Slurm, slurm  # noqa: F401, a fixture
 

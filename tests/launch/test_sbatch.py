@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.workers import free_cores
-from launch.jobs import EVALUATIONS, FINAL_ONLY
+from tessera.data.workers import free_cores
+from tessera.launch.jobs import EVALUATIONS, FINAL_ONLY
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 OF_FEATURES = [stem for name, stem in EVALUATIONS.items() if name not in FINAL_ONLY]

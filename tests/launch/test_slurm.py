@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evaluation.results import Evaluation, result_path
+from tessera.evaluation.results import Evaluation, result_path
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 SETTINGS = "method: mae  # a comment\ndata: shards-{0..3}.tar\nevaluation: {train: [a.tar, b.tar], val: v.tar}\n"

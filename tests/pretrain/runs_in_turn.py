@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from pretrain.run import main
+from tessera.pretrain.run import main
 
 for arguments in json.loads(Path(sys.argv[1]).read_text()):
     if "--resume" in arguments:

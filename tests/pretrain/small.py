@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 
-import encoders
-from pretrain.checkpoints.save import Saver
-from pretrain.config import CheckpointConfig
-from pretrain.engines.ddp import DDP
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method, RunSize
-from pretrain.optim.adamw import OptimConfig
-from runtime.settings import Section
+from tessera import encoders
+from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.config import CheckpointConfig
+from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.runtime.settings import Section
 from tests.teachers import small_settings
 
 STEPS = 10

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from pretrain.methods import METHODS
+from tessera.pretrain.methods import METHODS
 from tests.launched import records
 from tests.pretrain.test_pairs import arguments
 
@@ -22,7 +22,7 @@ OWN = {"freeze_steps": "1", "batch_norm": "false"}
 IN_TURN = """
 import json, sys
 from accelerate.state import AcceleratorState, GradientState
-from pretrain.run import main
+from tessera.pretrain.run import main
 for arguments in json.loads(sys.argv[1]):
     AcceleratorState._reset_state()  # it keeps the settings of the run before
     GradientState._reset_state()

@@ -7,18 +7,18 @@ import timm
 import yaml
 from pydantic import BaseModel
 
-import encoders
-from data.shards import ShardError, open_sources
-from encoders.base import IMAGENET, Preprocessing
-from pretrain.command_line import PRESETS, expand_resume, from_values, load
-from pretrain.config import resolve, settings_model, to_yaml
-from pretrain.methods import METHODS
-from pretrain.methods.base import fill
-from pretrain.methods.mae import MAE
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
-from pretrain.run import main
-from runtime.errors import UserError
-from runtime.settings import SettingsError, settings_of
+from tessera import encoders
+from tessera.data.shards import ShardError, open_sources
+from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.pretrain.command_line import PRESETS, expand_resume, from_values, load
+from tessera.pretrain.config import resolve, settings_model, to_yaml
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import fill
+from tessera.pretrain.methods.mae import MAE
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.run import main
+from tessera.runtime.errors import UserError
+from tessera.runtime.settings import SettingsError, settings_of
 from tests.teachers import small_teacher
 
 SHARDS = ["--data", "somewhere.tar"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import encoders
-from encoders.base import Preprocessing
-from pretrain import export
-from pretrain.checkpoints import manifest
-from pretrain.checkpoints.resume import TrainState
-from pretrain.methods import METHODS
+from tessera import encoders
+from tessera.encoders.base import Preprocessing
+from tessera.pretrain import export
+from tessera.pretrain.checkpoints import manifest
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.methods import METHODS
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
         with pytest.raises(SystemExit, match="2"):
             export.main([str(a) for a in arguments])
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("python -m pretrain.export: ")
+        assert line.startswith("tessera export: ")
         assert not output.exists()
         return line
 

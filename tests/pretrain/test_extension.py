@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import encoders
-from data.demo import demo_shards
-from evaluation.knn import KNNSettings, run
-from pretrain import export
+from tessera import encoders
+from tessera.data.demo import demo_shards
+from tessera.evaluation.knn import KNNSettings, run
+from tessera.pretrain import export
 from tests.pretrain.test_pairs import check_runs, scored_shards
 from tests.pretrain.toy import ENTRIES, Toy, ToyConv
 

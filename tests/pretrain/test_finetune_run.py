@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import encoders
-from data.demo import demo_shards
-from evaluation.finetune import command
+from tessera import encoders
+from tessera.data.demo import demo_shards
+from tessera.evaluation.finetune import command
 from tests.launched import records, timeless
 
 TINY = "--encoder vit_micro --encoder.depth 2 --encoder.dim 48 --encoder.heads 3 --workers 1 --evaluation.pictures 0"

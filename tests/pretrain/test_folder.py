@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.command_line import load
-from pretrain.config import resolve
-from pretrain.folder import claimed, delete_run, newest_checkpoint
-from pretrain.run import main
-from runtime.settings import SettingsError
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import resolve
+from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
+from tessera.pretrain.run import main
+from tessera.runtime.settings import SettingsError
 from tests.launched import TINY, records
 
 

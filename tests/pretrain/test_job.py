@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.demo import demo_shards
-from data.shards import ShardError, ShardList, expand
-from data.shards.shard import Shard
-from pretrain import job
+from tessera.data.demo import demo_shards
+from tessera.data.shards import ShardError, ShardList, expand
+from tessera.data.shards.shard import Shard
+from tessera.pretrain import job
 
 
 def listed(*names, unreadable=()):
@@ -35,7 +35,7 @@ def test_processes_that_see_other_shards(monkeypatch):
 # Each process has a disk of its own.
 SCRIPT = """
 import os, sys
-from pretrain import run
+from tessera.pretrain import run
 sys.argv = [word.replace("DISK", "disk" + os.environ["RANK"]) for word in sys.argv]
 sys.exit(run.main())
 """

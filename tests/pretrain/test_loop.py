@@ -16,21 +16,21 @@ import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
-import encoders
-from data.augment import ColorConfig, draw_colors
-from data.batch import Batch, View
-from pretrain import loop
-from pretrain.checkpoints import manifest, resume, save
-from pretrain.command_line import load
-from pretrain.config import RunConfig, resolve
-from pretrain.job import make_accelerator
-from pretrain.loop import NonFiniteError, Run, train, training_step
-from pretrain.methods.base import Method
-from pretrain.methods.dino import DINO
-from pretrain.monitoring.collapse import CollapseError, effective_rank
-from pretrain.monitoring.metrics import Recorder
-from pretrain.optim import ema
-from runtime import preemption
+from tessera import encoders
+from tessera.data.augment import ColorConfig, draw_colors
+from tessera.data.batch import Batch, View
+from tessera.pretrain import loop
+from tessera.pretrain.checkpoints import manifest, resume, save
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import RunConfig, resolve
+from tessera.pretrain.job import make_accelerator
+from tessera.pretrain.loop import NonFiniteError, Run, train, training_step
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.monitoring.collapse import CollapseError, effective_rank
+from tessera.pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.optim import ema
+from tessera.runtime import preemption
 from tests.views import batch_of
 
 MOMENTUM = 0.9
@@ -221,7 +221,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
 @pytest.mark.parametrize("compile", [False, True])
 def test_colours_are_compiled_where_asked(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    monkeypatch.setattr("data.augment.compiled", lambda function: used.append(function.__name__) or function)
+    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: used.append(function.__name__) or function)
     rng = np.random.default_rng(0)
     color = draw_colors(rng, ColorConfig(), blur=[0.5] * 4, solarize=[0.2] * 4)
     batch = Batch([View(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), 1, color=color)])

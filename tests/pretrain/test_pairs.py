@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import encoders
-from data.demo import demo_shards
-from pretrain.methods import METHODS
+from tessera import encoders
+from tessera.data.demo import demo_shards
+from tessera.pretrain.methods import METHODS
 from tests.teachers import small_settings
 
 VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from pretrain.config import settings_model
-from pretrain.precision import with_precision
+from tessera.pretrain.config import settings_model
+from tessera.pretrain.precision import with_precision
 
 
 @pytest.mark.parametrize(

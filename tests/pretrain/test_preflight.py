@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import encoders
-from data.batch import Batch
-from data.crops import MultiCrop, MultiCropConfig
-from pretrain.command_line import load
-from pretrain.config import ResolvedRun, resolve
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method
-from pretrain.methods.dino import DINO
-from pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes
+from tessera import encoders
+from tessera.data.batch import Batch
+from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import ResolvedRun, resolve
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes
 from tests.evaluation.conftest import write_shard
 from tests.pretrain import small
 from tests.views import batch_of

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.augment import to_model_input
-from data.batch import View
-from data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
-from data.demo import demo_shards
-from data.loader import training_batches
-from data.masking import MaskedCrop
-from data.sampler import BatchSampler
-from encoders.images import Mask, pack
-from pretrain.command_line import load
-from pretrain.preview import crop_cells, first_images, hidden_tokens, main, split
-from runtime.settings import SettingsError
+from tessera.data.augment import to_model_input
+from tessera.data.batch import View
+from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
+from tessera.data.demo import demo_shards
+from tessera.data.loader import training_batches
+from tessera.data.masking import MaskedCrop
+from tessera.data.sampler import BatchSampler
+from tessera.encoders.images import Mask, pack
+from tessera.pretrain.command_line import load
+from tessera.pretrain.preview import crop_cells, first_images, hidden_tokens, main, split
+from tessera.runtime.settings import SettingsError
 
 SMALL = ["--encoder", "vit_micro", "--batch_size", "64", "--seed", "3"]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-import encoders
-from pretrain.run import main
+from tessera import encoders
+from tessera.pretrain.run import main
 from tests.launched import TINY, records
 
 

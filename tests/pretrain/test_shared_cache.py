@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data.demo import demo_shards
+from tessera.data.demo import demo_shards
 from tests.launched import ROOT, TINY, Launched, records
 
 KILLS = 2

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import encoders
-from pretrain.build import build_method
-from pretrain.checkpoints.resume import CheckpointError, TrainState
-from pretrain.command_line import load
-from pretrain.config import resolve
-from pretrain.export import load_run
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method, RunSize
-from pretrain.optim.adamw import OptimConfig
-from pretrain.run import main
-from pretrain.start import take_weights
+from tessera import encoders
+from tessera.pretrain.build import build_method
+from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import resolve
+from tessera.pretrain.export import load_run
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.run import main
+from tessera.pretrain.start import take_weights
 from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
 
@@ -71,7 +71,7 @@ def test_hostile_settings_of_a_run_are_refused(tmp_path: Path, monkeypatch: pyte
     trainer = json.loads(file.read_text())
     trainer["settings"]["dinov2"]["prototypes"] = 2**30
     file.write_text(json.dumps(trainer))
-    monkeypatch.setattr("pretrain.export.verify", lambda path: None)  # the manifest may be as hostile
+    monkeypatch.setattr("tessera.pretrain.export.verify", lambda path: None)  # the manifest may be as hostile
     with pytest.raises(CheckpointError, match=r"trainer\.json cannot be used: prototypes is larger than"):
         load_run(tmp_path / "run", method("dinov3", seed=5).continues)
 

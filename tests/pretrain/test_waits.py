@@ -7,10 +7,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from data.batch import Batch
-from pretrain.checkpoints import resume
-from pretrain.loop import train
-from runtime import preemption
+from tessera.data.batch import Batch
+from tessera.pretrain.checkpoints import resume
+from tessera.pretrain.loop import train
+from tessera.runtime import preemption
 from tests.pretrain.small import on_processes
 from tests.pretrain.test_loop import Faulty, make, raw, settings
 

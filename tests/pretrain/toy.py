@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-import encoders
-from data.batch import Batch, SampleParameters
-from data.collate import ViewShape
-from data.crops import RandomCrop, RandomCropConfig
-from data.masking import random_mask
-from encoders.base import Encoder, Features
-from encoders.images import Images, Mask
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method, RunSize, fill, freeze, supported
-from pretrain.optim import ema
-from pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera import encoders
+from tessera.data.batch import Batch, SampleParameters
+from tessera.data.collate import ViewShape
+from tessera.data.crops import RandomCrop, RandomCropConfig
+from tessera.data.masking import random_mask
+from tessera.encoders.base import Encoder, Features
+from tessera.encoders.images import Images, Mask
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, supported
+from tessera.pretrain.optim import ema
+from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
 
 
 class ToyConv(Encoder):

@@ -18,8 +18,8 @@ import sys
 import threading
 from pathlib import Path
 
-from pretrain.run import main
-from runtime import preemption
+from tessera.pretrain.run import main
+from tessera.runtime import preemption
 
 RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 

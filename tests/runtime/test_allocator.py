@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from runtime import allocator
+from tessera.runtime import allocator
 from tests.launched import ROOT
 
 # Prints the memory of the process, in MiB, before tensors of 64 MiB, after some of them, and after as many more. Each
@@ -13,7 +13,7 @@ from tests.launched import ROOT
 RESIDENT = """
 import resource, sys
 import torch
-from runtime.allocator import keep_freed_memory, return_freed_memory
+from tessera.runtime.allocator import keep_freed_memory, return_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:

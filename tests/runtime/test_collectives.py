@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain.checkpoints.resume import CheckpointError
-from runtime import collectives
-from runtime.collectives import (
+from tessera.pretrain.checkpoints.resume import CheckpointError
+from tessera.runtime import collectives
+from tessera.runtime.collectives import (
     RankError,
     all_gather,
     all_gather_rows,

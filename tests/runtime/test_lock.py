@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime import lock
-from runtime.lock import LockedError, Timing, acquire, locked
-from runtime.machine import is_running
+from tessera.runtime import lock
+from tessera.runtime.lock import LockedError, Timing, acquire, locked
+from tessera.runtime.machine import is_running
 
 QUICK = Timing(interval=0.05, timeout=0.6)
 PATIENT = Timing(interval=0.05, timeout=60)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from runtime.lock import locked
+from tessera.runtime.lock import locked
 with locked(Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:  # a loader worker, which has the descriptors of its parent
         print(os.getpid(), flush=True)

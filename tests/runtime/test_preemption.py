@@ -17,11 +17,11 @@ import pytest
 import torch
 from PIL import Image
 
-import encoders
-from pretrain.methods.dino import DINO
-from pretrain.monitoring.online_knn import OnlineKNN
-from pretrain.run import main
-from runtime import preemption
+from tessera import encoders
+from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.run import main
+from tessera.runtime import preemption
 from tests.launched import TINY, records, timeless
 
 SCRIPT = Path(__file__).parent / "stops_in_turn.py"

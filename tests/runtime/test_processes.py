@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from runtime.processes import LaunchError, make_accelerator
+from tessera.runtime.processes import LaunchError, make_accelerator
 
 
 def test_one_process_without_a_gpu_runs_on_the_cpu():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime import progress
+from tessera.runtime import progress
 
 
 def test_lines_with_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

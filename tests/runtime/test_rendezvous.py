@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from runtime import rendezvous, watchdog
+from tessera.runtime import rendezvous, watchdog
 
 CHILD = """
 import os, sys, time
-from runtime import rendezvous, watchdog
+from tessera.runtime import rendezvous, watchdog
 watchdog.TIMING = watchdog.Timing(interval=0.1, timeout=1.5)
 rendezvous.FIRST_NOTICE = 1.0
 print("imported", flush=True)

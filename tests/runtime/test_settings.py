@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from runtime.settings import (
+from tessera.runtime.settings import (
     Positional,
     Section,
     Settings,

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from pretrain import run
-from runtime import preemption
-from runtime.errors import printable, without_controls
-from runtime.files import atomic_write
+from tessera.pretrain import run
+from tessera.runtime import preemption
+from tessera.runtime.errors import printable, without_controls
+from tessera.runtime.files import atomic_write
 from tests.launched import ROOT, TINY, records
 
 CHILD = """
 import sys
-from runtime import streams
+from tessera.runtime import streams
 streams.protect()
 opened = open(sys.argv[1], "w")
 {body}

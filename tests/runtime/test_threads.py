@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import threads
+from tessera.runtime import threads
 from tests.launched import ROOT
 
 REPORT = "from runtime.threads import set_by_launcher; print(set_by_launcher())"

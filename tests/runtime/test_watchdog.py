@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from runtime import watchdog
-from runtime.watchdog import Timing, Watch, watched
+from tessera.runtime import watchdog
+from tessera.runtime.watchdog import Timing, Watch, watched
 from tests.launched import TINY, records
 
 TIMING = Timing(interval=0.05, timeout=1.0, exit_delay=0.6)
@@ -185,8 +185,8 @@ def test_errors_of_gloo_and_nccl_for_a_lost_process() -> None:
 # a run with shorter intervals, so that a test takes seconds, and with a forward pass that can be made to fail or hang
 FAST = """
     import os, sys, time
-    from runtime import watchdog
-    from pretrain.methods.dino import DINO
+    from tessera.runtime import watchdog
+    from tessera.pretrain.methods.dino import DINO
 
     watchdog.TIMING = watchdog.Timing(interval=0.5, timeout={timeout}, exit_delay=2.0)
     forward, rank = DINO.forward, int(os.environ["RANK"])
@@ -196,7 +196,7 @@ FAST = """
         return forward(self, batch, step)
 
     DINO.forward = patched
-    from pretrain.run import main
+    from tessera.pretrain.run import main
     code = main()
     os._exit(code) if code == watchdog.EXIT_CODE else sys.exit(code)
 """
@@ -304,10 +304,10 @@ def test_an_evaluation_whose_process_is_frozen_ends_by_name(launch, tmp_path: Pa
         textwrap.dedent("""
         import time
         import torch
-        from runtime import watchdog
+        from tessera.runtime import watchdog
         watchdog.TIMING = watchdog.Timing(interval=0.5, timeout=6.0)
-        from runtime.collectives import all_reduce_sum
-        from runtime.processes import exit_on_user_error, make_accelerator
+        from tessera.runtime.collectives import all_reduce_sum
+        from tessera.runtime.processes import exit_on_user_error, make_accelerator
         with exit_on_user_error():
             make_accelerator()
             while True:

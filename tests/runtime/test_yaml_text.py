@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.settings import SettingsError, read_yaml
-from runtime.yaml_text import MAX_BYTES, YAMLError, parse_yaml
+from tessera.runtime.settings import SettingsError, read_yaml
+from tessera.runtime.yaml_text import MAX_BYTES, YAMLError, parse_yaml
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 20))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 20))

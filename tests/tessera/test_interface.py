@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-import encoders
 import tessera
-from data.demo import demo_shards
-from data.tools.make import main as make_shards
-from pretrain.run import main
-from runtime.errors import UserError
+from tessera import encoders
+from tessera.data.demo import demo_shards
+from tessera.data.tools.make import main as make_shards
+from tessera.pretrain.run import main
+from tessera.runtime.errors import UserError
 from tests.launched import ROOT, TINY, records
 
 SMALL = {

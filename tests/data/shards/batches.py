@@ -1,9 +1,9 @@
 """Batches of shards with short arguments."""
 
-from data.crops import CenterCrop
-from data.loader import Reading, StreamConfig, evaluation_batches, training_batches
-from data.sampler import BatchSampler
-from data.shards.retry import DEFAULT
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import Reading, StreamConfig, evaluation_batches, training_batches
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards.retry import DEFAULT
 
 
 def train(shards, *, size=4, seed, workers=0, source=DEFAULT, block=None, window=1024, window_gb=8, **batches):

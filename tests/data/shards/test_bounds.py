@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from data.shards import Reader, ShardError, expand, open_shards
-from data.shards.classes import parse_classes
-from data.shards.index import parse_folder, parse_table
-from data.shards.patterns import MOST_SHARDS
-from data.shards.tar import LARGEST_LABEL, Index
-from data.tools.check import main as check_shards
+from tessera.data.shards import Reader, ShardError, expand, open_shards
+from tessera.data.shards.classes import parse_classes
+from tessera.data.shards.index import parse_folder, parse_table
+from tessera.data.shards.patterns import MOST_SHARDS
+from tessera.data.shards.tar import LARGEST_LABEL, Index
+from tessera.data.tools.check import main as check_shards
 from tests.data.made import make as make_shards
 from tests.data.made import picture
 

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from data.shards import cache as caches
-from data.shards.cache import Cache, CacheError
+from tessera.data.shards import cache as caches
+from tessera.data.shards.cache import Cache, CacheError
 
 fork = multiprocessing.get_context("fork")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import Reader, ShardError, open_shards, pieces, reader, remote, retry
-from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from data.shards.retry import SourceConfig
-from data.shards.tar import scan_tar
-from runtime import preemption
+from tessera.data.shards import Reader, ShardError, open_shards, pieces, reader, remote, retry
+from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.tar import scan_tar
+from tessera.runtime import preemption
 from tests.data.shards.servers import Server
 
 QUICK = SourceConfig(retries=0, timeout=1)

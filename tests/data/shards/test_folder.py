@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from data.check_shards import main as check_shards
-from data.crops import CenterCrop, RandomCrop, RandomCropConfig
-from data.shards import Reader, ShardError, class_names, expand, open_shards, open_sources
-from data.statistics import count_classes
+from tessera.data.check_shards import main as check_shards
+from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
+from tessera.data.shards import Reader, ShardError, class_names, expand, open_shards, open_sources
+from tessera.data.statistics import count_classes
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import make, picture
 

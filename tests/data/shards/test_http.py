@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
-from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from data.shards.retry import SourceConfig
-from data.shards.tar import scan_tar
+from tessera.data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.tar import scan_tar
 from tests.data.shards.batches import evaluate, train
 from tests.data.shards.servers import Server
 
@@ -310,7 +310,7 @@ def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
     with pytest.raises(ShardError, match=r"pieces-v1 is limited to 0.001 GB.*Raise source.cache_gb"):
         open_shards(f"{server.url}/large.tar", source=SourceConfig(cache_gb=0.001))
-    monkeypatch.setattr("data.shards.index.LARGEST_FOLDER_INDEX", 1000)
+    monkeypatch.setattr("tessera.data.shards.index.LARGEST_FOLDER_INDEX", 1000)
     (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)
     with pytest.raises(ShardError, match=r"index.json: has more than 1000 bytes"):
         open_shards(f"{server.url}/{FOLDER_INDEX}")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.shards import open_shards
-from data.shards.errors import ShardError
-from data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
-from data.shards.tar import Index, scan_tar
+from tessera.data.shards import open_shards
+from tessera.data.shards.errors import ShardError
+from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
+from tessera.data.shards.tar import Index, scan_tar
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_nothing_is_unpickled(table, tmp_path):
 
 
 def test_a_table_that_unpacks_to_too_much(table, monkeypatch):
-    monkeypatch.setattr("data.shards.index.LARGEST_TABLE", 10_000)
+    monkeypatch.setattr("tessera.data.shards.index.LARGEST_TABLE", 10_000)
     assert equal(parse_table(archive(table[1]._asdict()), "x"), table[1])
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:

@@ -8,8 +8,8 @@ import tarfile
 
 import pytest
 
-from data.shards.listing import list_folder
-from data.tools import pack
+from tessera.data.shards.listing import list_folder
+from tessera.data.tools import pack
 from tests.data.made import make, picture, rows, samples, shards
 
 
@@ -63,7 +63,7 @@ def test_sets_are_not_classes(photos, tmp_path, folders, sets, capsys):
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  python")]
     assert len(commands) == len(sets)
     for words, name in zip(commands, sets, strict=True):
-        assert words[:4] == ["python", "-m", "data.make_shards", f"{folder}/{name}"]
+        assert words[:4] == ["python", "-m", "tessera.data.make_shards", f"{folder}/{name}"]
         make(*words[3:])
         assert json.loads((tmp_path / "out" / name / "classes.json").read_text()) == ["ant", "bee"]
         assert [path.name for path in shards(tmp_path / "out" / name)] == [f"{name}-000000.tar"]

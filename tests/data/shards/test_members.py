@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.shards import Reader, ShardError, open_shards, reader
-from data.shards.members import Headers, is_header
-from data.shards.shard import Shard
-from data.shards.tar import is_member, scan_tar, split_name
-from data.tools.check import main as check_shards
+from tessera.data.shards import Reader, ShardError, open_shards, reader
+from tessera.data.shards.members import Headers, is_header
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.tar import is_member, scan_tar, split_name
+from tessera.data.tools.check import main as check_shards
 from tests.data.shards.servers import Server
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
@@ -79,7 +79,7 @@ def test_members_before_additional_headers_are_found_in_parts_of_a_shard(tmp_pat
     )
     path = tmp_path / "t.tar"
     path.write_bytes(raw + bytes(1024))
-    from data.shards.index import write_table
+    from tessera.data.shards.index import write_table
 
     write_table(path, scan_tar(str(path), "t.tar"))
     with Server(tmp_path) as server:

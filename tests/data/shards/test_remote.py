@@ -10,8 +10,8 @@ import fsspec
 import pytest
 from fsspec.registry import _registry
 
-from data.shards import Reader, ShardError, expand, open_shards, remote, retry
-from data.shards.retry import SourceConfig
+from tessera.data.shards import Reader, ShardError, expand, open_shards, remote, retry
+from tessera.data.shards.retry import SourceConfig
 
 fork = multiprocessing.get_context("fork")
 
@@ -131,7 +131,7 @@ POSITION = """
 import json, re, sys, time
 before = time.monotonic()
 import fsspec, torch
-from data import decode
+from tessera.data import decode
 from tests.data.shards.batches import train
 
 shards, samples = 100_000, 10_000

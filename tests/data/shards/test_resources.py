@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from data.crops import CenterCrop
-from data.loader import Reading, evaluation_batches
-from data.shards import Reader, ShardError, cache, open_shards, pieces, reader, remote
-from data.shards.cache import Cache, CacheError, cache_folder
-from data.shards.errors import ResourceError, unreadable
-from data.shards.retry import SourceConfig
-from data.shards.shard import Shard
-from data.workers import WorkersError
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import Reader, ShardError, cache, open_shards, pieces, reader, remote
+from tessera.data.shards.cache import Cache, CacheError, cache_folder
+from tessera.data.shards.errors import ResourceError, unreadable
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.shard import Shard
+from tessera.data.workers import WorkersError
 from tests.data.made import picture
 from tests.data.shards.servers import Server
 from tests.data.shards.test_changes import add_index
@@ -154,7 +154,7 @@ def test_a_lack_of_memory_stops_a_run_by_name(write_tar, png, monkeypatch):
         raise MemoryError
 
     path = write_tar("t.tar", [("a.png", png(0))])
-    monkeypatch.setattr("data.dataset.Decoding.picture", fail)
+    monkeypatch.setattr("tessera.data.dataset.Decoding.picture", fail)
     with pytest.raises(ShardError, match=r"t.tar/a: the memory of this process does not suffice"):
         list(evaluation_batches(path, CenterCrop(4), 4, labels=False, reading=Reading(source=SKIP)))
 

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from data.shards import Reader, ShardError, class_names, expand, open_shards, retry
-from data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from data.shards.retry import SourceConfig
-from data.shards.tar import scan_tar
+from tessera.data.shards import Reader, ShardError, class_names, expand, open_shards, retry
+from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.tar import scan_tar
 from tests.data.shards.batches import train
 
 s3fs = pytest.importorskip("s3fs")

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.shards import Reader, ShardError, open_shards, remote
-from data.shards import shard as sources
-from data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from data.shards.retry import SourceConfig
-from data.shards.shard import Shard
-from data.shards.tar import scan_tar
+from tessera.data.shards import Reader, ShardError, open_shards, remote
+from tessera.data.shards import shard as sources
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.tar import scan_tar
 
 
 def keys(index):

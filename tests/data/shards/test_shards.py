@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import dataset
-from data.sampler import ShuffledSampler
-from data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
-from data.shards.retry import SourceConfig
+from tessera.data import dataset
+from tessera.data.sampler import ShuffledSampler
+from tessera.data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
+from tessera.data.shards.retry import SourceConfig
 from tests.data.shards.batches import train
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -154,7 +154,7 @@ def test_shards_that_change_while_they_are_read(write_shards):
 
 
 def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.shards.reader.KEPT_FILES", 6)
+    monkeypatch.setattr("tessera.data.shards.reader.KEPT_FILES", 6)
     shards = open_shards(write_shards([1] * 20))
     readers = [Reader(shards, 2) for _ in range(2)]
     for shard in range(20):

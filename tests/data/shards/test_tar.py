@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from data.shards import tar
-from data.shards.cache import cache_folder
-from data.shards.errors import ShardError
-from data.shards.shard import Shard
+from tessera.data.shards import tar
+from tessera.data.shards.cache import cache_folder
+from tessera.data.shards.errors import ShardError
+from tessera.data.shards.shard import Shard
 
 
 def member(name, kind, target=""):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.shards.index import parse_folder
+from tessera.data.shards.index import parse_folder
 from tests.data.made import make, picture, samples, shards
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import progress
-from data.tools import parallel
+from tessera.data.shards import progress
+from tessera.data.tools import parallel
 
 
 def test_lines_where_there_is_no_terminal(capsys, monkeypatch):

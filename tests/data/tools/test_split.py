@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from data.shards.listing import list_folder
-from data.tools import pack
-from data.tools.split import find_duplicates, same, split
+from tessera.data.shards.listing import list_folder
+from tessera.data.tools import pack
+from tessera.data.tools.split import find_duplicates, same, split
 from tests.data.made import SMALL, content, make, picture, rows, samples
 
 
@@ -24,7 +24,7 @@ def test_duplicates(photos, tmp_path, capsys):
 
 
 def test_duplicates_are_looked_for_in_parts(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.tools.split.IMAGES_PER_TASK", 3)
+    monkeypatch.setattr("tessera.data.tools.split.IMAGES_PER_TASK", 3)
     files = {f"{n:02d}.jpg": bytes([n % 5]) * 10 for n in range(20)}
     folder = photos({**files, "20.jpg": b"x" * 10, "21.jpg": b"y" * 10})
     listing = list_folder(folder, labels="none", links="inside", besides=tmp_path / "out")

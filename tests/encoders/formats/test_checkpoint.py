@@ -8,7 +8,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from encoders import build, load_weights
+from tessera.encoders import build, load_weights
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}

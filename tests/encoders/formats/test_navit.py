@@ -8,8 +8,8 @@ from vit_pytorch.na_vit import NaViT as Oracle
 from vit_pytorch.na_vit_nested_tensor import NaViT as NestedOracle
 from vit_pytorch.na_vit_nested_tensor_3d import NaViT as NestedOracle3d
 
-from encoders import build, load_weights
-from encoders.formats import navit as formats
+from tessera.encoders import build, load_weights
+from tessera.encoders.formats import navit as formats
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 THEIRS = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24)}

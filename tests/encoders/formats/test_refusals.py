@@ -7,11 +7,11 @@ import timm
 import torch
 import torch.nn.functional as F
 
-import encoders
-from encoders import build, load_weights
-from encoders.errors import WeightsError
-from encoders.formats import checkpoint, sam_vit, vit
-from encoders.layers import sincos_table
+from tessera import encoders
+from tessera.encoders import build, load_weights
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats import checkpoint, sam_vit, vit
+from tessera.encoders.layers import sincos_table
 
 SMALL = {"dim": 64, "depth": 4, "heads": 1, "patch_size": 8, "image_size": 32}
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]

@@ -8,10 +8,10 @@ import torch
 from timm.models import eva, vision_transformer
 from torch import Tensor
 
-import encoders
-from encoders import build, load_weights, weights
-from encoders.formats import rope_vit, vit
-from encoders.formats.transformers_export import to_transformers
+from tessera import encoders
+from tessera.encoders import build, load_weights, weights
+from tessera.encoders.formats import rope_vit, vit
+from tessera.encoders.formats.transformers_export import to_transformers
 from tests.encoders.test_rope_vit import of_transformers, scramble, small
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

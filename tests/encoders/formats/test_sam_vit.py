@@ -6,8 +6,8 @@ import pytest
 import timm
 import torch
 
-from encoders import build, load, load_weights, save
-from encoders.formats import sam_vit
+from tessera.encoders import build, load, load_weights, save
+from tessera.encoders.formats import sam_vit
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}

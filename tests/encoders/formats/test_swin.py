@@ -8,9 +8,9 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from encoders import build, load_weights
-from encoders.formats import swin
-from encoders.formats.checkpoint import recognise
+from tessera.encoders import build, load_weights
+from tessera.encoders.formats import swin
+from tessera.encoders.formats.checkpoint import recognise
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64}

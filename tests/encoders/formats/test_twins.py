@@ -7,9 +7,9 @@ import timm
 import torch
 from vit_pytorch.twins_svt import TwinsSVT
 
-from encoders import VARIANTS, build, load_weights
-from encoders.formats import twins as formats
-from encoders.twins import Twins
+from tessera.encoders import VARIANTS, build, load_weights
+from tessera.encoders.formats import twins as formats
+from tessera.encoders.twins import Twins
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4}

@@ -6,8 +6,8 @@ import pytest
 import timm
 import torch
 
-from encoders import build, load_weights
-from encoders.formats import vit
+from tessera.encoders import build, load_weights
+from tessera.encoders.formats import vit
 
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}

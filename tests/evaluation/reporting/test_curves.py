@@ -8,8 +8,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from evaluation.reporting.curves import Chart, Look, charts, checkpoint_charts, draw, looks, to_svg
-from evaluation.reporting.runs import read_runs
+from tessera.evaluation.reporting.curves import Chart, Look, charts, checkpoint_charts, draw, looks, to_svg
+from tessera.evaluation.reporting.runs import read_runs
 from tests.evaluation.reporting.made import add_result, make_run, record
 
 

@@ -12,11 +12,11 @@ from sklearn.decomposition import PCA
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 
-import encoders
-from encoders.base import Encoder, Features
-from evaluation.features import extract
-from evaluation.reporting.features import Options, common_colours, examine, principal_components
-from evaluation.reporting.runs import read_runs
+from tessera import encoders
+from tessera.encoders.base import Encoder, Features
+from tessera.evaluation.features import extract
+from tessera.evaluation.reporting.features import Options, common_colours, examine, principal_components
+from tessera.evaluation.reporting.runs import read_runs
 from tests.evaluation.reporting.made import make_run, record
 
 ENCODER = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}

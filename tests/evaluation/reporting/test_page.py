@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.reporting.features import Group, Row, Seen, Tile
-from evaluation.reporting.page import Page, machine_facts, render
-from evaluation.reporting.runs import Run, read_runs
-from evaluation.reporting.table import make_table
+from tessera.evaluation.reporting.features import Group, Row, Seen, Tile
+from tessera.evaluation.reporting.page import Page, machine_facts, render
+from tessera.evaluation.reporting.runs import Run, read_runs
+from tessera.evaluation.reporting.table import make_table
 from tests.evaluation.reporting.made import add_result, make_run, record
 
 EVIL = "<script>alert(1)</script>"

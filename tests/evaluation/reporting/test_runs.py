@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.reporting.runs import ReportError, read_runs, short_names
+from tessera.evaluation.reporting.runs import ReportError, read_runs, short_names
 from tests.evaluation.reporting.made import add_result, make_run, record
 
 

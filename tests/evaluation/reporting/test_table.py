@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.reporting.runs import ReportError, Run, read_runs
-from evaluation.reporting.table import MISSING, Table, make_table, print_table, to_csv, to_markdown
+from tessera.evaluation.reporting.runs import ReportError, Run, read_runs
+from tessera.evaluation.reporting.table import MISSING, Table, make_table, print_table, to_csv, to_markdown
 from tests.evaluation.reporting.made import add_result, make_run, record
 
 

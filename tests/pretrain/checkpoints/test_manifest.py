@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoints import manifest
+from tessera.pretrain.checkpoints import manifest
 
 
 @pytest.fixture

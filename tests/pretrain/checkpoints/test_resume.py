@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import encoders
-from pretrain.checkpoints import resume
-from pretrain.checkpoints.resume import CheckpointError, TrainState
-from runtime import collectives
+from tessera import encoders
+from tessera.pretrain.checkpoints import resume
+from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
+from tessera.runtime import collectives
 from tests.pretrain.small import make, method, on_processes, saver, settings, tensors
 
 

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from pretrain.checkpoints import manifest, resume
-from pretrain.checkpoints import save as saving
-from pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints
-from runtime import collectives
+from tessera.pretrain.checkpoints import manifest, resume
+from tessera.pretrain.checkpoints import save as saving
+from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints
+from tessera.runtime import collectives
 from tests.pretrain.small import make, on_processes, saver, tensors, walk
 
 
@@ -271,8 +271,8 @@ def test_a_run_that_fails_leaves_the_background_some_time(
 INTERRUPTED = """
 import sys, time
 from pathlib import Path
-from pretrain.checkpoints import save as saving
-from pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints import save as saving
+from tessera.pretrain.checkpoints.resume import TrainState
 from tests.pretrain.small import make, saver
 saving.BACKGROUND_TIMEOUT = 0.2
 saving.write = lambda *_: time.sleep(600)

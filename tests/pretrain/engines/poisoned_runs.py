@@ -19,11 +19,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
-from data.batch import Batch
-from encoders.images import PackedImages
-from pretrain.methods import METHODS, cross_entropy
-from pretrain.methods.base import Method
-from pretrain.run import main
+from tessera.data.batch import Batch
+from tessera.encoders.images import PackedImages
+from tessera.pretrain.methods import METHODS, cross_entropy
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.run import main
 
 RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 poison: dict[str, tuple[int, int, str]] = {}

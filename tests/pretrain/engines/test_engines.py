@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from data.demo import demo_shards
+from tessera.data.demo import demo_shards
 from tests.launched import Launched, records
 from tests.teachers import small_teacher
 

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.augment import to_model_input
-from data.batch import Batch
-from data.collate import Collator, Sample
-from pretrain.build import build_method
-from pretrain.checkpoints.resume import TrainState
-from pretrain.command_line import load
-from pretrain.config import ResolvedRun, resolve
-from pretrain.engines.fsdp2 import FSDP2
-from pretrain.methods import METHODS
-from pretrain.methods.base import Method
-from pretrain.methods.mae import MAE
-from runtime.collectives import local
-from runtime.processes import make_accelerator
-from runtime.settings import SettingsError
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import Collator, Sample
+from tessera.pretrain.build import build_method
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import ResolvedRun, resolve
+from tessera.pretrain.engines.fsdp2 import FSDP2
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.mae import MAE
+from tessera.runtime.collectives import local
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.settings import SettingsError
 from tests.pretrain import small
 
 Event = tuple[str, int]
@@ -194,7 +194,7 @@ def build(rank: int, run: str) -> None:
         with pytest.raises(SettingsError, match=message):  # on both, so that none waits for the other
             build_method(broken, fresh=True, main=rank == 0)
     said: list[str] = []
-    logging.getLogger("pretrain.build").addFilter(lambda line: bool(said.append(line.getMessage())) or True)
+    logging.getLogger("tessera.pretrain.build").addFilter(lambda line: bool(said.append(line.getMessage())) or True)
     for method, reason in ((Stray, r"Stray\.scales is a tensor"), (Reading, r"item\(\) .*meta")):
         METHODS["mae"] = method
         config = resolve(load(["--data", "a.tar", "--method", "mae", "--encoder", "vit_micro"]), 1000)

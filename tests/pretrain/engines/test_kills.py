@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import encoders
-from pretrain.checkpoints import resume
-from runtime import preemption, watchdog
+from tessera import encoders
+from tessera.pretrain.checkpoints import resume
+from tessera.runtime import preemption, watchdog
 from tests.launched import TINY, records
 
 KILLS = 2

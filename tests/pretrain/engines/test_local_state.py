@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from pretrain.engines import local_state
-from pretrain.engines.local_state import LocalTensor, read, unsharded, write
-from runtime.collectives import RankError, run_on_all_ranks
+from tessera.pretrain.engines import local_state
+from tessera.pretrain.engines.local_state import LocalTensor, read, unsharded, write
+from tessera.runtime.collectives import RankError, run_on_all_ranks
 from tests.pretrain.small import on_processes
 
 Split = Callable[[Tensor, int, int], LocalTensor]

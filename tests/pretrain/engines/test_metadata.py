@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from pretrain import export
-from pretrain.checkpoints import manifest, resume
-from pretrain.checkpoints.resume import CheckpointError, TrainState
-from pretrain.engines.metadata import MetadataError, read_metadata
+from tessera.pretrain import export
+from tessera.pretrain.checkpoints import manifest, resume
+from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
+from tessera.pretrain.engines.metadata import MetadataError, read_metadata
 from tests.pretrain.small import make, saver, tensors
 
 

@@ -9,9 +9,9 @@ import torch
 import yaml
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-from pretrain import engines
-from pretrain.engines import ddp, fsdp2, zero
-from runtime.settings import SettingsError
+from tessera.pretrain import engines
+from tessera.pretrain.engines import ddp, fsdp2, zero
+from tessera.runtime.settings import SettingsError
 from tests.pretrain.small import OPTIM
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"

@@ -8,13 +8,13 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-import encoders
-from data.batch import Batch
-from pretrain.methods.base import RunSize
-from pretrain.methods.dino import DINO, DINOConfig, resolve
-from pretrain.methods.losses import dino_loss
-from pretrain.methods.teacher_student import Head
-from pretrain.optim.adamw import OptimConfig, parameter_groups
+from tessera import encoders
+from tessera.data.batch import Batch
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.dino import DINO, DINOConfig, resolve
+from tessera.pretrain.methods.losses import dino_loss
+from tessera.pretrain.methods.teacher_student import Head
+from tessera.pretrain.optim.adamw import OptimConfig, parameter_groups
 from tests.views import batch_of, crops_of
 
 

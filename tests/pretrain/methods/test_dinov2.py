@@ -7,12 +7,12 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-import encoders
-from data.batch import Batch, View
-from encoders.images import Mask
-from pretrain.methods.base import RunSize
-from pretrain.methods.dinov2 import DINOv2, DINOv2Config, resolve
-from pretrain.optim.adamw import OptimConfig, parameter_groups
+from tessera import encoders
+from tessera.data.batch import Batch, View
+from tessera.encoders.images import Mask
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config, resolve
+from tessera.pretrain.optim.adamw import OptimConfig, parameter_groups
 
 TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
 

@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import encoders
-from data.augment import to_model_input
-from data.batch import Batch, View
-from data.collate import collate
-from pretrain.methods.base import RunSize
-from pretrain.methods.dinov2 import DINOv2, DINOv2Config
-from pretrain.methods.dinov2 import resolve as resolve_v2
-from pretrain.methods.dinov3 import DINOv3, DINOv3Config, resized, resolve
-from pretrain.methods.losses import gram_loss
-from pretrain.optim.adamw import OptimConfig, apply_schedules, parameter_groups
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, View
+from tessera.data.collate import collate
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config
+from tessera.pretrain.methods.dinov2 import resolve as resolve_v2
+from tessera.pretrain.methods.dinov3 import DINOv3, DINOv3Config, resized, resolve
+from tessera.pretrain.methods.losses import gram_loss
+from tessera.pretrain.optim.adamw import OptimConfig, apply_schedules, parameter_groups
 from tests.pretrain.methods.test_dinov2 import batch
 
 SMALL = {

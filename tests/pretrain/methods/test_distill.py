@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-import encoders
-from data.augment import normalize
-from data.batch import Batch
-from encoders.base import IMAGENET, Features, Preprocessing
-from pretrain.methods.base import RunSize
-from pretrain.methods.distill import Distill, DistillConfig, match_loss, resized_tokens, resolve
-from pretrain.methods.frozen_teacher import load_teacher
-from pretrain.optim.adamw import OptimConfig
-from pretrain.preflight import dry_forward
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.data.augment import normalize
+from tessera.data.batch import Batch
+from tessera.encoders.base import IMAGENET, Features, Preprocessing
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.distill import Distill, DistillConfig, match_loss, resized_tokens, resolve
+from tessera.pretrain.methods.frozen_teacher import load_teacher
+from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.preflight import dry_forward
+from tessera.runtime.settings import SettingsError
 from tests.views import batch_of
 
 SIZE = RunSize(1000, 4, 10)

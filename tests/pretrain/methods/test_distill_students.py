@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import encoders
-from data.demo import demo_shards
-from encoders.randomness import random_keys
-from pretrain import export
-from pretrain.methods.distill import Distill, DistillConfig, resolve
-from pretrain.optim.adamw import OptimConfig, clip_gradients
-from pretrain.preflight import dry_forward
-from pretrain.run import main
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.data.demo import demo_shards
+from tessera.encoders.randomness import random_keys
+from tessera.pretrain import export
+from tessera.pretrain.methods.distill import Distill, DistillConfig, resolve
+from tessera.pretrain.optim.adamw import OptimConfig, clip_gradients
+from tessera.pretrain.preflight import dry_forward
+from tessera.pretrain.run import main
+from tessera.runtime.settings import SettingsError
 from tests.launched import timeless
 from tests.pretrain.methods.test_distill import SIZE, make, save_teacher
 from tests.teachers import small_teacher

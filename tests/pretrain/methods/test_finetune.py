@@ -9,18 +9,18 @@ import torch
 from timm.data.mixup import mixup_target
 from timm.loss import SoftTargetCrossEntropy
 
-import encoders
-from data.augment import to_model_input, to_pixels
-from data.batch import Batch
-from encoders.base import IMAGENET
-from encoders.randomness import random_keys
-from pretrain.build import build_method
-from pretrain.command_line import load
-from pretrain.config import resolve as resolve_run
-from pretrain.methods.base import RunSize
-from pretrain.methods.finetune import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
-from pretrain.optim.adamw import OptimConfig, learning_rate_factors, parameter_groups
-from runtime.settings import SettingsError
+from tessera import encoders
+from tessera.data.augment import to_model_input, to_pixels
+from tessera.data.batch import Batch
+from tessera.encoders.base import IMAGENET
+from tessera.encoders.randomness import random_keys
+from tessera.pretrain.build import build_method
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import resolve as resolve_run
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.finetune import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
+from tessera.pretrain.optim.adamw import OptimConfig, learning_rate_factors, parameter_groups
+from tessera.runtime.settings import SettingsError
 from tests.views import batch_of
 
 VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]

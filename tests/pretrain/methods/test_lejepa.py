@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-import encoders
-from data.batch import Batch
-from pretrain.methods.base import RunSize
-from pretrain.methods.lejepa import (
+from tessera import encoders
+from tessera.data.batch import Batch
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.lejepa import (
     LeJEPA,
     LeJEPAConfig,
     draw_directions,
@@ -19,7 +19,7 @@ from pretrain.methods.lejepa import (
     scaled_weight,
     sigreg,
 )
-from pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of, crops_of
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from encoders.images import Mask
-from pretrain.methods.losses import NEAREST, ibot_loss, koleo_loss, token_weights
-from runtime.collectives import all_reduce_sum
-from runtime.errors import UserError
+from tessera.encoders.images import Mask
+from tessera.pretrain.methods.losses import NEAREST, ibot_loss, koleo_loss, token_weights
+from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.errors import UserError
 from tests.pretrain.small import on_processes
 
 

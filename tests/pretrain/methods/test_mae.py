@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEForPreTraining
 
-import encoders
-from data.augment import to_model_input
-from data.batch import Batch
-from data.collate import collate
-from encoders.images import Mask, PackedImages, pack
-from pretrain.methods.base import RunSize
-from pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
-from pretrain.optim.adamw import OptimConfig
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import collate
+from tessera.encoders.images import Mask, PackedImages, pack
+from tessera.pretrain.methods.base import RunSize
+from tessera.pretrain.methods.mae import MAE, MAEConfig, mae_loss, normalized, resolve
+from tessera.pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of
 
 TINY = {"dim": 24, "depth": 2, "heads": 2, "patch_size": 8}

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-import encoders
-from encoders.images import Mask
-from pretrain.methods.teacher_student import BatchNorm, Head, HeadShape, PendingCenter, encode, sinkhorn
+from tessera import encoders
+from tessera.encoders.images import Mask
+from tessera.pretrain.methods.teacher_student import BatchNorm, Head, HeadShape, PendingCenter, encode, sinkhorn
 from tests.pretrain.small import on_processes
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.multiprocessing as mp
 from sklearn.metrics import top_k_accuracy_score
 
-import encoders
-from evaluation.features import EvaluationError
-from pretrain.command_line import load
-from pretrain.config import EvaluationConfig, resolve
-from pretrain.methods.finetune import Finetune, FinetuneConfig
-from pretrain.monitoring.accuracy import Accuracy, accuracy_line, write_result
-from pretrain.monitoring.verdict import Scores
-from runtime.processes import make_accelerator
+from tessera import encoders
+from tessera.evaluation.features import EvaluationError
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import EvaluationConfig, resolve
+from tessera.pretrain.methods.finetune import Finetune, FinetuneConfig
+from tessera.pretrain.monitoring.accuracy import Accuracy, accuracy_line, write_result
+from tessera.pretrain.monitoring.verdict import Scores
+from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import write_shard
 
 SIDE, CLASSES, IMAGES = 16, 8, 37

@@ -6,10 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.methods.dino import DINO
-from pretrain.methods.teacher_student import output_signs
-from pretrain.monitoring.collapse import CollapseAlarm, CollapseError, HealthConfig, effective_rank
-from pretrain.run import main
+from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.methods.teacher_student import output_signs
+from tessera.pretrain.monitoring.collapse import CollapseAlarm, CollapseError, HealthConfig, effective_rank
+from tessera.pretrain.run import main
 
 
 def test_effective_rank_counts_directions() -> None:

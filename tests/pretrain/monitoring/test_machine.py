@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-from pretrain.monitoring.machine import record_start
+from tessera.pretrain.monitoring.machine import record_start
 from tests.pretrain import small
 
 

@@ -4,7 +4,7 @@ import time
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.monitoring.metrics import Recorder
 
 
 def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:

@@ -17,11 +17,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import Normalizer, StandardScaler
 from threadpoolctl import threadpool_limits
 
-import encoders
-from encoders.base import IMAGENET, Encoder, Preprocessing
-from pretrain.config import EvaluationConfig
-from pretrain.monitoring.online_knn import OnlineKNN
-from runtime.processes import make_accelerator
+from tessera import encoders
+from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
+from tessera.pretrain.config import EvaluationConfig
+from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.runtime.processes import make_accelerator
 
 SIDE, K = 16, 5
 
@@ -88,7 +88,7 @@ def test_equals_scikit_learn(shards, preprocessing: Preprocessing) -> None:
 def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, images = shards
     online_knn, encoder = make(paths)
-    monkeypatch.setattr("pretrain.monitoring.online_knn.PIXEL_SIDE", 8)
+    monkeypatch.setattr("tessera.pretrain.monitoring.online_knn.PIXEL_SIDE", 8)
     means = {part: found.reshape(len(found), 8, 2, 8, 2, 3).mean((2, 4)) for part, found in images.items()}  # 2 x 2
     flat = {part: normalised(found).flatten(1).double().numpy() for part, found in means.items()}
     votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731

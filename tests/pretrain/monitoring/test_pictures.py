@@ -6,11 +6,11 @@ import torch
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-import encoders
-from data.augment import to_model_input
-from data.batch import Batch, View
-from encoders.base import Encoder, Features, Preprocessing
-from pretrain.monitoring import pictures
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, View
+from tessera.encoders.base import Encoder, Features, Preprocessing
+from tessera.pretrain.monitoring import pictures
 from tests.views import GAP, cell, pixels
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.command_line import load
-from pretrain.monitoring import sinks
-from pretrain.monitoring.metrics import Recorder
-from pretrain.monitoring.sinks import MetricsConfig
-from runtime.errors import UserError
+from tessera.pretrain.command_line import load
+from tessera.pretrain.monitoring import sinks
+from tessera.pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.monitoring.sinks import MetricsConfig
+from tessera.runtime.errors import UserError
 
 PICTURE = np.full((4, 6, 3), 7, dtype=np.uint8)
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from pretrain.monitoring.metrics import duration, speed
-from pretrain.monitoring.verdict import Score, Scores, baselines, line, linear, noise, outcome
+from tessera.pretrain.monitoring.metrics import duration, speed
+from tessera.pretrain.monitoring.verdict import Score, Scores, baselines, line, linear, noise, outcome
 
 QUERIES = 1800  # two standard errors of a difference near 50 % are 3.3 points
 

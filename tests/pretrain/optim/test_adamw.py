@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import encoders
-from pretrain.optim.adamw import (
+from tessera import encoders
+from tessera.pretrain.optim.adamw import (
     ResolvedOptim,
     adamw,
     apply_schedules,
@@ -15,7 +15,7 @@ from pretrain.optim.adamw import (
     learning_rate_factors,
     parameter_groups,
 )
-from pretrain.optim.schedules import cosine
+from tessera.pretrain.optim.schedules import cosine
 
 RESOLVED = ResolvedOptim(
     lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999), clip=3.0

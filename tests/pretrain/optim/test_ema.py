@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pretrain.optim.ema import update
+from tessera.pretrain.optim.ema import update
 
 
 def test_thousand_steps_at_high_momentum_follow_float64() -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from pretrain.optim.schedules import cosine, linear
+from tessera.pretrain.optim.schedules import cosine, linear
 
 
 def dino_cosine(base: float, final: float, steps: int, warmup: int) -> np.ndarray:
