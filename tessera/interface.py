@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState, GradientState
 from PIL import Image, ImageOps
 from torch import Tensor
 
-import tessera.evaluation.knn
-import tessera.evaluation.linear_probe
+import tessera.evaluation.knn as knn_command
+import tessera.evaluation.linear_probe as probe_command
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
@@ -136,7 +136,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return tessera.evaluation.knn.run(validate(tessera.evaluation.knn.KNNSettings, given))
+    return knn_command.run(validate(knn_command.KNNSettings, given))
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) 
     The result is also written to a file, as by the command. The arguments and errors are those of `knn`.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return tessera.evaluation.linear_probe.run(validate(tessera.evaluation.linear_probe.ProbeSettings, given))
+    return probe_command.run(validate(probe_command.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:

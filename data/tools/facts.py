@@ -163,7 +163,7 @@ class _Warnings(logging.Handler):
 
     def __init__(self, found: list[str]):
         super().__init__(logging.WARNING)
-        self.found, self.log = found, logging.getLogger("data")
+        self.found, self.log = found, logging.getLogger("tessera.data")
 
     def emit(self, record: logging.LogRecord) -> None:
         self.found.append(record.getMessage())

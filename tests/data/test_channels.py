@@ -10,6 +10,7 @@ import tifffile
 import torch
 from PIL import Image
 
+import tessera.data.decode
 from tessera.data.augment import to_model_input
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.decode import ImageError, Picture, decode

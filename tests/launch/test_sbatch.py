@@ -16,7 +16,7 @@ OF_FEATURES = [stem for name, stem in EVALUATIONS.items() if name not in FINAL_O
 
 # says where the project is, records all other calls, and writes a checkpoint if $SAVES is set
 PYTHON = """#!/usr/bin/env bash
-[[ $1 == -P ]] && exec {python} "$@"
+[[ $1 == -c ]] && exec {python} "$@"
 if [[ -n $SAVES && $1 == */accelerate_launch.py ]]; then
     mkdir -p "$SAVES/checkpoints/step-$(date +%s%N)" && touch "$SAVES/config.yaml"
 fi

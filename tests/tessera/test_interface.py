@@ -58,9 +58,8 @@ def test_evaluations_from_python(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    command = [sys.executable, str(tessera.ROOT / "docs" / "example.py"), "2"]
-    environment = os.environ | {"PYTHONPATH": str(tessera.ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, str(ROOT / "docs" / "example.py"), "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "[(128, 3, 16, 16), (128, 3, 12, 12)]"
@@ -96,7 +95,7 @@ def test_one_prepared_image_equals_the_evaluation(tmp_path: Path) -> None:
 
 
 def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
@@ -120,13 +119,6 @@ def test_the_command_works_among_files_of_the_same_names(crowded: Path, processe
     assert refused.returncode == 2
     assert "holds another run" in refused.stderr.strip().splitlines()[-1]  # nothing is printed after it
     assert "Traceback" not in refused.stderr
-
-
-def test_a_module_that_took_a_name_first_is_named(crowded: Path) -> None:
-    (crowded / "data.py").write_text("")
-    done = called(crowded, "-c", "import data, tessera")
-    assert f"{crowded / 'data.py'} has the name of Tessera's package `data`" in done.stderr
-    assert called(crowded, "-c", "import tessera, data, encoders; data.__path__").returncode == 0
 
 
 def test_unknown_commands_and_help(crowded: Path) -> None:

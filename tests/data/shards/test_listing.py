@@ -60,11 +60,11 @@ def test_sets_are_not_classes(photos, tmp_path, folders, sets, capsys):
     make(folder, tmp_path / "out", status=1)
     text = capsys.readouterr().err
     assert f"{folder} holds the folders {', '.join(sets)}, which look like separate sets" in text
-    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  python")]
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  tessera")]
     assert len(commands) == len(sets)
     for words, name in zip(commands, sets, strict=True):
-        assert words[:4] == ["python", "-m", "tessera.data.make_shards", f"{folder}/{name}"]
-        make(*words[3:])
+        assert words[:3] == ["tessera", "make_shards", f"{folder}/{name}"]
+        make(*words[2:])
         assert json.loads((tmp_path / "out" / name / "classes.json").read_text()) == ["ant", "bee"]
         assert [path.name for path in shards(tmp_path / "out" / name)] == [f"{name}-000000.tar"]
     make(folder, tmp_path / "classes", "--labels=folders")
