@@ -38,7 +38,7 @@ from tessera.data.batch import Batch
 from tessera.data.collate import Collator, Sample, Transform
 from tessera.pretrain import loop
 from tessera.pretrain.checkpoints.resume import TrainState
-from tessera.pretrain.config import ResolvedRun, resolve, settings_model
+from tessera.pretrain.config import RunConfig, resolve, settings_model
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
@@ -145,7 +145,7 @@ def loader_batch(transform: Transform, images: int, *, raw: bool) -> Batch:
     return Collator(transform, images, raw=raw)(samples)
 
 
-def make_run(config: ResolvedRun, accelerator: Accelerator, method: Method) -> loop.Run:
+def make_run(config: RunConfig, accelerator: Accelerator, method: Method) -> loop.Run:
     """Return a run as far as `training_step` uses it."""
     engine = DDP(accelerator, method, config.optim)
     unused: dict[str, Any] = {"recorder": None, "online_knn": None, "saver": None}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessera import encoders
 from tessera.evaluation.features import resolve_checkpoint
-from tessera.pretrain.config import ResolvedRun
+from tessera.pretrain.config import RunConfig
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
@@ -24,7 +24,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def build_method(config: ResolvedRun, *, fresh: bool, main: bool | None = None) -> Method:
+def build_method(config: RunConfig, *, fresh: bool, main: bool | None = None) -> Method:
     """Build the method with its encoder. The main process also checks the method by a dry forward pass. Collective.
 
     Processes with equal random states get equal weights.
@@ -49,7 +49,7 @@ def build_method(config: ResolvedRun, *, fresh: bool, main: bool | None = None) 
     return method
 
 
-def _build(config: ResolvedRun, *, fresh: bool, check: bool = True) -> Method:
+def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
     """Build the method of a run. Unlike `build_method`, do not take the weights of another run's heads and teacher.
 
     Args:
@@ -84,7 +84,7 @@ def _build(config: ResolvedRun, *, fresh: bool, check: bool = True) -> Method:
     return method
 
 
-def _build_empty(config: ResolvedRun) -> Method:
+def _build_empty(config: RunConfig) -> Method:
     """Build the method on the meta device.
 
     Code of other packages may need the values of a tensor, or keep a tensor that is neither a parameter nor a buffer.

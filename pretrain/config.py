@@ -22,9 +22,9 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.monitoring.collapse import HealthConfig
 from tessera.pretrain.monitoring.sinks import MetricsConfig
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.errors import printable
-from tessera.runtime.settings import Section, Settings, SettingsError, suggestion, validate
+from tessera.runtime.settings import Derived, Section, Settings, SettingsError, derived, suggestion, validate
 
 CONTINUED = 0.1
 """Default of `optim.encoder_lr_factor` for a trained encoder with new heads (docs/methods.md)."""
@@ -52,8 +52,8 @@ class DataConfig(Section, frozen=True):
         """True if `mean` or `std` has to be measured on the shards."""
         return any(given == "auto" or (given is None and self.channels != 3) for given in (self.mean, self.std))
 
-    def resolve(self, measured: Preprocessing | None = None) -> "ResolvedData":
-        """Return the data settings with numbers for `mean` and `std`.
+    def with_statistics(self, measured: Preprocessing | None = None) -> "DataConfig":
+        """Return the settings with numbers for `mean` and `std`.
 
         Args:
             measured: Pixel statistics of the shards. They are required if `needs_statistics` is true.
@@ -79,18 +79,13 @@ class DataConfig(Section, frozen=True):
             values[name] = given
         if min(values["std"]) <= 0:
             raise SettingsError(f"data.std must be positive, not {list(values['std'])}")
-        return ResolvedData(shards=self.shards, channels=self.channels, mean=values["mean"], std=values["std"])
-
-
-class ResolvedData(DataConfig, frozen=True):
-    """Data settings in which `mean` and `std` are numbers."""
-
-    mean: tuple[float, ...] = Field()
-    std: tuple[float, ...] = Field()
+        return self.model_copy(update=values)
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Normalisation of the images."""
+        """Normalisation of the images. Only for settings with numbers for `mean` and `std`."""
+        assert isinstance(self.mean, tuple)
+        assert isinstance(self.std, tuple)
         return Preprocessing(self.mean, self.std)
 
 
@@ -152,11 +147,11 @@ class RunConfig(Settings, frozen=True):
     data: DataConfig = DataConfig()
     output: str | None = None
     """run folder; default: a new folder under runs/"""
-    steps: int | None = Field(default=None, ge=1)
+    steps: Derived[int] = derived(ge=1)
     """length of the run in optimizer steps; default: 100 epochs"""
     epochs: float | None = Field(default=None, gt=0)
     """length of the run in epochs, in place of `steps`"""
-    batch_size: int | None = Field(default=None, ge=1)
+    batch_size: Derived[int] = derived(ge=1)
     """number of images per optimizer step, summed over all processes; default: 512, or less for fewer than 25,000
     images"""
     accumulate: int = Field(default=1, ge=1)
@@ -212,15 +207,6 @@ class RunConfig(Settings, frozen=True):
         return getattr(self, self.method)
 
 
-class ResolvedRun(RunConfig, frozen=True):
-    """Run settings in which all values of the length, the optimizer, the encoder and the normalisation are set."""
-
-    data: ResolvedData = Field()
-    steps: int = Field()
-    batch_size: int = Field()
-    optim: ResolvedOptim = Field()
-
-
 def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> type[RunConfig]:
     """Return a subclass of `RunConfig` with a section for the encoder of `variant` and a section for each method.
 
@@ -257,7 +243,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 
 def resolve(
     config: RunConfig, images: int, statistics: Preprocessing | None = None, classes: int | None = None
-) -> ResolvedRun:
+) -> RunConfig:
     """Return the settings with all derived values: steps, normalisation, and settings of the method and the encoder.
 
     Args:
@@ -283,7 +269,7 @@ def resolve(
         raise SettingsError(
             f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
         )
-    data = config.data.resolve(statistics)
+    data = config.data.with_statistics(statistics)
     if isinstance(method_config, ColorConfig):
         try:
             method_config = colors_for(method_config, data.channels)
@@ -293,13 +279,12 @@ def resolve(
     if config.init_from:
         defaults.pop("layer_scale", None)  # a trained encoder with new factors near 0 would have to start again
     encoder = _resolved_encoder(config, defaults, data.channels)
-    model = create_model("ResolvedRun", __base__=(ResolvedRun, type(config)), encoder=(type(encoder), encoder))
     given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
     own[config.method] = method_config
     if method.supervised and config.evaluate_every is None:
         own["evaluate_every"] = size.epoch
-    return cast(ResolvedRun, validate(model, given | own))
+    return validate(type(config), given | own)
 
 
 def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tessera import encoders
 from tessera.pretrain.checkpoints import resume
-from tessera.pretrain.config import ResolvedRun, RunConfig
+from tessera.pretrain.config import RunConfig
 from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
 from tessera.runtime.errors import printable
 from tessera.runtime.lock import locked
@@ -81,7 +81,7 @@ def new_folder(config: RunConfig) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
-def newest_checkpoint(config: ResolvedRun, output: Path) -> Path | None:
+def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
     """Return the newest complete checkpoint of the run to continue, or None for a run from the beginning.
 
     Raises:

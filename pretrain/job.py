@@ -24,7 +24,7 @@ from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
-from tessera.pretrain.config import ResolvedRun, RunConfig, resolve, to_yaml
+from tessera.pretrain.config import RunConfig, resolve, to_yaml
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.loop import Run, train
@@ -119,7 +119,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
 class Prepared(NamedTuple):
     """The loader of a run that starts from its first step, and what it was built from."""
 
-    config: ResolvedRun
+    config: RunConfig
     accelerator: Accelerator
     shards: Sources
     batches: Batches
@@ -210,7 +210,7 @@ def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
 
 
-def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:
+def resolve_crops(config: RunConfig, method: Method) -> RunConfig:
     """Return the settings with `loader.crops` resolved to `workers` or `device`.
 
     config.yaml then records where the crops are cut.
@@ -224,7 +224,7 @@ def resolve_crops(config: ResolvedRun, method: Method) -> ResolvedRun:
         raise SettingsError(f"loader: {error}") from error
 
 
-def loader(config: ResolvedRun, method: Method, shards: Sources, first_step: int, accelerator: Accelerator) -> Batches:
+def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, accelerator: Accelerator) -> Batches:
     """Return the loader of this process's training batches, from `first_step` to the last step.
 
     Raises:
@@ -266,7 +266,7 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 
 def evaluations(
-    config: ResolvedRun, method: Method, shards: WeightedShards, accelerator: Accelerator
+    config: RunConfig, method: Method, shards: WeightedShards, accelerator: Accelerator
 ) -> tuple[OnlineKNN | None, Accuracy | None]:
     """Return the k-NN and linear probe of the run, or the accuracy of a supervised method. Both are None without
     `evaluation.val`."""
@@ -279,7 +279,7 @@ def evaluations(
     return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.source), None
 
 
-def announce(given: RunConfig, config: ResolvedRun, images: int, engine: Engine) -> None:
+def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:
     """Log a summary of the run, and the settings whose values were derived because they were not given."""
     derived = [
         f"{section}.{name} {value}"

@@ -21,7 +21,7 @@ from tessera.data.pictures import crops, panels
 from tessera.encoders.randomness import random_keys
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
-from tessera.pretrain.config import ResolvedRun
+from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.monitoring import pictures, verdict
@@ -45,7 +45,7 @@ class NonFiniteError(UserError, RuntimeError):
 class Run:
     """Objects of a pretraining run that the training loop uses."""
 
-    config: ResolvedRun
+    config: RunConfig
     output: Path
     accelerator: Accelerator
     method: Method

@@ -22,7 +22,7 @@ from tessera.data.crops import MixedCrops
 from tessera.data.shards import WeightedShards, plan
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.dot_product import only_torchs_kernel
-from tessera.pretrain.config import ResolvedRun, to_yaml
+from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.methods.base import Method
 from tessera.runtime.collectives import alone
 
@@ -126,7 +126,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
-def report(config: ResolvedRun, method: Method, run: Plan) -> None:
+def report(config: RunConfig, method: Method, run: Plan) -> None:
     """Print the resolved settings of the run, and a table of its length, data and memory."""
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)

@@ -14,7 +14,19 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -30,9 +42,30 @@ class SettingsError(UserError, ValueError):
     """A setting is unknown, missing or invalid, or a settings file cannot be read."""
 
 
+class _DerivedMarker:
+    """Marks a field whose value the run derives if it is not given."""
+
+
+T = TypeVar("T")
+if TYPE_CHECKING:
+    Derived = Annotated[T, _DerivedMarker()]
+    """Type of a setting that the run derives from other settings and from the data if it is not given. It is None until
+    `Section.filled` sets it, and the code that needs the value runs after that."""
+else:
+
+    class Derived:
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return Annotated[kind | None, _DerivedMarker()]
+
+
+def derived(**limits: Any) -> Any:
+    """Return the default of a field of type `Derived`. `limits` are those of pydantic's `Field`."""
+    return Field(default=None, **limits)
+
+
 # This decorator lets pyright accept `class Child(Parent, frozen=True)`.
 # Fields of frozen classes are read-only, so that a child class may narrow the types of the fields.
-@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field, derived))
 class Section(BaseModel):
     """Group of settings. The docstring below a field is the help text of the field. Unknown names raise an error."""
 
@@ -60,8 +93,21 @@ class Section(BaseModel):
                 return value
         return {cls.short_form: value}
 
+    def filled(self, defaults: Mapping[str, Any]) -> Self:
+        """Return the settings with `defaults` for settings that were not given or are None.
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
+        Raises:
+            TypeError: a setting of type `Derived` stays without a value.
+        """
+        given = {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
+        filled = type(self)(**{**defaults, **given})
+        for name, field in type(self).model_fields.items():
+            if getattr(filled, name) is None and any(isinstance(mark, _DerivedMarker) for mark in field.metadata):
+                raise TypeError(f"{type(self).__name__}.{name} has no value. Derive it in `resolve`.")
+        return filled
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field, derived))
 class Settings(Section):
     """Base class for all settings of one command."""
 
@@ -73,7 +119,6 @@ class _PositionalMarker:
     """Marks a field that is a positional argument of the command line, not a flag."""
 
 
-T = TypeVar("T")
 Positional = Annotated[T, _PositionalMarker()]
 """Type of a field that is a positional argument of the command line, not a flag. A field with a list type takes all
 remaining positional arguments."""

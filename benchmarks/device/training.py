@@ -28,7 +28,7 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.config import EvaluationConfig, resolve, settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize, supported
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim, apply_schedules, clip_gradients
+from tessera.pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients
 
 IMAGE = (375, 500)
 """Height and width of a whole image in pixels, which are typical of ImageNet."""
@@ -40,7 +40,7 @@ DISTINCT = 16
 
 def build(
     name: str, variant: str, batch_size: int, steps: int, **settings: Any
-) -> tuple[Method, ResolvedOptim, Transform]:
+) -> tuple[Method, OptimConfig, Transform]:
     """Return a method with a new encoder, the resolved optimizer settings, and the transform of the method."""
     torch.manual_seed(0)
     kind = METHODS[name]
@@ -136,7 +136,7 @@ class Trainer:
 
     method: Method
     optimizer: torch.optim.Optimizer
-    optim: ResolvedOptim
+    optim: OptimConfig
     steps: int
     """Number of steps in the run."""
     bf16: bool

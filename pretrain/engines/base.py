@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tessera.data.batch import Batch
 from tessera.pretrain.engines.local_state import LocalTensor
 from tessera.pretrain.methods.base import Method
-from tessera.pretrain.optim.adamw import ResolvedOptim, adamw
+from tessera.pretrain.optim.adamw import OptimConfig, adamw
 from tessera.runtime.collectives import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +40,7 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
-    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
         """Distribute `method`, build its optimizer, and allocate the optimizer's state."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Engine(ABC):
         return self.optimizer.state
 
 
-def build_optimizer(method: Method, optim: ResolvedOptim) -> torch.optim.AdamW:
+def build_optimizer(method: Method, optim: OptimConfig) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of `method`. Schedules set the learning rate before each step."""
     return adamw(method, optim, method.frozen(), method.lr_factors())
 

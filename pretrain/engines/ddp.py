@@ -8,7 +8,7 @@ from tessera.data.batch import Batch
 from tessera.pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.methods.base import Method
-from tessera.pretrain.optim.adamw import ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 
 
 class DDP(Engine):
@@ -17,7 +17,7 @@ class DDP(Engine):
     name = "ddp"
     sharded = False
 
-    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
         self.accelerator, self.method = accelerator, method.to(accelerator.device)
         self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
         if isinstance(self.wrapped, DistributedDataParallel):

@@ -21,7 +21,7 @@ from tessera.pretrain.engines.base import Engine, M, allocate_moments, build_opt
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.base import Method
-from tessera.pretrain.optim.adamw import ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import broadcast, local
 from tessera.runtime.settings import SettingsError
 
@@ -41,7 +41,7 @@ class FSDP2(Engine):
     sharded = True
     sends_weights = True
 
-    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
         self.accelerator, self.method = accelerator, method
         _send_buffers(method, accelerator.device)
         self.meta_copy = MetaCopy(method)

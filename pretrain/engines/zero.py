@@ -15,7 +15,7 @@ from tessera.pretrain.engines.base import MOMENTS, AdamWState, Engine, M, alloca
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.base import Method
-from tessera.pretrain.optim.adamw import ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import SettingsError
 
 
@@ -30,7 +30,7 @@ class ZeRO(Engine):
 
     sharded = True
 
-    def __init__(self, accelerator: Accelerator, method: Method, optim: ResolvedOptim) -> None:
+    def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
         """Shard the method. Raise `SettingsError` if the method has compiled blocks under ZeRO-3."""
         self.stage: int = _config(accelerator)["zero_optimization"]["stage"]
         self.name = f"zero{self.stage}"

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from tessera.data.batch import Batch
 from tessera.data.collate import Transform
 from tessera.encoders.base import Encoder
 from tessera.encoders.images import Images
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim, flat_blocks
+from tessera.pretrain.optim.adamw import OptimConfig, flat_blocks
 from tessera.runtime.settings import Section
 
 LARGE = 100_000
 """Smallest number of training images for which the published recipes apply."""
-ResolvedT = TypeVar("ResolvedT", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ class Method(nn.Module):
     process before each call."""
 
     @staticmethod
-    def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, ResolvedOptim]:
+    def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, OptimConfig]:
         """Return the settings of the method and of the optimizer, with values for all settings that were not given.
 
-        A method may give a default to any setting of the optimizer; see `fill`.
+        A method may give a default to any setting of the optimizer; see `Section.filled`.
 
         Args:
             config: The method's settings as the user gave them, of type `Config`.
@@ -238,12 +237,3 @@ def supported(family: type[Encoder], settings: dict[str, Any]) -> dict[str, Any]
     """Return the entries of `settings` that the encoder's constructor accepts."""
     known = inspect.signature(family).parameters
     return {name: value for name, value in settings.items() if name in known}
-
-
-def fill(config: Section, resolved: type[ResolvedT], defaults: Mapping[str, Any]) -> ResolvedT:
-    """Return the settings of `config` as an instance of the class `resolved`.
-
-    Settings that were not given or are None take their values from `defaults`.
-    """
-    given = {name: getattr(config, name) for name in config.model_fields_set}
-    return resolved(**{**defaults, **{name: value for name, value in given.items() if value is not None}})

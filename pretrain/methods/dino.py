@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tessera.data.batch import Batch, View
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.encoders.base import Encoder
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
 from tessera.pretrain.methods.cross_entropy import crop_loss
 from tessera.pretrain.methods.teacher_student import (
     Centering,
@@ -32,40 +32,41 @@ from tessera.pretrain.methods.teacher_student import (
 )
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim import ema
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import cosine, linear
 from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.settings import Derived, derived
 
 
 class DINOConfig(MultiCropConfig, frozen=True):
     """Settings of DINO. Missing values are derived from the number of images, the batch size and the length of the
     run."""
 
-    prototypes: int | None = Field(default=None, ge=2)
+    prototypes: Derived[int] = derived(ge=2)
     """number of prototypes, which is the number of outputs of the head (K)"""
-    hidden_dim: int | None = Field(default=None, ge=1)
+    hidden_dim: Derived[int] = derived(ge=1)
     """width of the head's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
-    bottleneck_dim: int | None = Field(default=None, ge=1)
+    bottleneck_dim: Derived[int] = derived(ge=1)
     """width of the head's bottleneck, the last layer before the prototypes; default: 256, or 128 for fewer than 100,000
     images"""
     head_layers: int = Field(default=3, ge=1)
     """number of linear layers of the head before the prototypes"""
-    batch_norm: bool | None = None
+    batch_norm: Derived[bool] = derived()
     """use batch norm in the head, with statistics over one forward pass of all processes; default: true for fewer than
     100,000 images"""
     norm_last_layer: bool = True
     """fix the norm of every prototype vector at 1"""
-    freeze_steps: int | None = Field(default=None, ge=0)
+    freeze_steps: Derived[int] = derived(ge=0)
     """number of steps at the start of the run during which the prototypes are not trained"""
     student_temperature: float = Field(default=0.1, gt=0)
     """softmax temperature of the student"""
-    teacher_temperature: float | None = Field(default=None, gt=0)
+    teacher_temperature: Derived[float] = derived(gt=0)
     """softmax temperature of the teacher after the warm-up of the temperature"""
     teacher_temperature_start: float = Field(default=0.04, gt=0)
     """softmax temperature of the teacher at the start of the run"""
-    teacher_temperature_steps: int | None = Field(default=None, ge=0)
+    teacher_temperature_steps: Derived[int] = derived(ge=0)
     """number of steps of the linear warm-up of the teacher's temperature"""
-    momentum: float | None = Field(default=None, ge=0, le=1)
+    momentum: Derived[float] = derived(ge=0, le=1)
     """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine"""
     centering: Centering = "mean"
     """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
@@ -74,20 +75,7 @@ class DINOConfig(MultiCropConfig, frozen=True):
     """momentum of the running mean of the teacher's output; used if `centering` is mean"""
 
 
-class ResolvedDINO(DINOConfig, frozen=True):
-    """Settings of DINO with all values set, as returned by `resolve`."""
-
-    prototypes: int = Field()
-    hidden_dim: int = Field()
-    bottleneck_dim: int = Field()
-    batch_norm: bool = Field()
-    freeze_steps: int = Field()
-    teacher_temperature: float = Field()
-    teacher_temperature_steps: int = Field()
-    momentum: float = Field()
-
-
-def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[ResolvedDINO, ResolvedOptim]:
+def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[DINOConfig, OptimConfig]:
     """Return the settings of DINO and of the optimizer, with derived values for settings that are not given.
 
     For data sets of ImageNet's size, the result is the published recipe. For a smaller data set, the number of
@@ -115,7 +103,7 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[Reso
         "teacher_temperature_steps": min(30 * epoch, steps // 3),
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 250), 6),
     }
-    return fill(config, ResolvedDINO, defaults), fill(optim, ResolvedOptim, optim_defaults)
+    return config.filled(defaults), optim.filled(optim_defaults)
 
 
 class DINO(Method):
@@ -133,7 +121,7 @@ class DINO(Method):
     }
     rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dino.momentum."
 
-    def __init__(self, encoder: Encoder, config: ResolvedDINO, steps: int) -> None:
+    def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
         """Build the student, and copy the student to make the teacher. `steps` is the length of the run."""
         super().__init__()
         self.config = config

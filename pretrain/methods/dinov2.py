@@ -26,7 +26,7 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.formats.checkpoint import load_weights
 from tessera.encoders.images import Mask
 from tessera.encoders.segments import copy_to_device
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
 from tessera.pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
 from tessera.pretrain.methods.dino import DINOConfig
 from tessera.pretrain.methods.losses import koleo_loss, token_weights
@@ -41,9 +41,10 @@ from tessera.pretrain.methods.teacher_student import (
 )
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim import ema
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import cosine, linear
 from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.settings import Derived, derived
 
 SAME_FEATURES = -math.log(1e-3)
 """KoLeo of features whose nearest neighbours have a distance of 0.001"""
@@ -65,7 +66,7 @@ class DINOv2Config(DINOConfig, frozen=True):
     """probability that the second global crop is blurred; the paper means 0.1, but the official code inverts it"""
     norm_last_layer: bool = False
     """fix the norm of every prototype vector at 1"""
-    linear_last_layer: bool | None = None
+    linear_last_layer: Derived[bool] = derived()
     """use prototypes without weight norm, as DINOv3 does; needs `norm_last_layer` false; default: false"""
     ibot_weight: float = Field(default=1.0, ge=0)
     """weight of the iBOT loss, the cross-entropy between teacher and student for hidden tokens"""
@@ -79,32 +80,15 @@ class DINOv2Config(DINOConfig, frozen=True):
     """hide single tokens at random until a mask has exactly the drawn share of hidden tokens, as in DINOv3"""
     separate_head: bool = False
     """use a second head for the iBOT loss; otherwise both losses share one head"""
-    ibot_prototypes: int | None = Field(default=None, ge=2)
+    ibot_prototypes: Derived[int] = derived(ge=2)
     """number of prototypes of the second head; default: `prototypes`"""
-    ibot_hidden_dim: int | None = Field(default=None, ge=1)
+    ibot_hidden_dim: Derived[int] = derived(ge=1)
     """width of the hidden layers of the second head; default: `hidden_dim`"""
-    ibot_bottleneck_dim: int | None = Field(default=None, ge=1)
+    ibot_bottleneck_dim: Derived[int] = derived(ge=1)
     """width of the bottleneck of the second head; default: `bottleneck_dim`"""
 
 
-class ResolvedDINOv2(DINOv2Config, frozen=True):
-    """Settings of DINOv2 with all values set, as returned by `resolve`."""
-
-    prototypes: int = Field()
-    hidden_dim: int = Field()
-    bottleneck_dim: int = Field()
-    batch_norm: bool = Field()
-    freeze_steps: int = Field()
-    teacher_temperature: float = Field()
-    teacher_temperature_steps: int = Field()
-    momentum: float = Field()
-    ibot_prototypes: int = Field()
-    ibot_hidden_dim: int = Field()
-    ibot_bottleneck_dim: int = Field()
-    linear_last_layer: bool = Field()
-
-
-def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[ResolvedDINOv2, ResolvedOptim]:
+def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DINOv2Config, OptimConfig]:
     """Return the settings of DINOv2 and of the optimizer, with derived values for settings that are not given.
 
     For data sets of ImageNet's size, the result is the published recipe for ImageNet-1k, with warm-ups as shares of the
@@ -137,7 +121,7 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "momentum": round(1 - 1 / min(max(steps / 6, 10), 125), 6),
     }
     defaults |= second_head(config, defaults)
-    return fill(config, ResolvedDINOv2, defaults), fill(optim, ResolvedOptim, optim_defaults)
+    return config.filled(defaults), optim.filled(optim_defaults)
 
 
 def second_head(config: DINOv2Config, first: dict[str, Any]) -> dict[str, int]:
@@ -178,7 +162,7 @@ class DINOv2(Method):
     }
     rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dinov2.momentum."
 
-    def __init__(self, encoder: Encoder, config: ResolvedDINOv2, steps: int) -> None:
+    def __init__(self, encoder: Encoder, config: DINOv2Config, steps: int) -> None:
         """Build the student, and copy the student to make the teacher. `steps` is the length of the run.
 
         Raises:
@@ -374,7 +358,7 @@ class DINOv2(Method):
         return signs
 
 
-def _check(encoder: Encoder, config: ResolvedDINOv2, grid: tuple[int, int]) -> None:
+def _check(encoder: Encoder, config: DINOv2Config, grid: tuple[int, int]) -> None:
     """Raise `ValueError` if the encoder does not support the settings, or two settings contradict each other."""
     name = type(encoder).__name__
     if getattr(encoder, "mask_token", None) is None:

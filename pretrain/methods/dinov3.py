@@ -22,13 +22,14 @@ from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
 from tessera.data.crops import MixedCrops, ResizedView
 from tessera.encoders.base import Encoder
-from tessera.pretrain.methods.base import Method, RunSize, fill, full_precision, supported
+from tessera.pretrain.methods.base import Method, RunSize, full_precision, supported
 from tessera.pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config, second_head
 from tessera.pretrain.methods.losses import gram_loss
 from tessera.pretrain.methods.teacher_student import Centering
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import linear
 from tessera.runtime.collectives import local
+from tessera.runtime.settings import Derived, derived
 
 
 class CropSizes(NamedTuple):
@@ -68,29 +69,29 @@ class DINOv3Config(DINOv2Config, frozen=True):
     """Settings of DINOv3. Missing values are derived from the number of images, the batch size and the length of the
     run."""
 
-    momentum: float | None = Field(default=None, ge=0, le=1)
+    momentum: Derived[float] = derived(ge=0, le=1)
     """momentum of the teacher's moving average, constant over the run"""
     centering: Centering = "sinkhorn"
     """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
     SwAV, 2006.09882)"""
     separate_head: bool = True
     """use a second head for the iBOT loss; otherwise both losses share one head"""
-    linear_last_layer: bool | None = None
+    linear_last_layer: Derived[bool] = derived()
     """use prototypes without weight norm; default: true from 100,000 images on"""
     fill_masks: bool = True
     """hide single tokens at random until a mask has exactly the drawn share of hidden tokens"""
     gram_weight: float = Field(default=2.0, ge=0)
     """weight of the Gram loss after its warm-up; 0: no Gram loss and no Gram teacher"""
-    gram_start: int | None = Field(default=None, ge=0)
+    gram_start: Derived[int] = derived(ge=0)
     """step at which the Gram teacher becomes a copy of the teacher and the Gram loss starts; 0: the Gram teacher is the
     teacher of the run in `init_from`; default: after five sixths of the run"""
-    gram_warmup_steps: int | None = Field(default=None, ge=0)
+    gram_warmup_steps: Derived[int] = derived(ge=0)
     """number of steps after gram_start over which the weights of the Gram loss and of local crops change linearly"""
-    gram_refresh_steps: int | None = Field(default=None, ge=1)
+    gram_refresh_steps: Derived[int] = derived(ge=1)
     """number of steps after which the Gram teacher again becomes a copy of the teacher"""
     gram_refreshes: int = Field(default=3, ge=0)
     """number of times that the Gram teacher is replaced after gram_start"""
-    gram_size: int | None = Field(default=None, ge=1)
+    gram_size: Derived[int] = derived(ge=1)
     """side of the crops that the Gram teacher sees, in pixels; its tokens are resized to the student's grid; default:
     global_size, so that it sees the student's crops without masks"""
     sizes: Annotated[dict[str, float] | None, AfterValidator(checked_sizes)] = None
@@ -102,28 +103,7 @@ class DINOv3Config(DINOv2Config, frozen=True):
     """factor of the DINO loss of local crops after the warm-up of the Gram loss; before, the factor is 1"""
 
 
-class ResolvedDINOv3(DINOv3Config, frozen=True):
-    """Settings of DINOv3 with all values set, as returned by `resolve`."""
-
-    prototypes: int = Field()
-    hidden_dim: int = Field()
-    bottleneck_dim: int = Field()
-    batch_norm: bool = Field()
-    freeze_steps: int = Field()
-    teacher_temperature: float = Field()
-    teacher_temperature_steps: int = Field()
-    momentum: float = Field()
-    ibot_prototypes: int = Field()
-    ibot_hidden_dim: int = Field()
-    ibot_bottleneck_dim: int = Field()
-    linear_last_layer: bool = Field()
-    gram_start: int = Field()
-    gram_warmup_steps: int = Field()
-    gram_refresh_steps: int = Field()
-    gram_size: int = Field()
-
-
-def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[ResolvedDINOv3, ResolvedOptim]:
+def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DINOv3Config, OptimConfig]:
     """Return the settings of DINOv3 and of the optimizer, with derived values for settings that are not given.
 
     For data sets of ImageNet's size, the schedules are those of the published ViT-7B, as shares of the run, and the
@@ -164,12 +144,12 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[Re
         "gram_refresh_steps": max((steps - start) // 20, 1),
         "gram_size": config.global_size,
     }
-    filled = fill(optim, ResolvedOptim, optim_defaults)
+    filled = optim.filled(optim_defaults)
     if optim.min_lr is None:  # a constant learning rate after the warm-up
         filled = filled.model_copy(update={"min_lr": filled.scaled_lr(size.batch_size)})
     if config.sizes:
         defaults |= max(map(CropSizes.parse, config.sizes))._asdict()
-    return fill(config, ResolvedDINOv3, defaults | second_head(config, defaults)), filled
+    return config.filled(defaults | second_head(config, defaults)), filled
 
 
 class DINOv3(DINOv2):
@@ -180,7 +160,7 @@ class DINOv3(DINOv2):
     section: ClassVar[str] = "dinov3"
     rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dinov3.momentum."
 
-    def __init__(self, encoder: Encoder, config: ResolvedDINOv3, steps: int) -> None:
+    def __init__(self, encoder: Encoder, config: DINOv3Config, steps: int) -> None:
         """Build student, teacher and Gram teacher. `steps` is the length of the run.
 
         Raises:
@@ -193,7 +173,7 @@ class DINOv3(DINOv2):
                 f"gram_size {config.gram_size} is less than global_size {config.global_size}. Raise gram_size."
             )
         super().__init__(encoder, config, steps)  # pyright: ignore[reportArgumentType]
-        self.gram: ResolvedDINOv3 = config
+        self.gram: DINOv3Config = config
         self.needs_start = config.gram_weight > 0 and config.gram_start == 0
         self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
         self.train()
@@ -211,7 +191,7 @@ class DINOv3(DINOv2):
         combinations = [c.model_copy(update=CropSizes.parse(text)._asdict()) for text in c.sizes]
         return MixedCrops([self.crops_with_gram(one) for one in combinations], list(c.sizes.values()))
 
-    def crops_with_gram(self, c: ResolvedDINOv3) -> Transform:
+    def crops_with_gram(self, c: DINOv3Config) -> Transform:
         """Return the transform for the crop sizes and masks of `c`, with the crops of the Gram teacher if they are
         larger than the global crops."""
         crops = self.crops(c)
@@ -304,7 +284,7 @@ class DINOv3(DINOv2):
         return found
 
 
-def _check_sizes(encoder: Encoder, config: ResolvedDINOv3) -> None:
+def _check_sizes(encoder: Encoder, config: DINOv3Config) -> None:
     """Raise `ValueError` if the encoder cannot see the crops of `sizes`, or if other settings contradict them."""
     stride, name = encoder.stride, type(encoder).__name__
     combinations = {text: CropSizes.parse(text) for text in config.sizes or ()}

@@ -22,10 +22,10 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
 from tessera.pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
 from tessera.pretrain.monitoring.collapse import effective_rank
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import SettingsError
 
 Match = Literal["cosine", "smooth_l1", "mse", "mixed"]
@@ -60,7 +60,7 @@ class DistillConfig(RandomCropConfig):
     """width of the hidden layer of the projection mlp; default: the teacher's width"""
 
 
-def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[DistillConfig, ResolvedOptim]:
+def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[DistillConfig, OptimConfig]:
     """Return the settings of distillation and of the optimizer, with the hash of the teacher and the encoder settings
     of the students beside `encoder`.
 
@@ -92,7 +92,7 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
             f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run"
         )
     config = config.model_copy(update={"students": resolved_students(config, size) or None})
-    return fill(config, DistillConfig, {"teacher_hash": found}), fill(optim, ResolvedOptim, optim_defaults)
+    return config.filled({"teacher_hash": found}), optim.filled(optim_defaults)
 
 
 def resolved_students(config: DistillConfig, size: RunSize) -> dict[str, dict[str, Any]]:

@@ -23,8 +23,8 @@ from tessera.encoders.images import Images
 from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section, SettingsError
 
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token")
@@ -60,7 +60,7 @@ class FinetuneConfig(Section):
     """probability that a box of a crop is replaced by noise (random erasing)"""
 
 
-def resolve(config: FinetuneConfig, optim: OptimConfig, size: RunSize) -> tuple[FinetuneConfig, ResolvedOptim]:
+def resolve(config: FinetuneConfig, optim: OptimConfig, size: RunSize) -> tuple[FinetuneConfig, OptimConfig]:
     """Return the settings of fine-tuning and of the optimizer. Missing settings get MAE's values for ViT-B.
 
     The published warm-up is 5 of 100 epochs. Shorter runs have a shorter warm-up. Small data sets have a higher
@@ -77,7 +77,7 @@ def resolve(config: FinetuneConfig, optim: OptimConfig, size: RunSize) -> tuple[
         "betas": (0.9, 0.999),
         "clip": 0.0,
     }
-    return fill(config, FinetuneConfig, {"classes": size.classes}), fill(optim, ResolvedOptim, defaults)
+    return config.filled({"classes": size.classes}), optim.filled(defaults)
 
 
 def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: Tensor, smoothing: float) -> Tensor:

@@ -20,11 +20,12 @@ from tessera.data.batch import Batch
 from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size
 from tessera.encoders.base import Encoder
 from tessera.encoders.segments import copy_to_device
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
 from tessera.pretrain.methods.teacher_student import BatchNorm, encode
 from tessera.pretrain.monitoring.collapse import effective_rank
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_sum, world_size
+from tessera.runtime.settings import Derived, derived
 
 POINTS = 17
 """Number of points at which SIGReg compares characteristic functions (T)."""
@@ -56,16 +57,16 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     blur_sigma: Sigmas = Field(default_factory=lambda given: scaled_blur(given.get("global_size", 224)))
     """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop; default: 0.1,2.0, multiplied
     by global_size / 224 if global_size is less than 128"""
-    sigreg_weight: float | None = Field(default=None, gt=0, lt=1)
+    sigreg_weight: Derived[float] = derived(gt=0, lt=1)
     """weight of SIGReg (lambda) for 256 images per forward pass of all processes; the weight of the invariance is
     1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer
     than 100,000 images"""
-    directions: int | None = Field(default=None, ge=1)
+    directions: Derived[int] = derived(ge=1)
     """number of random directions along which SIGReg tests the embeddings (M), drawn anew at every step; default: 1024,
     or 256 for fewer than 100,000 images"""
-    hidden_dim: int | None = Field(default=None, ge=1)
+    hidden_dim: Derived[int] = derived(ge=1)
     """width of the projector's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
-    output_dim: int | None = Field(default=None, ge=1)
+    output_dim: Derived[int] = derived(ge=1)
     """width of the embeddings (D); default: 512, or 16 for fewer than 100,000 images"""
     projector_layers: int = Field(default=3, ge=1)
     """number of linear layers of the projector"""
@@ -73,16 +74,7 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     """use batch norm after the projector's hidden layers, with statistics over one forward pass of all processes"""
 
 
-class ResolvedLeJEPA(LeJEPAConfig, frozen=True):
-    """Settings of LeJEPA with all values set, as returned by `resolve`."""
-
-    sigreg_weight: float = Field()
-    directions: int = Field()
-    hidden_dim: int = Field()
-    output_dim: int = Field()
-
-
-def resolve(config: LeJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[ResolvedLeJEPA, ResolvedOptim]:
+def resolve(config: LeJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[LeJEPAConfig, OptimConfig]:
     """Return the settings of LeJEPA and of the optimizer, with derived values for settings that are not given.
 
     For data sets of ImageNet's size, the result is the published recipe: learning rate 5e-4, which falls to a
@@ -105,16 +97,16 @@ def resolve(config: LeJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[Re
         "hidden_dim": 2048 if size.large else 512,
         "output_dim": 512 if size.large else 16,
     }
-    filled = fill(optim, ResolvedOptim, optim_defaults)
+    filled = optim.filled(optim_defaults)
     if optim.min_lr is None:
         filled = filled.model_copy(update={"min_lr": float(f"{filled.scaled_lr(size.batch_size) / 1000:.3g}")})
-    return fill(config, ResolvedLeJEPA, defaults), filled
+    return config.filled(defaults), filled
 
 
 class Projector(nn.Sequential):
     """MLP with batch norm and ReLU after each layer except the last: (N, encoder width) -> (N, D)."""
 
-    def __init__(self, dim: int, config: ResolvedLeJEPA) -> None:
+    def __init__(self, dim: int, config: LeJEPAConfig) -> None:
         widths = [dim] + [config.hidden_dim] * (config.projector_layers - 1)
         layers: list[nn.Module] = []
         for width_in, width_out in itertools.pairwise(widths):
@@ -200,7 +192,7 @@ class LeJEPA(Method):
     }
     rank_hint = "Try a higher lejepa.sigreg_weight, a lower optim.lr, or a longer optim.warmup_steps."
 
-    def __init__(self, encoder: Encoder, config: ResolvedLeJEPA, steps: int) -> None:
+    def __init__(self, encoder: Encoder, config: LeJEPAConfig, steps: int) -> None:
         """Build the projector for an encoder. `config` holds resolved settings."""
         super().__init__()
         del steps

@@ -25,9 +25,9 @@ from tessera.encoders.navit import NaViT
 from tessera.encoders.rope_vit import RoPEViT
 from tessera.encoders.segments import Segments, copy_to_device, token_positions
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, full_precision, supported
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported
 from tessera.pretrain.monitoring.collapse import effective_rank
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
 
 NO_CONTRAST = 0.01
@@ -76,7 +76,7 @@ class MAEConfig(RandomCropConfig):
     vary"""
 
 
-def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAEConfig, ResolvedOptim]:
+def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAEConfig, OptimConfig]:
     """Return the settings of MAE and of the optimizer. Missing settings get the values of the published recipe.
 
     The published warm-up is 40 of 800 epochs. Shorter runs have a shorter warm-up. Small data sets have a higher
@@ -93,7 +93,7 @@ def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAECo
         "clip": 0.0,
     }
     smallest = {"smallest_size": config.size} if config.native else {}
-    return fill(config, MAEConfig, smallest), fill(optim, ResolvedOptim, defaults)
+    return config.filled(smallest), optim.filled(defaults)
 
 
 class Decoder(nn.Module):

@@ -17,7 +17,7 @@ from tessera.evaluation.features import (
     resolve_checkpoint,
 )
 from tessera.evaluation.results import Evaluation, report
-from tessera.pretrain.config import EvaluationConfig, ResolvedRun
+from tessera.pretrain.config import EvaluationConfig, RunConfig
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.monitoring.verdict import Scores
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
@@ -110,7 +110,7 @@ def accuracy_line(scores: Scores, record: dict[str, Any]) -> str:
     return f"{text} (best top-1 {100 * best.accuracy:.1f} % at step {best.step})"
 
 
-def write_result(config: ResolvedRun, output: Path, scores: Scores) -> None:
+def write_result(config: RunConfig, output: Path, scores: Scores) -> None:
     """Print the accuracies of a finished run, and write them to a result file. Call it only on the main process.
 
     The result belongs to the encoder that the run started from. If `init_from` is a run, a checkpoint or an encoder of
@@ -136,7 +136,7 @@ def write_result(config: ResolvedRun, output: Path, scores: Scores) -> None:
     report(_evaluation(config, output), result, ["", "step", "top-1", "top-5"], rows)
 
 
-def _evaluation(config: ResolvedRun, output: Path) -> Evaluation:
+def _evaluation(config: RunConfig, output: Path) -> Evaluation:
     """Return what `evaluation.results.report` needs to name the result file."""
     assert config.evaluation.val is not None
     source = None if config.init_from is None else Path(config.init_from).expanduser()

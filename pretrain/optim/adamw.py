@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tessera.encoders.base import Encoder
 from tessera.pretrain.optim.schedules import cosine
 from tessera.runtime.collectives import all_reduce_sum
-from tessera.runtime.settings import Section
+from tessera.runtime.settings import Derived, Section, derived
 
 LrScaling = Literal["linear", "sqrt", "none"]
 
@@ -19,14 +19,14 @@ LrScaling = Literal["linear", "sqrt", "none"]
 class OptimConfig(Section, frozen=True):
     """Settings of AdamW. Missing values are set by the method, and some of them depend on the length of the run."""
 
-    lr: float | None = Field(default=None, gt=0)
+    lr: Derived[float] = derived(gt=0)
     """learning rate at the reference batch size, which is 256 for lr_scaling linear and 1024 for sqrt"""
     lr_scaling: LrScaling = "linear"
     """rule that scales lr by the batch size. linear: lr * batch_size / 256; sqrt: lr * sqrt(batch_size / 1024), as in
     DINOv2; none: lr for every batch size"""
-    min_lr: float | None = Field(default=None, ge=0)
+    min_lr: Derived[float] = derived(ge=0)
     """learning rate at the end of the run; not scaled by the batch size"""
-    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_steps: Derived[int] = derived(ge=0)
     """number of steps over which the learning rate rises linearly from 0 to its peak"""
     reach_lr_in_warmup: bool = True
     """true: reach lr in the last step of the warm-up, as DINO does; false: in the first step after the warm-up, as MAE
@@ -36,19 +36,19 @@ class OptimConfig(Section, frozen=True):
     layer_decay ** (depth + 1 - layer)"""
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
     """additional factor on the learning rate of the patch embedding, on top of layer_decay"""
-    encoder_lr_factor: float | None = Field(default=None, gt=0)
+    encoder_lr_factor: Derived[float] = derived(gt=0)
     """factor on the learning rate of the encoder; default: 0.1 if `init_from` gives the weights of an encoder without
     heads, which learn at the full rate, else 1"""
-    weight_decay: float | None = Field(default=None, ge=0)
+    weight_decay: Derived[float] = derived(ge=0)
     """weight decay at the start of the run; biases, norms, other vectors and the parameters that the encoder's paper
     exempts have no weight decay"""
-    weight_decay_end: float | None = Field(default=None, ge=0)
+    weight_decay_end: Derived[float] = derived(ge=0)
     """weight decay at the end of the run; in between, the weight decay follows a cosine"""
-    betas: tuple[float, float] | None = None
+    betas: Derived[tuple[float, float]] = derived()
     """decay rates of AdamW's two moments (beta1, beta2)"""
     eps: float = Field(default=1e-8, gt=0)
     """epsilon of AdamW, which is added to the denominator of the update"""
-    clip: float | None = Field(default=None, ge=0)
+    clip: Derived[float] = derived(ge=0)
     """largest allowed gradient norm, to which larger gradients are clipped; 0 disables clipping"""
     clip_by: Literal["tensor", "module", "global"] = "tensor"
     """parameters that share one gradient norm: tensor (each parameter tensor, as in DINO), module (each module of
@@ -56,18 +56,8 @@ class OptimConfig(Section, frozen=True):
     nonfinite_limit: int = Field(default=20, ge=1)
     """number of consecutive steps with a loss or gradient that is not finite, after which the run stops"""
 
-
-class ResolvedOptim(OptimConfig, frozen=True):
-    """Settings of AdamW with all values set."""
-
-    lr: float = Field()
-    min_lr: float = Field()
-    warmup_steps: int = Field()
-    encoder_lr_factor: float = 1.0
-    weight_decay: float = Field()
-    weight_decay_end: float = Field()
-    betas: tuple[float, float] = Field()
-    clip: float = Field()
+    def filled(self, defaults: Mapping[str, Any]) -> Self:
+        return super().filled({"encoder_lr_factor": 1.0, **defaults})
 
     def scaled_lr(self, batch_size: int) -> float:
         """Return the peak learning rate for `batch_size` images per step."""
@@ -79,7 +69,7 @@ class ResolvedOptim(OptimConfig, frozen=True):
 
 
 def adamw(
-    method: nn.Module, config: ResolvedOptim, frozen: Mapping[str, int], factors: Mapping[str, float]
+    method: nn.Module, config: OptimConfig, frozen: Mapping[str, int], factors: Mapping[str, float]
 ) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of a method, grouped by `parameter_groups`.
 
@@ -115,7 +105,7 @@ def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
 
 
 def learning_rate_factors(
-    method: nn.Module, config: ResolvedOptim, prefixes: Mapping[str, float]
+    method: nn.Module, config: OptimConfig, prefixes: Mapping[str, float]
 ) -> dict[nn.Parameter, float]:
     """Return the factor on the learning rate of each parameter whose factor is not 1.
 
@@ -171,7 +161,7 @@ def parameter_groups(
 
 
 def apply_schedules(
-    optimizer: torch.optim.Optimizer, config: ResolvedOptim, step: int, steps: int, batch_size: int
+    optimizer: torch.optim.Optimizer, config: OptimConfig, step: int, steps: int, batch_size: int
 ) -> None:
     """Set the learning rate and weight decay of each parameter group for step `step` of a run of `steps` steps."""
     peak, reach = config.scaled_lr(batch_size), config.reach_lr_in_warmup

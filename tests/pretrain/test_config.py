@@ -13,9 +13,8 @@ from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.pretrain.command_line import PRESETS, expand_resume, from_values, load
 from tessera.pretrain.config import resolve, settings_model, to_yaml
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import fill
 from tessera.pretrain.methods.mae import MAE
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.run import main
 from tessera.runtime.errors import UserError
 from tessera.runtime.settings import SettingsError, settings_of
@@ -278,7 +277,7 @@ def test_normalisation_that_does_not_fit_is_refused(arguments: list[str], messag
 
 def test_a_method_may_fill_every_setting_of_the_optimizer() -> None:
     defaults = RESOLVED_OPTIM | {"eps": 1e-6, "clip_by": "module", "lr_scaling": "sqrt"}
-    filled = fill(OptimConfig(lr=2.0, clip_by="global"), ResolvedOptim, defaults)
+    filled = OptimConfig(lr=2.0, clip_by="global").filled(defaults)
     assert (filled.lr, filled.eps, filled.clip_by, filled.lr_scaling) == (2.0, 1e-6, "global", "sqrt")
     assert filled.layer_decay == 1.0
 

@@ -14,7 +14,7 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import ResolvedRun, resolve
+from tessera.pretrain.config import RunConfig, resolve
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.dino import DINO
@@ -42,7 +42,7 @@ class TwoLayers(Method):
         return self.student(batch.views[0].images.flatten(1)).float().mean(), {}
 
 
-def settings(*arguments: str) -> ResolvedRun:
+def settings(*arguments: str) -> RunConfig:
     tiny = (
         "--data x.tar --encoder vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2 --dino.global_size 16 "
         "--dino.local_size 8 --dino.local_crops 3 --dino.hidden_dim 32 --dino.bottleneck_dim 16 --dino.prototypes 64 "
@@ -51,7 +51,7 @@ def settings(*arguments: str) -> ResolvedRun:
     return resolve(load([*tiny.split(), *arguments]), 1000)
 
 
-def dino(config: ResolvedRun) -> DINO:
+def dino(config: RunConfig) -> DINO:
     chosen: dict[str, Any] = dict(config.encoder_settings)
     return DINO(encoders.build(chosen.pop("variant"), **chosen), config.method_config, config.steps)
 

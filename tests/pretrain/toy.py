@@ -17,9 +17,9 @@ from tessera.data.masking import random_mask
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize, fill, freeze, supported
+from tessera.pretrain.methods.base import Method, RunSize, freeze, supported
 from tessera.pretrain.optim import ema
-from tessera.pretrain.optim.adamw import OptimConfig, ResolvedOptim
+from tessera.pretrain.optim.adamw import OptimConfig
 
 
 class ToyConv(Encoder):
@@ -100,9 +100,9 @@ class Toy(Method):
         self.predictor = nn.Sequential(nn.Linear(encoder.dim, width), nn.GELU(), nn.Linear(width, encoder.dim))
 
     @staticmethod
-    def resolve(config: ToyConfig, optim: OptimConfig, size: RunSize) -> tuple[ToyConfig, ResolvedOptim]:
+    def resolve(config: ToyConfig, optim: OptimConfig, size: RunSize) -> tuple[ToyConfig, OptimConfig]:
         defaults = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "weight_decay_end": 0.0}
-        return config, fill(optim, ResolvedOptim, defaults | {"betas": (0.9, 0.999), "clip": 0.0})
+        return config, optim.filled(defaults | {"betas": (0.9, 0.999), "clip": 0.0})
 
     @staticmethod
     def encoder_defaults(config: ToyConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:

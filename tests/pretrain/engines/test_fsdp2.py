@@ -21,7 +21,7 @@ from tessera.data.collate import Collator, Sample
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import ResolvedRun, resolve
+from tessera.pretrain.config import RunConfig, resolve
 from tessera.pretrain.engines.fsdp2 import FSDP2
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
@@ -178,7 +178,7 @@ def build(rank: int, run: str) -> None:
     held = torch.load(f"{run}/held.pt")
     small_settings = METHODS["dinov2"].small_settings
 
-    def started(**own: Any) -> ResolvedRun:
+    def started(**own: Any) -> RunConfig:
         words = [f"--dinov2.{name}={value}" for name, value in (small_settings | own).items()]
         return resolve(load(["--data", "a.tar", "--method", "dinov2", "--init_from", run, *words]), 1000)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from tessera import encoders
 from tessera.pretrain.optim.adamw import (
-    ResolvedOptim,
+    OptimConfig,
     adamw,
     apply_schedules,
     clip_gradients,
@@ -17,8 +17,15 @@ from tessera.pretrain.optim.adamw import (
 )
 from tessera.pretrain.optim.schedules import cosine
 
-RESOLVED = ResolvedOptim(
-    lr=1e-3, min_lr=1e-6, warmup_steps=2, weight_decay=0.04, weight_decay_end=0.4, betas=(0.9, 0.999), clip=3.0
+RESOLVED = OptimConfig(
+    encoder_lr_factor=1.0,
+    lr=1e-3,
+    min_lr=1e-6,
+    warmup_steps=2,
+    weight_decay=0.04,
+    weight_decay_end=0.4,
+    betas=(0.9, 0.999),
+    clip=3.0,
 )
 
 
@@ -173,6 +180,6 @@ def test_default_settings_split_nothing() -> None:
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", 4e-3), ("sqrt", 1e-3), ("none", 1e-3)])
 def test_scaling_of_the_learning_rate(rule: str, expected: float) -> None:
-    config = ResolvedOptim.model_validate(RESOLVED.model_dump() | {"lr_scaling": rule})
+    config = OptimConfig.model_validate(RESOLVED.model_dump() | {"lr_scaling": rule})
     assert config.scaled_lr(1024) == pytest.approx(expected)
     assert config.scaled_lr(256) == pytest.approx({"linear": 1e-3, "sqrt": 5e-4, "none": 1e-3}[rule])
