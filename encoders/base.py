@@ -1,15 +1,20 @@
 """The interface of all encoders: the base class `Encoder`, its output `Features` and the `Preprocessing` of images."""
 
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from tessera.encoders.checks import check_block_count
+from tessera.encoders.drop_path import DropPath, Scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask, PackedImages
-from tessera.encoders.layers import DropPath, Scales
+from tessera.encoders.layers import Recompute
 from tessera.encoders.randomness import drop_path_scales, next_keys
 
 
@@ -83,23 +88,79 @@ class Encoder(nn.Module):
     """Substrings of parameter names. A matrix whose name contains one of these substrings has no weight decay, as in
     the paper of the encoder. Vectors never have weight decay."""
 
+    checkpoint_activations: Recompute = False
+    """Parts of the encoder that the backward pass computes again. `run_block` recomputes whole blocks if it is True."""
+
+    @classmethod
+    def unused_settings(cls, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Return the constructor arguments without effect in an encoder with these `settings`.
+
+        The value of an entry is the name of the setting that makes the argument ineffective. `encoders.build` raises an
+        error if such an argument is changed.
+        """
+        del settings
+        return {}
+
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         """Encode normalised images, (B, C, H, W) or packed.
 
         If `mask` is given, the output does not depend on the pixels of hidden tokens. With `drop=False`, a learned
-        token replaces each hidden token. With `drop=True`, the encoder processes only the visible tokens.
+        token replaces each hidden token. With `drop=True`, the encoder processes only the visible tokens:
+        `Features.tokens` (V, D) are in the order of `mask.visible`, and each image must have a visible token.
 
         Raises:
             EncoderError: the images or the mask do not fit the encoder.
         """
-        raise NotImplementedError
+        return self._features(self._last_outputs(1, images, mask, drop)[0], self.grids(images))
+
+    def visible(self, images: Images, mask: Mask) -> Features:
+        """Return the features of the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`.
+
+        The encoder drops hidden tokens if it can. Otherwise, it needs a mask token (`mask_token=True`), which replaces
+        the hidden tokens, and the features of hidden tokens are left out of `tokens`, but not of `pooled`. Images may
+        have different numbers of visible tokens.
+
+        Raises:
+            EncoderError: the images or the mask do not fit the encoder, or it needs a mask token and has none.
+        """
+        features = self(images, mask, drop=self.can_drop)
+        if self.can_drop:
+            return features
+        return features._replace(tokens=features.tokens.index_select(0, mask.visible))
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         """Return the features after each of the last `blocks` blocks, in order.
 
         The final norm is applied to the output of each of these blocks.
+
+        Raises:
+            EncoderError: the images do not fit the encoder, or it has fewer blocks.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no intermediate features.")
+        check_block_count(blocks, self._final_blocks())
+        grids = self.grids(images)
+        return [self._features(output, grids) for output in self._last_outputs(blocks, images)]
+
+    def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Any]:
+        """Yield the output of each block, in the form in which `_features` takes it."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `forward` nor `_outputs`.")
+
+    def _features(self, output: Any, grids: Tensor) -> Features:
+        """Return the features that are computed from the output of a block. `grids` (B, 2) are those of the images."""
+        raise NotImplementedError
+
+    def _final_blocks(self) -> int:
+        """Return the number of blocks at the end of the encoder whose outputs `_features` takes."""
+        return len(self.blocks)
+
+    def _last_outputs(self, count: int, images: Images, mask: Mask | None = None, drop: bool = False) -> list[Any]:
+        """Return the outputs of the last `count` blocks."""
+        return list(deque(self._outputs(images, mask, drop), maxlen=count))
+
+    def run_block(self, block: nn.Module, *arguments: Any) -> Any:
+        """Return the output of a block. If `checkpoint_activations` is True, the backward pass computes it again."""
+        if self.training and self.checkpoint_activations not in (False, "selective"):
+            return checkpoint(block, *arguments, use_reentrant=False)
+        return block(*arguments)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of token rows and of token columns for an image of `height` x `width` pixels."""
@@ -181,6 +242,11 @@ class Encoder(nn.Module):
             )
         if mask is not None:
             mask.check(self.grids(images))
+            if drop and int(mask.lengths.min()) < 1:
+                raise EncoderError(
+                    "With drop=True each image must keep at least one token. "
+                    f"The mask hides all tokens of image {int(mask.lengths.argmin())}."
+                )
             if not drop and getattr(self, "mask_token", None) is None:
                 hint = "Build the encoder with mask_token=True"
                 hint += ", or pass drop=True." if self.can_drop else "."

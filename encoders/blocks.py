@@ -12,21 +12,18 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from tessera.encoders.attention import attention, self_attention
+from tessera.encoders.drop_path import DropPath, Subset, branch_scales
 from tessera.encoders.images import Images, PackedImages, patchify
 from tessera.encoders.layers import (
     MLP,
-    DropPath,
     Init,
     LayerNorm,
     LayerScale,
     SameDtypeLayerNorm,
-    attention,
-    branch_scales,
     recomputed,
-    self_attention,
 )
 from tessera.encoders.segments import Segments
-from tessera.encoders.subsets import Subset
 
 MLPKind = Literal["gelu", "swiglu"]
 

@@ -1,8 +1,8 @@
-"""Checks of encoder settings that may come from a file of a stranger."""
+"""Checks of encoder settings, which may come from a file of a stranger."""
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tessera.encoders.errors import EncoderError
@@ -84,3 +84,26 @@ def check_finite(name: str, values: Any) -> tuple[float, ...]:
     if not all(abs(value) < 1e30 for value in values):  # false for NaN, too
         raise ValueError(f"{name} must hold finite numbers only")
     return tuple(map(float, values))
+
+
+def check_counts(**counts: int | Sequence[int]):
+    """Raise `EncoderError` if a number is less than 1, or if a sequence is empty or contains a number less than 1."""
+    for name, value in counts.items():
+        values = value if isinstance(value, Sequence) else (value,)
+        if not values or min(values) < 1:
+            raise EncoderError(f"{name} must be at least 1, not {', '.join(map(str, values)) or 'empty'}.")
+
+
+def check_heads(dim: int, heads: int, head_dim: int | None = None) -> None:
+    """Raise `EncoderError` if a number is less than 1, or if `head_dim` is None and `heads` does not divide `dim`."""
+    check_counts(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
+    if head_dim is None and dim % heads:
+        raise EncoderError(
+            f"A width (dim) of {dim} does not split into {heads} heads. Change dim or heads, or set head_dim."
+        )
+
+
+def check_block_count(count: int, available: int) -> None:
+    """Raise `EncoderError` unless `count`, the number of requested blocks, is from 1 to `available`."""
+    if not 1 <= count <= available:
+        raise EncoderError(f"Features of {count} blocks were requested. The number must be from 1 to {available}.")

@@ -5,7 +5,7 @@ image and row by row (only visible tokens, if hidden tokens are dropped); Q quer
 head.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -13,27 +13,14 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from tessera.encoders.attention import attention
 from tessera.encoders.base import Encoder, Features
+from tessera.encoders.checks import check_counts, check_heads
+from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask, PackedImages, pack
-from tessera.encoders.layers import (
-    MLP,
-    DropPath,
-    LayerNorm,
-    Scales,
-    at_least_float32,
-    attention,
-    branch_scales,
-    check_block_count,
-    check_choices,
-    check_counts,
-    check_heads,
-    init_linear,
-    learned,
-    table_grid,
-)
+from tessera.encoders.layers import MLP, LayerNorm, at_least_float32, init_linear, learned, table_grid
 from tessera.encoders.randomness import next_keys, token_noise
 from tessera.encoders.segments import Segments, copy_to_device, token_positions
 
@@ -136,9 +123,10 @@ class AttentionPool(nn.Module):
 class NaViT(Encoder):
     """Vision transformer for images of any size. Each image attends only to itself.
 
-    The input is a tensor (B, C, H, W) or `PackedImages`. The architecture is vit-pytorch's NaViT: factorised positions
-    (one table for rows and one table for columns), layer norms without bias, normalised queries and keys, and attention
-    pooling.
+    The input is a tensor (B, C, H, W) with H and W that are multiples of the patch size, or `PackedImages`. The
+    architecture is vit-pytorch's NaViT: factorised positions (one table for rows and one table for columns), layer
+    norms without bias, normalised queries and keys, and attention pooling. If hidden tokens are replaced, the mask
+    token replaces them before positions are added.
 
     With `positions="absolute"`, the row of a token is the index into the table for rows, and an image must not have
     more rows than this table. With `positions="fractional"`, as in the paper, the position of a token depends on the
@@ -148,7 +136,7 @@ class NaViT(Encoder):
 
     In training, a fraction `token_drop` of the tokens of each image is dropped at random. Each image keeps at least one
     token. `Features.tokens` (V, D) then holds the V remaining tokens, in order. The tokens are chosen on the CPU,
-    because the number of remaining tokens determines tensor shapes.
+    because the number of remaining tokens determines tensor shapes. Masks cannot be combined with `token_drop`.
 
     Args:
         dim: width of a token.
@@ -194,7 +182,6 @@ class NaViT(Encoder):
         checkpoint_activations: bool = False,
     ):
         super().__init__()
-        check_choices(positions=(positions, Positions), pool=(pool, Pool))
         check_counts(depth=depth, patch_size=patch_size, channels=channels)
         check_heads(dim, heads, head_dim)
         _check_fractions(token_drop=token_drop, token_drop_full=token_drop_full)
@@ -217,31 +204,14 @@ class NaViT(Encoder):
         self.attn_pool = AttentionPool(dim, heads, head_dim, norm_eps) if pool == "attention" else None
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
 
-    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images: (B, C, H, W) with H and W that are multiples of the patch size, or packed images.
-
-        If `mask` is given, the mask token replaces each hidden token before positions are added. With `drop=True`, the
-        encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`, and each
-        image must have a visible token.
-
-        Raises:
-            EncoderError: the images or the mask do not fit the encoder, or `mask` is given while `token_drop` is
-                active.
-        """
+    def _outputs(
+        self, images: Images, mask: Mask | None = None, drop: bool = False
+    ) -> Iterator[tuple[Tensor, Segments]]:
         x, segments = self._embed(images, mask, drop)
         scales = self.draw_drop_path(len(images), x.device)
-        return self._features(self._run(self.blocks, x, segments, scales), segments, self.grids(images))
-
-    def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        check_block_count(blocks, len(self.blocks))
-        x, segments = self._embed(images)
-        scales = self.draw_drop_path(len(images), x.device)
-        x = self._run(self.blocks[:-blocks], x, segments, scales)
-        features = []
-        for block in self.blocks[-blocks:]:
-            x = self._run([block], x, segments, scales)
-            features.append(self._features(x, segments, self.grids(images)))
-        return features
+        for block in self.blocks:
+            x = self.run_block(block, x, segments, next(scales))
+            yield x, segments
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments]:
         """Return the input (T, D) of the first block, and the boundaries of the images in this input."""
@@ -290,16 +260,8 @@ class NaViT(Encoder):
         fill = (lengths.double() / full).clamp(max=1)
         return self.token_drop + (self.token_drop_full - self.token_drop) * fill
 
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments, scales: Scales) -> Tensor:
-        """Apply blocks: (T, D) -> (T, D)."""
-        for block in blocks:
-            recompute = self.checkpoint_activations and self.training
-            arguments = (x, segments, next(scales))
-            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
-        return x
-
-    def _features(self, x: Tensor, segments: Segments, grids: Tensor) -> Features:
-        """Return the `Features` computed from the output (T, D) of a block."""
+    def _features(self, output: tuple[Tensor, Segments], grids: Tensor) -> Features:
+        x, segments = output
         tokens = self.norm(x)
         pooled = _mean(tokens, segments) if self.attn_pool is None else self.attn_pool(tokens, segments)  # (B, D)
         return Features(pooled, tokens, grids)
@@ -325,11 +287,6 @@ class NaViT(Encoder):
             )
         if mask is not None and self._drops_tokens():
             raise EncoderError("A mask cannot be combined with token_drop. Set token_drop and token_drop_full to 0.")
-        if drop and mask is not None and int(mask.lengths.min()) < 1:
-            raise EncoderError(
-                "With drop=True each image must keep at least one token. "
-                f"The mask hides all tokens of image {int(mask.lengths.argmin())}."
-            )
 
 
 def _check_fractions(**fractions: float | None):

@@ -1,6 +1,6 @@
 """Attention of packed images with different numbers of tokens. Three equivalent kernels are available.
 
-`encoders.layers.attention` imports this module only at first use, because `torch.nn.attention.varlen` imports torch's
+`encoders.attention` imports this module only at first use, because `torch.nn.attention.varlen` imports torch's
 compiler, which takes seconds.
 
 Letters in shapes: d width of one head; T tokens of all images; S packed sequences, each padded to L tokens.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from tessera.encoders.dot_product import dot_product_attention
+from tessera.encoders.attention import dot_product_attention
 from tessera.encoders.segments import PaddedSequences, Segments
 
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters

@@ -10,33 +10,22 @@ weights.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from tessera.encoders.attention import attention
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.blocks import PatchEmbed
+from tessera.encoders.checks import check_block_count, check_counts, check_heads
+from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import (
-    DropPath,
-    LayerNorm,
-    Scales,
-    attention,
-    branch_scales,
-    check_block_count,
-    check_counts,
-    check_heads,
-    init_linear,
-    learned,
-    resize_table,
-    table_grid,
-)
+from tessera.encoders.layers import LayerNorm, init_linear, learned, resize_table, table_grid
 
 VARIANTS = {
     "sam_vit_micro": {
@@ -169,7 +158,8 @@ class SAMViT(Encoder):
     image differs from the grid for `image_size`, the position tables are resized: the relative tables linearly, as in
     the published code, and the absolute table by MAE's rule, because the published code has no rule for this table.
 
-    The encoder cannot drop hidden tokens, because windows need the full grid of tokens.
+    The encoder cannot drop hidden tokens, because windows need the full grid of tokens. The mask token replaces them
+    before positions are added.
 
     Args:
         dim: width of the blocks.
@@ -245,27 +235,13 @@ class SAMViT(Encoder):
         )
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
 
-    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images (B, C, H, W).
-
-        If `mask` is given, the mask token replaces each hidden token before positions are added.
-
-        Raises:
-            EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
-        """
-        x = self._embed(self.checked(images, mask, drop=drop), mask)
-        maps = self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
-        tokens = rearrange(maps, "b m h w -> b (h w) m")
-        return Features(tokens.mean(1), tokens.flatten(0, 1), self.grids(images))
-
     def feature_map(self, images: Tensor) -> Tensor:
         """Return the output of the neck, which is the input of SAM's mask decoder: (B, C, H, W) -> (B, M, h, w).
 
         Raises:
             EncoderError: the images do not fit the encoder.
         """
-        x = self._embed(self.checked(images))
-        return self._neck(self._run(self.blocks, x, self.draw_drop_path(len(x), x.device)))
+        return self._neck(self._last_outputs(1, images)[0])
 
     def block_maps(self, images: Tensor, blocks: int = 1) -> list[Tensor]:
         """Return the outputs of the last `blocks` blocks in order, before any norm or neck.
@@ -276,14 +252,7 @@ class SAMViT(Encoder):
             EncoderError: the images do not fit the encoder, or the encoder has fewer than `blocks` blocks.
         """
         check_block_count(blocks, len(self.blocks))
-        x = self._embed(self.checked(images))
-        scales = self.draw_drop_path(len(x), x.device)
-        x = self._run(self.blocks[:-blocks], x, scales)
-        maps = []
-        for block in self.blocks[-blocks:]:
-            x = self._run([block], x, scales)
-            maps.append(x.permute(0, 3, 1, 2))
-        return maps
+        return [x.permute(0, 3, 1, 2) for x in self._last_outputs(blocks, images)]
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         raise NotImplementedError(
@@ -291,7 +260,18 @@ class SAMViT(Encoder):
             "follows only the last block. Use block_maps(images, blocks) for the outputs of the blocks."
         )
 
-    def _embed(self, images: Tensor, mask: Mask | None = None) -> Tensor:
+    def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Tensor]:
+        x = self._embed(self.checked(images, mask, drop=drop), mask)  # (B, h, w, D)
+        scales = self.draw_drop_path(len(x), x.device)
+        for block in self.blocks:
+            x = self.run_block(block, x, next(scales))
+            yield x
+
+    def _features(self, output: Tensor, grids: Tensor) -> Features:
+        tokens = rearrange(self._neck(output), "b m h w -> b (h w) m")
+        return Features(tokens.mean(1), tokens.flatten(0, 1), grids)
+
+    def _embed(self, images: Tensor, mask: Mask | None) -> Tensor:
         """Return the input of the first block: (B, C, H, W) -> (B, h, w, D)."""
         grid = self.grid(images.shape[-2], images.shape[-1])
         x = self.patch_embed(images).unflatten(1, grid)  # (B, h, w, D)
@@ -303,14 +283,6 @@ class SAMViT(Encoder):
         if grid != self.table_grid:
             table = resize_table(table.flatten(1, 2), self.table_grid, grid, "mae").unflatten(1, grid)
         return x + table
-
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
-        """Apply blocks: (B, h, w, D) -> (B, h, w, D)."""
-        for block in blocks:
-            recompute = self.checkpoint_activations and self.training
-            drawn = next(scales)
-            x = checkpoint(block, x, drawn, use_reentrant=False) if recompute else block(x, drawn)
-        return x
 
     def _neck(self, x: Tensor) -> Tensor:
         """Apply the neck: (B, h, w, D) -> (B, M, h, w)."""

@@ -4,33 +4,22 @@ Letters in shapes: B images; C channels, H x W pixels; h x w token grid and widt
 windows of N = r x c tokens. Parameters have the names of the published weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tessera.encoders.base import Encoder, Features
+from tessera.encoders.attention import attention
+from tessera.encoders.checks import check_counts
+from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import (
-    MLP,
-    DropPath,
-    LayerNorm,
-    Scales,
-    attention,
-    branch_scales,
-    check_block_count,
-    check_counts,
-    init_linear,
-    learned,
-    modules_of,
-    resize_table,
-)
+from tessera.encoders.layers import MLP, LayerNorm, init_linear, learned, modules_of, resize_table
+from tessera.encoders.stages import StagedEncoder
 
 VARIANTS = {
     "swin_micro": {"dim": 48, "depths": (2, 2), "heads": (2, 4), "patch_size": 2, "window_size": 4, "image_size": 16},
@@ -207,7 +196,7 @@ class Stage(nn.Module):
         self.downsample = downsample
 
 
-class Swin(Encoder):
+class Swin(StagedEncoder):
     """Swin Transformer for images of any size that is not smaller than one patch.
 
     Images are padded to whole patches, and grids to whole windows and even sides, with zeros below and to the right.
@@ -215,10 +204,8 @@ class Swin(Encoder):
     this side and are not shifted along this side. The published code does so for square grids, and timm for each side
     of any grid. Windows smaller than `window_size` use the biases of the same relative positions.
 
-    `Features.pooled` is the mean of the normed tokens of the last stage. Each of these tokens covers a square with a
-    side of `stride` = patch_size * 2 ** (stages - 1) pixels.
-
-    Set `mask_token` only if training hides tokens. Without hidden tokens, the mask token gets no gradient.
+    The mask token replaces patches before position embeddings are added. Set `mask_token` only if training hides
+    tokens. Without hidden tokens, the mask token gets no gradient.
 
     Args:
         dim: width of the first stage. The width doubles with each stage.
@@ -298,51 +285,19 @@ class Swin(Encoder):
         """Blocks of all stages, in the order in which they are applied."""
         return nn.ModuleList(block for stage in self.stages for block in stage.blocks)
 
-    def stage_grid(self, stage: int, height: int, width: int) -> tuple[int, int]:
-        """Return the token rows and columns in stage `stage` (0 is the first) for `height` x `width` pixels."""
-        pixels = self.patch_size * 2**stage
-        return -(-height // pixels), -(-width // pixels)
+    def _final_blocks(self) -> int:
+        return self.depths[-1]
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the number of token rows and columns for `height` x `width` pixels, both rounded up."""
-        return self.stage_grid(len(self.depths) - 1, height, width)
-
-    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images (B, C, H, W).
-
-        `mask` marks hidden output tokens. The mask token replaces the embeddings of all patches below a hidden token
-        before position embeddings are added.
-
-        Raises:
-            EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
-        """
-        x, scales = self._last_stage_input(images, mask, drop)
-        return self._features(self._run(self.stages[-1].blocks, x, scales), images)
-
-    def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks. The last stage must have that many blocks."""
-        last = self.stages[-1].blocks
-        check_block_count(blocks, len(last))
-        x, scales = self._last_stage_input(images)
-        x = self._run(last[:-blocks], x, scales)
-        features = []
-        for block in last[-blocks:]:
-            x = self._run([block], x, scales)
-            features.append(self._features(x, images))
-        return features
-
-    def pyramid(self, images: Images) -> list[Tensor]:
-        """Return a list with one map (B, D, h, w) per stage, finest first, for images (B, C, H, W).
-
-        A map is the output of the last block of a stage, before patch merging. Only the last map is normed.
-        """
-        x, maps = self._embed(images), []
+    def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[tuple[int, Tensor]]:
+        x = self._embed(images, mask, drop)
         scales = self.draw_drop_path(len(x), x.device)
-        for stage in self.stages:
-            x = self._run(stage.blocks, x, scales)
-            maps.append(x if stage.downsample else self.norm(x))
-            x = stage.downsample(x) if stage.downsample else x
-        return [x.permute(0, 3, 1, 2) for x in maps]
+        for number, stage in enumerate(self.stages):
+            for block in modules_of(stage.blocks, Block):
+                windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.shifted, x.device)
+                x = self.run_block(block, x, windows, next(scales))
+                yield number, x
+            if stage.downsample is not None:
+                x = stage.downsample(x)
 
     def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Tensor:
         """Return the input of the first block: (B, C, H, W) -> (B, h, w, D)."""
@@ -355,39 +310,13 @@ class Swin(Encoder):
         x = self.patch_embed(images)
         grid = (x.shape[1], x.shape[2])
         if mask is not None:
-            hidden = mask.hidden.view(len(x), *self.grid(*images.shape[-2:]))
-            side = self.stride // self.patch_size
-            hidden = repeat(hidden, "b h w -> b (h i) (w j) 1", i=side, j=side)[:, : grid[0], : grid[1]]
-            x = self.replace_hidden(x, hidden).to(x.dtype)
+            x = self._hide(x, mask, self.grid(*images.shape[-2:]))
         if self.absolute_pos_embed is not None:
             table = self.absolute_pos_embed
             if grid != self.table_grid:
                 table = resize_table(table, self.table_grid, grid, "mae")
             x = x + table.unflatten(1, grid)
         return x
-
-    def _last_stage_input(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Scales]:
-        """Return the input (B, h, w, D) of the last stage, and the drop path factors of its blocks."""
-        x = self._embed(images, mask, drop)
-        scales = self.draw_drop_path(len(x), x.device)
-        for stage in self.stages:
-            if stage.downsample is not None:
-                x = stage.downsample(self._run(stage.blocks, x, scales))
-        return x, scales
-
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, scales: Scales) -> Tensor:
-        """Apply blocks of one stage: (B, h, w, D) -> (B, h, w, D)."""
-        recompute = self.checkpoint_activations and self.training
-        for block in blocks:
-            windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.shifted, x.device)
-            arguments = (x, windows, next(scales))
-            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
-        return x
-
-    def _features(self, x: Tensor, images: Images) -> Features:
-        """Return the `Features` computed from the output (B, h, w, D) of a block."""
-        x = self.norm(x)
-        return Features(x.mean((1, 2)), x.flatten(0, 2), self.grids(images))  # (B, D), (B * h * w, D)
 
 
 def _check_stages(dim: int, depths: tuple[int, ...], heads: tuple[int, ...]):

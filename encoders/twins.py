@@ -5,7 +5,6 @@ of r x c tokens. A stage maps (B, h, w, D) to (B, h, w, D). Parameters have the 
 """
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Literal, TypeVar
@@ -14,24 +13,14 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tessera.encoders.base import Encoder, Features
+from tessera.encoders.attention import attention
+from tessera.encoders.checks import check_counts
+from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import (
-    MLP,
-    DropPath,
-    LayerNorm,
-    attention,
-    branch_scales,
-    check_block_count,
-    check_choices,
-    check_counts,
-    init_linear,
-    learned,
-    modules_of,
-)
+from tessera.encoders.layers import MLP, LayerNorm, init_linear, learned, modules_of
+from tessera.encoders.stages import StagedEncoder
 
 Layout = Literal["meituan", "vit_pytorch"]
 Number = TypeVar("Number", int, float)
@@ -204,7 +193,7 @@ class PositionGenerator(nn.Module):
         return x + self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
-class Twins(Encoder):
+class Twins(StagedEncoder):
     """Twins-SVT for images of any size. Images and grids are padded with zeros, below and to the right.
 
     Images are padded to whole patches. Grids are padded to even sides, to whole windows and to multiples of the
@@ -264,7 +253,6 @@ class Twins(Encoder):
         layout: Layout = "meituan",
     ):
         super().__init__()
-        check_choices(layout=(layout, Layout))
         self.dims, stages = tuple(dims), len(dims)
         self.depths, self.heads = _each("depths", depths, stages), _each("heads", heads, stages)
         self.window_size = _each("window_size", window_size, stages)
@@ -311,39 +299,11 @@ class Twins(Encoder):
                 number += 1
             yield blocks
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        return math.ceil(height / self.stride), math.ceil(width / self.stride)
+    def _final_blocks(self) -> int:
+        return len(modules_of(self.blocks, Stage)[-1])
 
-    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images (B, C, H, W).
-
-        `mask` marks hidden output tokens. The mask token replaces the embeddings of all patches below a hidden token.
-
-        Raises:
-            EncoderError: the images or the mask do not fit the encoder, or `drop` is set.
-        """
-        (features,) = self._last(1, self.checked(images, mask, drop=drop), mask)
-        return features
-
-    def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        """Return the features after each of the last `blocks` blocks. The last stage must have that many blocks."""
-        check_block_count(blocks, len(modules_of(self.blocks, Stage)[-1]))
-        return self._last(blocks, self.checked(images))
-
-    def pyramid(self, images: Tensor) -> list[Tensor]:
-        """Return one map (B, D, h, w) per stage, finest first, for images (B, C, H, W). Only the last map is normed."""
-        maps = dict(self._outputs(self.checked(images)))  # a dictionary keeps only the last output of each stage
-        maps[len(self.dims) - 1] = self.norm(maps[len(self.dims) - 1])
-        return [x.permute(0, 3, 1, 2) for x in maps.values()]
-
-    def _last(self, count: int, images: Tensor, mask: Mask | None = None) -> list[Features]:
-        """Return the features after each of the last `count` blocks."""
-        outputs = deque(self._outputs(images, mask), maxlen=count)
-        maps = [self.norm(x).flatten(1, 2) for _, x in outputs]  # (B, h * w, D) each
-        return [Features(x.mean(1), x.flatten(0, 1), self.grids(images)) for x in maps]
-
-    def _outputs(self, images: Tensor, mask: Mask | None = None) -> Iterator[tuple[int, Tensor]]:
-        """For each block, yield the index of its stage and its output (B, h, w, D)."""
+    def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[tuple[int, Tensor]]:
+        images = self.checked(images, mask, drop=drop)
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
         scales = self.draw_drop_path(len(x), x.device)
         blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
@@ -354,17 +314,9 @@ class Twins(Encoder):
                 x = self._hide(x, mask, self.grid(*images.shape[-2:]))
             before = 1 if self.layout == "meituan" else 1 + any(kinds)  # number of blocks before positions
             for number, block in enumerate(blocks, start=1):
-                recompute = self.checkpoint_activations and self.training
-                drawn = next(scales)
-                x = checkpoint(block, x, drawn, use_reentrant=False) if recompute else block(x, drawn)
+                x = self.run_block(block, x, next(scales))
                 x = positions(x) if number == before else x
                 yield stage, x
-
-    def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
-        """Replace all patches below hidden output tokens by the mask token. `x` (B, h, w, D) holds the embeddings."""
-        side = self.stride // self.patch_size
-        hidden = repeat(mask.hidden.view(len(x), *grid), "b h w -> b (h i) (w j) 1", i=side, j=side)
-        return self.replace_hidden(x, hidden[:, : x.shape[1], : x.shape[2]]).to(x.dtype)
 
 
 def _kinds(layout: Layout, depths: Sequence[int]) -> list[list[bool]]:

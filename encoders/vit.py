@@ -1,4 +1,5 @@
-"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), DINOv2 (2304.07193).
+"""Vision transformer (2010.11929) as in DINO (2104.14294), MAE (2111.06377), DeiT (2012.12877), DINOv2 (2304.07193) and
+DINOv3 (2508.10104).
 
 Letters in shapes: B images; C channels, H x W pixels; h x w grid; N = h * w patches of an image (only the visible
 patches, if hidden tokens are dropped); T patches of all packed images; D width of a token; S prefix tokens before the
@@ -7,16 +8,18 @@ Parameters have the names of the published weights.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
+from tessera.encoders.checks import check_counts, check_heads
+from tessera.encoders.drop_path import BranchScales, kept_images
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask, PackedImages
 from tessera.encoders.layers import (
@@ -24,10 +27,6 @@ from tessera.encoders.layers import (
     Interpolation,
     LayerNorm,
     Recompute,
-    check_block_count,
-    check_choices,
-    check_counts,
-    check_heads,
     in_bf16,
     init_linear,
     learned,
@@ -36,53 +35,93 @@ from tessera.encoders.layers import (
     sincos_table,
     table_grid,
 )
-from tessera.encoders.segments import Segments, image_means, insert_prefix, split_prefix
-from tessera.encoders.subsets import BranchScales, draw_branch_scales
+from tessera.encoders.rope import Coordinates, RotaryPositions, Rotations
+from tessera.encoders.segments import Segments, copy_to_device, image_means, insert_prefix, split_prefix
 
 Pool = Literal["class", "mean", "all"]
-Positions = Literal["learned", "sincos"]
+Positions = Literal["learned", "sincos", "rope"]
 PositionInit = Literal["normal", "sincos"]
-TokenInit = Literal["normal", "dinov2"]
+TokenInit = Literal["normal", "dinov2", "dinov3"]
+Output = tuple[Tensor, Segments | None]
+"""Tokens (B, S + N, D), and None; or the tokens (T + B * S, D) of packed images, and their boundaries."""
 
+OF_TABLES = ("interpolation", "position_init")
+"""Settings that have no effect with rotary positions."""
+OF_ROTATIONS = (
+    "cls_norm",
+    "local_cls_norm",
+    "rope_base",
+    "rope_coordinates",
+    "rope_shift",
+    "rope_jitter",
+    "rope_rescale",
+)
+"""Settings that have an effect only with rotary positions."""
+
+_SMALL = {"dim": 384, "depth": 12, "heads": 6}
+_BASE = {"dim": 768, "depth": 12, "heads": 12}
+_LARGE = {"dim": 1024, "depth": 24, "heads": 16}
 _DINOV2 = {"patch_size": 14, "image_size": 518, "layer_scale": 1e-5, "mask_token": True, "token_init": "dinov2"}
 _GIANT = {"dim": 1536, "depth": 40, "heads": 24, "mlp": "swiglu"}
 _REGISTERS = {"registers": 4, "interpolation": "antialias"}
+_ROPE = {"positions": "rope", "registers": 4, "mask_key_bias": True, "norm_eps": 1e-5, "token_init": "dinov3"}
+_DINOV3 = _ROPE | {"mask_token": True, "layer_scale": 1e-5, "rope_rescale": 2.0}
+_GATED = {"mlp": "swiglu", "mlp_ratio": 6.0}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "vit_micro": {"dim": 96, "depth": 4, "heads": 3, "patch_size": 4, "image_size": 16},
     "vit_mini": {"dim": 128, "depth": 4, "heads": 4, "patch_size": 8, "image_size": 64},
     "vit_tiny": {"dim": 192, "depth": 12, "heads": 3},
-    "vit_small": {"dim": 384, "depth": 12, "heads": 6},
-    "vit_base": {"dim": 768, "depth": 12, "heads": 12},
-    "vit_large": {"dim": 1024, "depth": 24, "heads": 16},
+    "vit_small": _SMALL,
+    "vit_base": _BASE,
+    "vit_large": _LARGE,
     "vit_huge": {"dim": 1280, "depth": 32, "heads": 16, "patch_size": 14},
-    "vit_small_14_dinov2": {"dim": 384, "depth": 12, "heads": 6} | _DINOV2,
-    "vit_base_14_dinov2": {"dim": 768, "depth": 12, "heads": 12} | _DINOV2,
-    "vit_large_14_dinov2": {"dim": 1024, "depth": 24, "heads": 16} | _DINOV2,
+    "vit_small_14_dinov2": _SMALL | _DINOV2,
+    "vit_base_14_dinov2": _BASE | _DINOV2,
+    "vit_large_14_dinov2": _LARGE | _DINOV2,
     "vit_giant_14_dinov2": _GIANT | _DINOV2,
-    "vit_small_14_dinov2_registers": {"dim": 384, "depth": 12, "heads": 6} | _DINOV2 | _REGISTERS,
-    "vit_base_14_dinov2_registers": {"dim": 768, "depth": 12, "heads": 12} | _DINOV2 | _REGISTERS,
-    "vit_large_14_dinov2_registers": {"dim": 1024, "depth": 24, "heads": 16} | _DINOV2 | _REGISTERS,
+    "vit_small_14_dinov2_registers": _SMALL | _DINOV2 | _REGISTERS,
+    "vit_base_14_dinov2_registers": _BASE | _DINOV2 | _REGISTERS,
+    "vit_large_14_dinov2_registers": _LARGE | _DINOV2 | _REGISTERS,
     "vit_giant_14_dinov2_registers": _GIANT | _DINOV2 | _REGISTERS,
+    "rope_vit_micro": _ROPE | {"dim": 96, "depth": 4, "heads": 3, "patch_size": 4, "image_size": 16, "registers": 1},
+    "rope_vit_small": _SMALL | _DINOV3,
+    "rope_vit_small_plus": _SMALL | _GATED | _DINOV3,
+    "rope_vit_base": _BASE | _DINOV3,
+    "rope_vit_large": _LARGE | _DINOV3,
+    "rope_vit_large_plus": _LARGE | _GATED | _DINOV3,
+    "rope_vit_huge_plus": {"dim": 1280, "depth": 32, "heads": 20} | _GATED | _DINOV3,
+    "rope_vit_7b": {"dim": 4096, "depth": 40, "heads": 32, "qkv_bias": False, "local_cls_norm": True}
+    | {"mlp": "swiglu", "mlp_ratio": 3.0, "swiglu_multiple": 64}
+    | _DINOV3,
 }
 
 
 class ViT(Encoder):
-    """Vision transformer for images of any size. The position table is resized to the grid of the images.
+    """Vision transformer for images of any size.
 
-    If a side of the image is not a multiple of the patch, the last pixels of that side are cropped. With `pool="mean"`,
-    as in MAE's fine-tuning, the layer norm `fc_norm` replaces the final layer norm `norm`. `Features.pooled` is then
-    `fc_norm` of the mean patch token, and `Features.tokens` is `fc_norm` of each patch token. With `pool="all"`, as in
-    vit-pytorch, `Features.pooled` is the mean of all tokens after `norm`, prefix tokens included. `pos_embed` has rows
-    for the class token, the distillation token and the patches, and no rows for register tokens.
+    Positions are a table that is added to the patches and resized to the grid of the images (`positions="learned"` or
+    `"sincos"`), or rotations of the queries and keys of patches (`"rope"`, see `encoders.rope`). The table `pos_embed`
+    has rows for the class token, the distillation token and the patches, and no rows for register tokens. Rotations
+    leave all prefix tokens as they are, and `image_size` has no effect on them. `encoders.build` refuses a changed
+    setting that has no effect with these positions.
+
+    If a side of the image is not a multiple of the patch, the last pixels of that side are cropped. If hidden tokens
+    are replaced, the mask token replaces them before positions are added.
+
+    With `pool="mean"` and a position table, as in MAE's fine-tuning, the layer norm `fc_norm` replaces the final layer
+    norm `norm`. `Features.pooled` is then `fc_norm` of the mean patch token, and `Features.tokens` is `fc_norm` of each
+    patch token. With rotary positions, `Features.pooled` is the mean of the normed patch tokens. With `pool="all"`, as
+    in vit-pytorch, it is the mean of all tokens after `norm`, prefix tokens included.
 
     With `skip_dropped`, the branches of a block are computed only for the images that keep them. Factors are the same,
     and results differ by rounding. Every branch then gathers its images and adds its result to them, and the number of
     images changes from branch to branch. Without the context `encoders.randomness.random_keys`, which every training
     step opens, nothing is skipped. DINOv2 (2304.07193) skips a fixed number of images per process.
 
-    Set `mask_token` only if training replaces hidden tokens, and `classes` only if training uses `logits`. Otherwise
-    the mask token or the class head gets no gradient.
+    With `local_cls_norm`, local crops are packed images that have fewer patches than the largest image of the batch.
+    This norm gets a gradient only if a batch has such images. Set `mask_token` only if training replaces hidden tokens,
+    and `classes` only if training uses `logits`. Otherwise the mask token or the class head gets no gradient.
 
     Args:
         dim: width of a token.
@@ -91,6 +130,7 @@ class ViT(Encoder):
         head_dim: width of a head. None means `dim` / `heads`.
         mlp: MLP of a block, two layers with a GELU ("gelu") or a gated MLP ("swiglu").
         mlp_ratio: hidden width of the MLP divided by `dim`. A SwiGLU has two thirds of this width (`swiglu_width`).
+        swiglu_multiple: number of which the hidden width of a SwiGLU is a multiple.
         patch_size: side of a patch in pixels.
         image_size: image size in pixels for which the position table is made, one side or (height, width).
         patch_norm: normalise patches before and after their projection, as in vit-pytorch.
@@ -101,6 +141,7 @@ class ViT(Encoder):
         mask_token: add a learned token that replaces hidden tokens.
         pool: rule for `Features.pooled`: class token ("class"), mean of patch tokens ("mean") or of all tokens ("all").
         qkv_bias: add a bias to queries, keys and values.
+        mask_key_bias: let the bias of keys count as 0, although `qkv_bias` has entries for it (DINOv3).
         norm_eps: epsilon of all layer norms.
         qk_norm: normalise queries and keys in each head.
         qk_scale: factor of the attention logits. None means 1 / sqrt(width of a head).
@@ -108,10 +149,17 @@ class ViT(Encoder):
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         skip_dropped: compute a branch only for the images that keep it. This saves time if `drop_path` is high.
         bf16_residuals: under autocast to bf16, keep the tokens between blocks in bf16, and not in float32.
-        positions: learned position table ("learned"), or the fixed sine-cosine table of MAE ("sincos").
+        positions: learned table ("learned"), fixed sine-cosine table of MAE ("sincos") or rotary positions ("rope").
         interpolation: resizing of the position table, DINO's ("dino"), MAE's ("mae") or antialiased ("antialias").
+        cls_norm: normalise the class token with a layer norm of its own, not with the one of the patches.
+        local_cls_norm: normalise the class tokens of local crops with another layer norm, in training.
+        rope_base: base of the periods of rotary positions, which rise from 1 to nearly `rope_base`.
+        rope_coordinates: divisor of coordinates, each its own side ("separate"), the longer ("max") or shorter ("min").
+        rope_shift: largest random shift of coordinates in training. None means no shift.
+        rope_jitter: largest random factor for each axis in training. None means no such factor.
+        rope_rescale: largest random common factor in training. None means no such factor.
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
-        token_init: initial values of tokens, truncated normal ("normal"), or mask token 0 and others near 0 ("dinov2").
+        token_init: initial tokens: normal ("normal"), or mask token 0, others near 0 ("dinov2") or normal ("dinov3").
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
@@ -130,6 +178,7 @@ class ViT(Encoder):
         head_dim: int | None = None,
         mlp: MLPKind = "gelu",
         mlp_ratio: float = 4.0,
+        swiglu_multiple: int = 8,
         patch_size: int = 16,
         image_size: int | tuple[int, int] = 224,
         patch_norm: bool = False,
@@ -140,6 +189,7 @@ class ViT(Encoder):
         mask_token: bool = False,
         pool: Pool = "class",
         qkv_bias: bool = True,
+        mask_key_bias: bool = False,
         norm_eps: float = 1e-6,
         qk_norm: bool = False,
         qk_scale: float | None = None,
@@ -149,6 +199,13 @@ class ViT(Encoder):
         bf16_residuals: bool = False,
         positions: Positions = "learned",
         interpolation: Interpolation = "dino",
+        cls_norm: bool = False,
+        local_cls_norm: bool = False,
+        rope_base: float = 100.0,
+        rope_coordinates: Coordinates = "separate",
+        rope_shift: float | None = None,
+        rope_jitter: float | None = None,
+        rope_rescale: float | None = None,
         init: Init = "trunc_normal",
         token_init: TokenInit = "normal",
         position_init: PositionInit = "normal",
@@ -157,10 +214,7 @@ class ViT(Encoder):
         checkpoint_activations: Recompute = False,
     ):
         super().__init__()
-        check_choices(pool=(pool, Pool), positions=(positions, Positions), position_init=(position_init, PositionInit))
-        check_choices(interpolation=(interpolation, Interpolation), init=(init, Init), mlp=(mlp, MLPKind))
-        check_choices(token_init=(token_init, TokenInit))
-        check_counts(depth=depth, patch_size=patch_size, channels=channels)
+        check_counts(depth=depth, patch_size=patch_size, channels=channels, swiglu_multiple=swiglu_multiple)
         check_heads(dim, heads, head_dim)
         if not class_token and (pool == "class" or distillation_token):
             raise EncoderError('class_token=False needs pool="mean" or pool="all", and distillation_token=False.')
@@ -171,22 +225,39 @@ class ViT(Encoder):
         embed = partial(NormedPatchEmbed, norm_eps=norm_eps) if patch_norm else partial(PatchEmbed, init=init)
         self.patch_embed = embed(channels, dim, patch_size)
         self._add_tokens(token_init, class_token, distillation_token, registers, mask_token)
-        self.table_grid = table_grid(image_size, patch_size)
-        self.pos_embed = _position_table(self.num_positioned, self.table_grid, dim, positions, position_init)
-        block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, mlp=mlp, head_dim=head_dim, norm_eps=norm_eps)
+        self.pos_embed: nn.Parameter | None = None
+        self.rope_embed: RotaryPositions | None = None
+        if positions == "rope":
+            ranges = {"shift": rope_shift, "jitter": rope_jitter, "rescale": rope_rescale}
+            rope = partial(RotaryPositions, base=rope_base, coordinates=rope_coordinates, **ranges)
+            self.rope_embed = rope(dim // heads if head_dim is None else head_dim, depth)
+        else:
+            self.table_grid = table_grid(image_size, patch_size)
+            self.pos_embed = _position_table(self.num_positioned, self.table_grid, dim, positions, position_init)
+        block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, mlp=mlp, swiglu_multiple=swiglu_multiple)
+        block = partial(block, head_dim=head_dim, norm_eps=norm_eps, mask_key_bias=mask_key_bias)
         block = partial(block, qkv_bias=qkv_bias, qk_norm=qk_norm, qk_scale=qk_scale, layer_scale=layer_scale)
         block = partial(block, bf16_residuals=bf16_residuals, selective=checkpoint_activations == "selective")
         self.blocks = nn.ModuleList(block(drop_path=drop_path * i / max(depth - 1, 1)) for i in range(depth))
-        self.norm = nn.Identity() if pool == "mean" else LayerNorm(dim, eps=norm_eps)
-        self.fc_norm = LayerNorm(dim, eps=norm_eps) if pool == "mean" else nn.Identity()
+        norm = partial(LayerNorm, dim, eps=norm_eps)
+        replaced = pool == "mean" and positions != "rope"
+        self.norm = nn.Identity() if replaced else norm()
+        self.cls_norm = norm() if cls_norm else None
+        self.local_cls_norm = norm() if local_cls_norm else None
+        self.fc_norm = norm() if replaced else nn.Identity()
         self._add_heads(representation_size, classes)
         self.apply(lambda layer: init_linear(layer, init))
 
+    @classmethod
+    def unused_settings(cls, settings: Mapping[str, Any]) -> dict[str, str]:
+        return dict.fromkeys(OF_TABLES if settings.get("positions") == "rope" else OF_ROTATIONS, "positions")
+
     def _add_tokens(self, init: TokenInit, class_token: bool, distillation_token: bool, registers: int, mask: bool):
-        self.cls_token = learned(1, 1, self.dim) if class_token else None
-        self.dist_token = learned(1, 1, self.dim) if distillation_token else None
-        self.reg_token = learned(1, registers, self.dim) if registers else None
-        self.mask_token = learned(1, self.dim) if mask else None
+        new = _normal if init == "dinov3" else learned
+        self.cls_token = new(1, 1, self.dim) if class_token else None
+        self.dist_token = new(1, 1, self.dim) if distillation_token else None
+        self.reg_token = new(1, registers, self.dim) if registers else None
+        self.mask_token = (_zeros if init == "dinov3" else learned)(1, self.dim) if mask else None
         self.num_positioned = class_token + distillation_token
         self.num_prefix_tokens = self.num_positioned + registers
         for token in (self.cls_token, self.dist_token, self.reg_token):
@@ -205,40 +276,16 @@ class ViT(Encoder):
         self.head = nn.Linear(width, classes) if classes else None
         self.head_dist = nn.Linear(width, classes) if classes and self.dist_token is not None else None
 
-    def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
-        """Encode normalised images: (B, C, H, W), or packed images.
-
-        If `mask` is given, the mask token replaces each hidden token before positions are added. With `drop=True`, the
-        encoder processes only the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`. Images
-        of one size must then have the same number of visible tokens, and each packed image must have a visible token.
-
-        Raises:
-            EncoderError: the images or the mask do not fit the encoder.
-        """
-        x, segments = self._embed(images, mask, drop)
-        x = self._run(self.blocks, x, segments, draw_branch_scales(self, x, segments, skip=self.skip_dropped))
-        return self._features(x, segments, self.grids(images))
-
-    def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
-        check_block_count(blocks, len(self.blocks))
-        x, segments = self._embed(images)
-        scales = self.draw_drop_path(len(images), x.device)
-        x = self._run(self.blocks[:-blocks], x, segments, scales)
-        features = []
-        for block in self.blocks[-blocks:]:
-            x = self._run([block], x, segments, scales)
-            features.append(self._features(x, segments, self.grids(images)))
-        return features
-
     def last_attention(self, images: Tensor) -> Tensor:
         """Return the attention weights of the last block between all tokens: (B, C, H, W) -> (B, heads, S + N, S + N).
 
         Each row sums to 1.
         """
-        last = modules_of(self.blocks, Block)[-1]
-        x, _ = self._embed(self.checked(images))
-        x = self._run(self.blocks[:-1], x, None, self.draw_drop_path(len(x), x.device))
-        return last.attn.weights(last.norm1(x))
+        x, _, rotations = self._embed(self.checked(images))
+        scales, last = self._draw(x, None), modules_of(self.blocks, Block)[-1]
+        for block in self.blocks[:-1]:
+            x = self.run_block(block, x, None, next(scales), next(rotations))
+        return last.attn.weights(last.norm1(x), next(rotations))
 
     def logits(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return class scores: (B, C, H, W) -> (B, classes).
@@ -251,39 +298,60 @@ class ViT(Encoder):
         """
         if self.head is None:
             raise EncoderError("The encoder has no class head. Build it with classes=N.")
-        x, _ = self._embed(self.checked(images))
-        x = self._run(self.blocks, x, None, draw_branch_scales(self, x, None, skip=self.skip_dropped))
-        scores = self.head(self.pre_logits(self._features(x, None, self.grids(images)).pooled))
+        (output,) = self._last_outputs(1, self.checked(images))
+        scores = self.head(self.pre_logits(self._features(output, self.grids(images)).pooled))
         if self.head_dist is None:
             return scores
-        distilled = self.head_dist(self.fc_norm(self.norm(x[:, 1])))
+        distilled = self.head_dist(self.fc_norm(self.norm(output[0][:, 1])))
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
-    def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments | None]:
-        """Return the input of the first block, and the boundaries of packed images in this input.
+    def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Output]:
+        x, segments, rotations = self._embed(images, mask, drop)
+        scales = self._draw(x, segments)
+        for block in self.blocks:
+            x = self.run_block(block, x, segments, next(scales), next(rotations))
+            yield x, segments
 
-        For images (B, C, H, W), the input is (B, S + N, D). For packed images, it is (T + B * S, D).
+    def _draw(self, x: Tensor, segments: Segments | None) -> BranchScales:
+        """Draw the drop path factors of a forward pass on the tokens `x`, or the images that keep each branch."""
+        images = len(x) if segments is None else len(segments.lengths)
+        if not self.skip_dropped:
+            return self.draw_drop_path(images, x.device)
+        # on the CPU, because the numbers of images are needed there
+        return kept_images(self.draw_drop_path(images, torch.device("cpu")), segments, x.device)
+
+    def _embed(
+        self, images: Images, mask: Mask | None = None, drop: bool = False
+    ) -> tuple[Tensor, Segments | None, Rotations]:
+        """Return the input of the first block, the boundaries of packed images in this input, and the rotations.
+
+        For images (B, C, H, W), the input is (B, S + N, D). For packed images, it is (T + B * S, D). If hidden tokens
+        are dropped, images are packed unless they have a position table and equal numbers of visible tokens.
         """
         self.check(images, mask, drop=drop)
         x = self.patch_embed(images)  # (B, N, D) or (T, D)
         if mask is not None and not drop:
             x = self.replace_hidden(x, mask.hidden.view(*x.shape[:-1], 1))
-        if isinstance(images, PackedImages):
-            return self._embed_packed(x + self._packed_positions(images.grids), images, mask if drop else None)
-        x = x + self._positions(self.grid(*images.shape[-2:]), square=images.shape[-2] == images.shape[-1])
-        if mask is not None and drop:
-            x = _visible(x, mask)  # (B, V / B, D)
-        prefix = self._prefix()
-        return (x if prefix is None else torch.cat([prefix.expand(len(x), -1, -1), x], 1)), None
-
-    def _embed_packed(self, x: Tensor, images: PackedImages, mask: Mask | None) -> tuple[Tensor, Segments]:
-        """Drop the hidden tokens of patch tokens (T, D), and insert the prefix tokens of each image."""
-        lengths, prefix = images.lengths, self._prefix()
-        if mask is not None:
-            x, lengths = x.index_select(0, mask.visible), mask.lengths
-        if prefix is not None:
-            x = insert_prefix(x, prefix, lengths)
-        return x, Segments(lengths + self.num_prefix_tokens, x.device, sequences=images.sequences)
+        grids, prefix = self.grids(images), self._prefix()
+        if self.pos_embed is not None:
+            x = x + self._positions(images)
+        kept = mask if drop else None
+        in_batch = kept is None or (self.rope_embed is None and bool((kept.lengths == kept.lengths[0]).all()))
+        if isinstance(images, Tensor) and in_batch:
+            if kept is not None:
+                x = x.flatten(0, 1).index_select(0, kept.visible).unflatten(0, (len(x), -1))  # (B, V / B, D)
+            x = x if prefix is None else torch.cat([prefix.expand(len(x), -1, -1), x], 1)
+            segments, rotations = None, self._rotations(grids[:1], grids[:1].prod(1))
+        else:
+            lengths, visible = grids.prod(1), None
+            if kept is not None:
+                lengths, visible = kept.lengths, kept.visible
+                x = x.reshape(-1, self.dim).index_select(0, visible)
+            x = x if prefix is None else insert_prefix(x, prefix, lengths)
+            sequences = images.sequences if isinstance(images, PackedImages) else None
+            segments = Segments(lengths + self.num_prefix_tokens, x.device, sequences=sequences)
+            rotations = self._rotations(grids, lengths, visible)
+        return in_bf16(x) if self.bf16_residuals else x, segments, rotations
 
     def _prefix(self) -> Tensor | None:
         """Return the prefix tokens, with positions: (1, S, D). Return None if the encoder has no prefix tokens."""
@@ -292,61 +360,76 @@ class ViT(Encoder):
         ]
         if not tokens:
             return None
-        positioned, registers = torch.cat(tokens, 1).tensor_split([self.num_positioned], dim=1)
+        prefix = torch.cat(tokens, 1)
+        if self.pos_embed is None:
+            return prefix
+        positioned, registers = prefix.tensor_split([self.num_positioned], dim=1)
         return torch.cat([positioned + self.pos_embed[:, : self.num_positioned], registers], 1)
 
-    def _positions(self, grid: tuple[int, int], *, square: bool) -> Tensor:
-        """Return the position embeddings of the patches of an image: (1, N, D). `square` is True for square images."""
+    def _rotations(self, grids: Tensor, lengths: Tensor, visible: Tensor | None = None) -> Rotations:
+        """Return the rotations of each block; see `RotaryPositions.rotations`."""
+        if self.rope_embed is None:
+            return repeat(None)
+        return self.rope_embed.rotations(grids, self.num_prefix_tokens, lengths, visible)
+
+    def _positions(self, images: Images) -> Tensor:
+        """Return the position embeddings of the patches of images of one size, (1, N, D), or packed, (T, D)."""
+        if isinstance(images, Tensor):
+            height, width = images.shape[-2:]
+            return self._resized(self.grid(height, width), square=height == width)
+        shapes, counts = images.grids.unique_consecutive(dim=0, return_counts=True)
+        grids = [(h, w) for h, w in shapes.tolist()]
+        tables = {grid: self._resized(grid, square=grid[0] == grid[1])[0] for grid in set(grids)}
+        return torch.cat([tables[grid].repeat(count, 1) for grid, count in zip(grids, counts.tolist(), strict=True)])
+
+    def _resized(self, grid: tuple[int, int], *, square: bool) -> Tensor:
+        """Return the rows of the position table for patches, resized to a grid: (1, N, D).
+
+        `square` is True for square images. The published code of DINO resizes a square table for all other images.
+        """
+        assert self.pos_embed is not None
         patches = self.pos_embed[:, self.num_positioned :]
         fits = grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
-            fits = fits and square  # the published code resizes the table for every image that is not square
+            fits = fits and square
         return patches if fits else resize_table(patches, self.table_grid, grid, self.interpolation)
 
-    def _packed_positions(self, grids: Tensor) -> Tensor:
-        """Return the position embeddings of the patches of packed images with these `grids` (B, 2): (T, D)."""
-        shapes, images = grids.unique_consecutive(dim=0, return_counts=True)
-        keys = [(h, w) for h, w in shapes.tolist()]
-        tables = {grid: self._positions(grid, square=grid[0] == grid[1])[0] for grid in set(keys)}
-        return torch.cat([tables[key].repeat(count, 1) for key, count in zip(keys, images.tolist(), strict=True)])
-
-    def _run(self, blocks: Iterable[nn.Module], x: Tensor, segments: Segments | None, scales: BranchScales) -> Tensor:
-        """Apply blocks. The shape of `x` does not change. With `bf16_residuals`, its dtype may."""
-        x = in_bf16(x) if self.bf16_residuals else x
-        for block in blocks:
-            recompute = self.checkpoint_activations not in (False, "selective") and self.training
-            arguments = (x, segments, next(scales))
-            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
-        return x
-
-    def _features(self, x: Tensor, segments: Segments | None, grids: Tensor) -> Features:
-        """Return the `Features` computed from the output (B, S + N, D) or (T + B * S, D) of a block."""
-        x = self.norm(x.float() if self.bf16_residuals else x)
-        if segments is None:
-            patches = x[:, self.num_prefix_tokens :]
-            pooled = x[:, 0] if self.pool == "class" else (patches if self.pool == "mean" else x).mean(1)
-            tokens = patches.flatten(0, 1)  # (B * N, D)
+    def _features(self, output: Output, grids: Tensor) -> Features:
+        x, segments = output
+        x = x.float() if self.bf16_residuals else x
+        # with rotary positions, the class token and the patches are normalised separately, also by the same norm
+        apart = self.rope_embed is not None and self.pool != "all"
+        x = x if apart else self.norm(x)
+        lengths = torch.full((len(x),), x.shape[1]) if segments is None else segments.lengths
+        x = x.flatten(0, 1) if segments is None else x
+        prefix, patches = split_prefix(x, self.num_prefix_tokens, lengths - self.num_prefix_tokens)
+        tokens = self.norm(patches) if apart else self.fc_norm(patches)  # (T, D)
+        if self.pool == "class":
+            pooled = prefix[:, 0]  # (B, D)
+            pooled = self._normed_class(pooled, None if segments is None else grids.prod(1)) if apart else pooled
+        elif self.pool == "all":
+            pooled = image_means(x, lengths)
+        elif apart:
+            pooled = image_means(tokens, lengths - self.num_prefix_tokens)
         else:
-            lengths = segments.lengths - self.num_prefix_tokens
-            prefix, tokens = split_prefix(x, self.num_prefix_tokens, lengths)  # (B, S, D), (T, D)
-            means = (tokens, lengths) if self.pool == "mean" else (x, segments.lengths)
-            pooled = prefix[:, 0] if self.pool == "class" else image_means(*means)
-        return Features(self.fc_norm(pooled), self.fc_norm(tokens), grids)
+            pooled = self.fc_norm(image_means(patches, lengths - self.num_prefix_tokens))
+        return Features(pooled, tokens, grids)
+
+    def _normed_class(self, x: Tensor, sizes: Tensor | None) -> Tensor:
+        """Normalise class tokens (B, D). `sizes` (B,) is the number of patches of each packed image, on the CPU."""
+        normed = (self.cls_norm or self.norm)(x)
+        if self.local_cls_norm is None or sizes is None or not self.training:
+            return normed
+        local = copy_to_device(sizes < sizes.max(), x.device)[:, None]
+        return torch.where(local, self.local_cls_norm(x), normed)
 
 
-def _visible(x: Tensor, mask: Mask) -> Tensor:
-    """Return the visible tokens of each image: (B, N, D) -> (B, V / B, D).
+def _normal(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * 0.02)
 
-    Raises:
-        EncoderError: the numbers of visible tokens differ between images, or are 0.
-    """
-    fewest, most = int(mask.lengths.min()), int(mask.lengths.max())
-    if not 0 < fewest == most:
-        raise EncoderError(
-            "With drop=True all images must keep the same number of tokens, at least one. "
-            f"These images keep {fewest} to {most} tokens."
-        )
-    return x.flatten(0, 1).index_select(0, mask.visible).unflatten(0, (len(x), most))
+
+def _zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape))
 
 
 def _position_table(

@@ -275,7 +275,7 @@ def resolve(
             method_config = colors_for(method_config, data.channels)
         except ValueError as error:
             raise SettingsError(f"{config.method}: {error}") from error
-    defaults = method.encoder_defaults(method_config, encoders.family(config.encoder.variant), size)
+    defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
     if config.init_from:
         defaults.pop("layer_scale", None)  # a trained encoder with new factors near 0 would have to start again
     encoder = _resolved_encoder(config, defaults, data.channels)
@@ -305,7 +305,9 @@ def default_batch_size(images: int) -> int:
 
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
     """Return the encoder settings, completed by the method's defaults and the number of image channels."""
-    given = config.encoder.started | defaults | config.encoder_settings
+    variant, started, given = config.encoder.variant, config.encoder.started, config.encoder_settings
+    unused = encoders.family(variant).unused_settings(encoders.VARIANTS[variant] | started | given)
+    given = started | {name: value for name, value in defaults.items() if name not in unused} | given
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
         raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")

@@ -20,8 +20,8 @@ from tessera.data.batch import Batch
 from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
 from tessera.data.shards import WeightedShards, plan
+from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
-from tessera.encoders.dot_product import only_torchs_kernel
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.methods.base import Method
 from tessera.runtime.collectives import alone

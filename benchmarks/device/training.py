@@ -27,7 +27,7 @@ from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.config import EvaluationConfig, resolve, settings_model
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize, supported
+from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients
 
 IMAGE = (375, 500)
@@ -47,8 +47,7 @@ def build(
     settings = with_teacher(name) | settings
     size = RunSize(50_000, batch_size, steps)
     config, optim = kind.resolve(kind.Config(**settings), OptimConfig(warmup_steps=0), size)
-    family = encoders.family(variant)
-    defaults = kind.encoder_defaults(config, family, size) | supported(family, {"drop_path": 0.0})
+    defaults = kind.encoder_defaults(config, variant, size) | encoders.supported(variant, {"drop_path": 0.0})
     method = kind(encoders.build(variant, **defaults), config, steps)
     return method, optim, method.transform()
 

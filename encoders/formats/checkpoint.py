@@ -37,7 +37,6 @@ from tessera.encoders.formats.report import (
     listed,
 )
 from tessera.encoders.navit import NaViT
-from tessera.encoders.rope_vit import RoPEViT
 from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
 from tessera.encoders.twins import Twins
@@ -60,7 +59,7 @@ class Format(Protocol):
         """Return True if `state` holds weights of this family. For any weights, at most one format returns True."""
         ...
 
-    def fit(self, encoder: Encoder, state: State, source: Source, report: Report) -> State:
+    def fit(self, encoder: Any, state: State, source: Source, report: Report) -> State:
         """Return the weights in `state`, converted to the tensor names and shapes of `encoder`."""
         ...
 
@@ -68,20 +67,19 @@ class Format(Protocol):
         """Return arguments for `encoders.build` that make the encoder fit the weights without resizing."""
         ...
 
-    def to_timm(self, encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+    def to_timm(self, encoder: Any) -> tuple[str, dict[str, Any], State]:
         """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's names."""
         ...
 
 
 FORMATS: dict[type[Encoder], Format] = {
     ViT: vit,
-    RoPEViT: rope_vit,
     Swin: swin,
     Twins: twins,
     NaViT: navit,
     SAMViT: sam_vit,
 }
-"""Weight format of each encoder class. The order of the entries does not matter."""
+"""Weight format of each encoder class, in any order. A ViT with rotary positions has the format `rope_vit` instead."""
 
 PLACES = {
     "auto": ("teacher", "student", "model", "state_dict"),
@@ -131,7 +129,7 @@ def load_weights(
         raise WeightsError(f"source must be one of {', '.join(get_args(Source))}, not {source!r}.")
     report = Report()
     state, own = unwrap(checkpoint, source, report), encoder.state_dict()
-    form = FORMATS.get(type(encoder))
+    form = _format_of(encoder)
     if form is None:
         check_names(state, own, {})
     else:
@@ -152,9 +150,10 @@ def recognise(state: State) -> Format:
     Raises:
         WeightsError: no format recognises the weights, or several formats recognise the weights.
     """
-    found = [form for form in FORMATS.values() if form.recognises(state)]
+    formats: list[Format] = [*FORMATS.values(), rope_vit]
+    found = [form for form in formats if form.recognises(state)]
     if not found:
-        known = ", ".join(form.NAME for form in FORMATS.values())
+        known = ", ".join(form.NAME for form in formats)
         raise WeightsError(
             f"The format of the weights is not recognised. Known formats: {known}. Tensors: {listed(state)}."
         )
@@ -170,12 +169,17 @@ def format_of(encoder: Encoder) -> Format:
     Raises:
         WeightsError: the class of the encoder is not in `FORMATS`.
     """
-    form = FORMATS.get(type(encoder))
+    form = _format_of(encoder)
     if form is None:
         raise WeightsError(
             f"{type(encoder).__name__} has no weight format. Add a format to FORMATS in encoders.formats.checkpoint."
         )
     return form
+
+
+def _format_of(encoder: Encoder) -> Format | None:
+    rotary = type(encoder) is ViT and encoder.rope_embed is not None
+    return rope_vit if rotary else FORMATS.get(type(encoder))
 
 
 def read(path: str | Path) -> Any:

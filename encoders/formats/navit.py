@@ -13,7 +13,6 @@ from einops import rearrange
 from torch import Tensor
 
 from tessera.encoders import navit
-from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.report import (
     Report,
@@ -22,10 +21,10 @@ from tessera.encoders.formats.report import (
     adapt_channels,
     check_names,
     check_present,
+    check_size,
     depth_of,
     split_off,
 )
-from tessera.encoders.formats.vit import check_plain_size
 from tessera.encoders.navit import NaViT
 
 NAME: str = "a NaViT"
@@ -64,17 +63,15 @@ def recognises(state: State) -> bool:
     return _is_theirs(state) or {"pos_embed_rows", "pos_embed_columns", "patch_embed.proj.weight"} <= set(state)
 
 
-def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+def fit(encoder: NaViT, state: State, source: Source, report: Report) -> State:
     """Return the weights, converted to the tensor names, number of channels and position table sizes of `encoder`."""
-    if not isinstance(encoder, NaViT):
-        raise WeightsError(f"These weights fit a NaViT, not {type(encoder).__name__}.")
     state = _named_as_ours(state, report, encoder)
     _check_size(encoder, state)
     own = encoder.state_dict()
     absent = {name for name in ("attn_pool", "mask_token") if getattr(encoder, name) is None}
     state = split_off(state, absent, report)
     report.fresh += [name for name in own if name == "mask_token" and name not in state]
-    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    check_names(state, own, DECIDES, report.fresh)
     state = _fit_channels(encoder, state, report)
     for name in ("pos_embed_rows", "pos_embed_columns"):
         state[name] = _fit_table(state[name], len(own[name]), name, report)
@@ -112,7 +109,7 @@ def describe(state: State) -> dict[str, Any]:
     }
 
 
-def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+def to_timm(encoder: NaViT) -> tuple[str, dict[str, Any], State]:
     """Raise `WeightsError`, because timm has no NaViT."""
     raise WeightsError(
         "timm has no NaViT, and timm's models for packed images have other architectures. Export the encoder with "
@@ -178,7 +175,8 @@ def _check_size(encoder: NaViT, state: State):
     dim, values = state["patch_embed.proj.weight"].shape
     same = values == encoder.patch_embed.proj.in_features
     patch_size = encoder.stride if same else _patch(values)[0]
-    check_plain_size(encoder, (dim, depth_of(state), patch_size), navit.VARIANTS)
+    own = (encoder.dim, len(encoder.blocks), encoder.stride)
+    check_size((dim, depth_of(state), patch_size), own, navit.VARIANTS)
 
 
 def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:

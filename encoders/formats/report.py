@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,20 +50,24 @@ class Report:
         return "\n".join(lines + self.resized)
 
 
-def check_names(state: Iterable[str], expected: Iterable[str], decides: Mapping[str, str]) -> None:
-    """Check that the tensor names in `state` are exactly the `expected` names.
+def check_names(
+    state: Iterable[str], own: Iterable[str], decides: Mapping[str, str], fresh: Iterable[str] = ()
+) -> None:
+    """Check that the tensor names in `state` are those of the encoder.
 
     Args:
         state: tensor names of the checkpoint.
-        expected: tensor names of the encoder.
+        own: tensor names of the encoder.
         decides: map from a substring of tensor names to the encoder settings that determine whether tensors with such a
             name exist, and which shape they have.
+        fresh: tensor names of the encoder that the checkpoint does not have.
 
     Raises:
         WeightsError: tensors are missing from the checkpoint or unknown to the encoder. The message lists these tensors
             and the settings that determine them.
     """
-    missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    expected = set(own) - set(fresh)
+    missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
     if missing or unexpected:
         raise WeightsError(
             f"The checkpoint does not fit the encoder. Missing from the checkpoint: {listed(missing)}. "
@@ -134,6 +138,24 @@ def check_values(state: State) -> None:
     matrices = [tensor for tensor in state.values() if tensor.ndim > 1 and tensor.numel()]
     if matrices and all(float(tensor.abs().max()) < SMALLEST for tensor in matrices):
         raise WeightsError(f"All weights are near zero (below {SMALLEST}). The file does not hold a trained encoder.")
+
+
+def check_size(found: tuple[int, int, int], own: tuple[int, int, int], variants: Mapping[str, dict[str, Any]]) -> None:
+    """Raise `WeightsError` unless the weights have the width, depth and patch size of the encoder.
+
+    `found` holds the width, depth and patch size of the weights, and `own` those of the encoder. The message names a
+    variant that fits the weights.
+    """
+    if found == own:
+        return
+    dim, depth, patch_size = found
+    names = {(settings["dim"], settings["depth"]): name for name, settings in variants.items()}
+    fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
+    raise WeightsError(
+        f"The checkpoint has width {dim}, {depth} blocks and patches of {patch_size} pixels. This encoder has width "
+        f"{own[0]}, {own[1]} blocks and patches of {own[2]} pixels. To load the checkpoint, build {fitting} with "
+        f"patch_size={patch_size}."
+    )
 
 
 def split_off(state: State, parts: Iterable[str], report: Report) -> State:

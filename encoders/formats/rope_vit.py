@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.encoders import rope_vit
-from tessera.encoders.base import Encoder
-from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, SwiGLU
+from tessera.encoders import vit
+from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed, SwiGLU
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.names import from_dinov3, from_transformers, of_eva, of_transformers
 from tessera.encoders.formats.report import (
@@ -20,12 +19,13 @@ from tessera.encoders.formats.report import (
     adapt_channels,
     check_names,
     check_present,
+    check_size,
     depth_of,
     split_off,
 )
-from tessera.encoders.formats.vit import check_plain_size
 from tessera.encoders.layers import modules_of
-from tessera.encoders.rope_vit import RoPEViT
+from tessera.encoders.rope import RotaryPositions
+from tessera.encoders.vit import ViT
 
 NAME: str = "a RoPE-ViT"
 ACCEPTS: tuple[str, ...] = (NAME,)
@@ -51,6 +51,8 @@ TIMM = {
     (4096, 40, 32, True): "vit_7b_patch16_dinov3",
 }
 """Map from (width, depth, heads, SwiGLU) to the names of timm's models."""
+VARIANTS = {name: settings for name, settings in vit.VARIANTS.items() if settings.get("positions") == "rope"}
+"""Variants with rotary positions."""
 
 
 def recognises(state: State) -> bool:
@@ -60,19 +62,17 @@ def recognises(state: State) -> bool:
     return PERIODS in state or "storage_tokens" in state or of_eva(state)
 
 
-def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Return the weights with the encoder's tensor names. The periods of the rotations are those of the weights.
 
     timm and transformers do not save the periods, which the encoder then keeps. `local_cls_norm` is used in training
     only, so it is left out if the encoder has no such norm.
     """
     del source
-    if not isinstance(encoder, RoPEViT):
-        raise WeightsError(f"These weights fit a RoPE-ViT, not {type(encoder).__name__}.")
     check_present(state, [PERIODS] if not of_transformers(state) and not of_eva(state) else [])
     masked = _masks_key_bias(state)
     state, own = named(state), encoder.state_dict()
-    check_plain_size(encoder, _size(state), rope_vit.VARIANTS)
+    check_size(_size(state), (encoder.dim, len(encoder.blocks), encoder.stride), VARIANTS)
     if masked is not None and masked != has_masked_bias(encoder) and "blocks.0.attn.qkv.bias" in own:
         raise WeightsError(
             f"The bias of keys {'counts as 0' if masked else 'has an effect'} in the model of the checkpoint. "
@@ -81,8 +81,9 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     optional = {"head", "projectors", "mask_token", "local_cls_norm"} - {name.split(".")[0] for name in own}
     state = split_off(state, optional, report)
-    report.fresh += [name for name in (PERIODS, "mask_token") if name in own and name not in state]
-    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    new = (PERIODS, "mask_token", "head.", "head_dist.", "pre_logits.")
+    report.fresh += [name for name in own if name.startswith(new) and name not in state]
+    check_names(state, own, DECIDES, report.fresh)
     return state
 
 
@@ -112,7 +113,7 @@ def _masks_key_bias(state: State) -> bool | None:
     return False if {"storage_tokens", "blocks.0.attn.qkv.bias"} <= set(state) else None
 
 
-def has_masked_bias(encoder: RoPEViT) -> bool:
+def has_masked_bias(encoder: ViT) -> bool:
     """Return True if the bias of keys counts as 0."""
     return isinstance(modules_of(encoder.blocks, Block)[0].attn.qkv, MaskedKeyBiasLinear)
 
@@ -139,16 +140,14 @@ def describe(state: State) -> dict[str, Any]:
     check_present(state, (second,))
     hidden = state[second].shape[1]
     same = [
-        name
-        for name, s in rope_vit.VARIANTS.items()
-        if (s["dim"], s["depth"], s.get("mlp") == "swiglu") == (dim, depth, gated)
+        name for name, s in VARIANTS.items() if (s["dim"], s["depth"], s.get("mlp") == "swiglu") == (dim, depth, gated)
     ]
     variant = same[0] if same else "rope_vit_small"
-    head_dim = dim // rope_vit.VARIANTS[variant]["heads"] if same else 64
+    head_dim = dim // VARIANTS[variant]["heads"] if same else 64
     head_dim = 4 * len(state[PERIODS]) if PERIODS in state else head_dim
     if dim % head_dim:
         raise WeightsError(f"The number of heads is unknown for a width of {dim}. Build the encoder with heads=N.")
-    multiple = rope_vit.VARIANTS[variant].get("swiglu_multiple", 8)
+    multiple = VARIANTS[variant].get("swiglu_multiple", 8)
     return {
         "variant": variant,
         "dim": dim,
@@ -163,13 +162,13 @@ def describe(state: State) -> dict[str, Any]:
         "swiglu_multiple": multiple if hidden % multiple == 0 else 8 if hidden % 8 == 0 else 1,
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "mask_key_bias": True if masked is None else masked,
-        "layer_scale": rope_vit.VARIANTS[variant].get("layer_scale", 1.0) if "blocks.0.ls1.gamma" in state else None,
+        "layer_scale": VARIANTS[variant].get("layer_scale", 1.0) if "blocks.0.ls1.gamma" in state else None,
         "cls_norm": "cls_norm.weight" in state,
         "local_cls_norm": "local_cls_norm.weight" in state,
     }
 
 
-def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+def to_timm(encoder: ViT) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     The timm model computes the same features as the encoder. It computes the periods of the rotations itself, so the
@@ -179,8 +178,6 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model.
     """
-    if not isinstance(encoder, RoPEViT):
-        raise WeightsError(f"{type(encoder).__name__} is not a RoPE-ViT.")
     _check_timm(encoder)
     first = modules_of(encoder.blocks, Block)[0]
     gated, bias = isinstance(first.mlp, SwiGLU), first.attn.qkv.bias is not None
@@ -199,35 +196,56 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     return name, options, _eva_names(encoder.state_dict(), gated)
 
 
-def rope_base(encoder: RoPEViT) -> float:
+def rotary_positions(encoder: ViT) -> RotaryPositions:
+    """Return the rotary positions of an encoder that has them."""
+    assert encoder.rope_embed is not None
+    return encoder.rope_embed
+
+
+def rope_base(encoder: ViT) -> float:
     """Return the base of the periods of the encoder's rotations."""
-    periods = encoder.rope_embed.periods
+    periods = rotary_positions(encoder).periods
     if periods.is_meta or len(periods) < 2:
         return encoder.settings["rope_base"]
     return round(float(periods[-1]) ** (len(periods) / (len(periods) - 1)), 2)
 
 
-def has_power_periods(encoder: RoPEViT) -> bool:
+def has_power_periods(encoder: ViT) -> bool:
     """Return True if the periods of the rotations are powers of one base, up to the precision of bfloat16."""
-    periods = encoder.rope_embed.periods
+    periods = rotary_positions(encoder).periods
     powers = rope_base(encoder) ** (torch.arange(len(periods)) / len(periods))
     return periods.is_meta or torch.allclose(periods.cpu().float(), powers, rtol=2**-7)
 
 
-def _check_timm(encoder: RoPEViT) -> None:
+def _check_timm(encoder: ViT) -> None:
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
     block = modules_of(encoder.blocks, Block)[0]
-    reasons = {
+    reasons = unlike_dinov3(encoder) | {
         f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
-        "it has no layer scale": "blocks.0.ls1.gamma" not in encoder.state_dict(),
         "mask_key_bias is not set": block.attn.qkv.bias is not None and not has_masked_bias(encoder),
-        'rope_coordinates is not "separate"': encoder.rope_embed.coordinates != "separate",
-        "cls_norm is set": encoder.cls_norm is not None,
-        "the periods of the rotations are not powers of one base": not has_power_periods(encoder),
     }
     for reason, differs in reasons.items():
         if differs:
             raise WeightsError(f"timm has no equivalent of this RoPE-ViT: {reason}. Export the encoder with --to ours.")
+
+
+def unlike_dinov3(encoder: ViT) -> dict[str, bool]:
+    """Return the settings that DINOv3's models in timm and transformers cannot have, and True for those set."""
+    block = modules_of(encoder.blocks, Block)[0]
+    rope = rotary_positions(encoder)
+    return {
+        "it has no layer scale": not hasattr(block.ls1, "gamma"),
+        "class_token is not set": encoder.cls_token is None,
+        "distillation_token is set": encoder.dist_token is not None,
+        'pool is "all"': encoder.pool == "all",
+        "classes is set": encoder.head is not None,
+        "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
+        "qk_norm is set": block.attn.qk_norm,
+        "qk_scale or head_dim is set": block.attn.scale != (encoder.dim // block.attn.heads) ** -0.5,
+        'rope_coordinates is not "separate"': rope.coordinates != "separate",
+        "cls_norm is set": encoder.cls_norm is not None,
+        "the periods of the rotations are not powers of one base": not has_power_periods(encoder),
+    }
 
 
 def _eva_names(state: State, gated: bool) -> State:

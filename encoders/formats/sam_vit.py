@@ -6,7 +6,6 @@ The letter D in shapes is the width of the blocks.
 from typing import Any
 
 from tessera.encoders import sam_vit
-from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats import vit
 from tessera.encoders.formats.report import (
@@ -16,6 +15,7 @@ from tessera.encoders.formats.report import (
     adapt_channels,
     check_names,
     check_present,
+    check_size,
     depth_of,
     split_off,
 )
@@ -65,7 +65,7 @@ def recognises(state: State) -> bool:
     return "neck.0.weight" in state or "blocks.0.attn.rel_pos_h" in state
 
 
-def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+def fit(encoder: SAMViT, state: State, source: Source, report: Report) -> State:
     """Return weights of a SAM-ViT or a ViT, converted to the tensor names of `encoder`.
 
     Position tables are resized to the grid and the windows of `encoder`.
@@ -73,8 +73,6 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     A ViT has no relative positions and no neck. If `state` holds weights of a ViT, the relative positions and the neck
     of the encoder keep their initial values.
     """
-    if not isinstance(encoder, SAMViT):
-        raise WeightsError(f"These weights fit a SAM-ViT, not {type(encoder).__name__}.")
     grown = not recognises(state)
     if grown:
         state = _of_vit(encoder, state, source, report)
@@ -87,7 +85,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     state = split_off(state, elsewhere, report)
     new = [name for name in own if name == "mask_token" or (grown and (name.startswith("neck.") or "rel_pos" in name))]
     report.fresh += [name for name in new if name not in state]
-    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    check_names(state, own, DECIDES, report.fresh)
     return _fit_tables(encoder, state, report)
 
 
@@ -122,16 +120,8 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
 
 def _check_size(encoder: SAMViT, state: State):
     """Raise `WeightsError` unless the weights have the encoder's width, depth, patch size and heads."""
-    dim, _, patch_size, _ = state["patch_embed.proj.weight"].shape
-    depth = depth_of(state)
-    own_dim, _, own_patch, _ = encoder.patch_embed.proj.weight.shape
-    if (dim, depth, patch_size) != (own_dim, len(encoder.blocks), own_patch):
-        raise WeightsError(
-            f"The checkpoint has width {dim}, {depth} blocks and patches of {patch_size} pixels. This encoder has "
-            f"width {own_dim}, {len(encoder.blocks)} blocks and patches of {own_patch} pixels. To load the checkpoint, "
-            f"build {_variant(dim, depth) or f'an encoder with dim={dim}, depth={depth}'} with "
-            f"patch_size={patch_size}."
-        )
+    (dim, _, patch_size, _), own = state["patch_embed.proj.weight"].shape, encoder.patch_embed.proj.weight
+    check_size((dim, depth_of(state), patch_size), (len(own), len(encoder.blocks), encoder.stride), sam_vit.VARIANTS)
     heads, table = modules_of(encoder.blocks, Block)[0].attn.heads, state.get("blocks.0.attn.rel_pos_h")
     if table is not None and table.shape[1] * heads != dim:
         raise WeightsError(
@@ -228,7 +218,7 @@ def _windows(state: State) -> dict[str, Any]:
     }
 
 
-def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+def to_timm(encoder: SAMViT) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     At the encoder's image size, the timm model computes the same features as the encoder. At other sizes, the features
@@ -237,8 +227,6 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model.
     """
-    if not isinstance(encoder, SAMViT):
-        raise WeightsError(f"{type(encoder).__name__} is not a SAM-ViT.")
     blocks = modules_of(encoder.blocks, Block)
     state = {name.replace(".mlp.lin", ".mlp.fc"): tensor for name, tensor in encoder.state_dict().items()}
     state.pop("mask_token", None)

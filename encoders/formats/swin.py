@@ -13,7 +13,6 @@ from einops import rearrange
 from torch import Tensor
 
 from tessera.encoders import swin
-from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names
 from tessera.encoders.formats.vit import grid_of
@@ -50,10 +49,8 @@ def recognises(state: State) -> bool:
     return first is not None and first.ndim == 4 and f"layers.0.blocks.0{TABLE}" in state
 
 
-def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+def fit(encoder: Swin, state: State, source: Source, report: Report) -> State:
     """Return the weights with the encoder's tensor names. Bias and position tables are resized to fit the encoder."""
-    if not isinstance(encoder, Swin):
-        raise WeightsError(f"These weights fit a Swin Transformer, not {type(encoder).__name__}.")
     own = encoder.state_dict()
     elsewhere = [name for name in state if name.startswith("head.") or name.endswith(REBUILT)]
     if "mask_token" in state and "mask_token" not in own:
@@ -65,7 +62,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     _check_size(encoder, state)
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     report.fresh += [name for name in ("mask_token",) if name in own and name not in state]
-    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    check_names(state, own, DECIDES, report.fresh)
     state = _fit_biases(encoder, state, report)
     return _fit_positions(encoder, state, source, report) if "absolute_pos_embed" in state else state
 
@@ -82,7 +79,7 @@ def describe(state: State) -> dict[str, Any]:
     return {"variant": variant} | {name: value for name, value in settings.items() if value != usual.get(name)}
 
 
-def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+def to_timm(encoder: Swin) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     For images of the encoder's `image_size`, the timm model computes the same features as the encoder. The mask token
@@ -91,8 +88,6 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model.
     """
-    if not isinstance(encoder, Swin):
-        raise WeightsError(f"{type(encoder).__name__} is not a Swin Transformer.")
     _check_timm(encoder)
     state = {name: tensor for name, tensor in encoder.state_dict().items() if name != "mask_token"}
     settings = _settings(state)

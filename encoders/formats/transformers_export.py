@@ -1,4 +1,4 @@
-"""Export of DINOv2's ViTs and of the RoPE-ViT to transformers: a configuration, and weights with its tensor names."""
+"""Export of ViTs like DINOv2's and DINOv3's to transformers: a configuration, and weights with its tensor names."""
 
 from typing import Any
 
@@ -9,9 +9,8 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.report import State
-from tessera.encoders.formats.rope_vit import has_masked_bias, has_power_periods, rope_base
+from tessera.encoders.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
 from tessera.encoders.layers import modules_of
-from tessera.encoders.rope_vit import RoPEViT
 from tessera.encoders.vit import ViT
 
 EMBEDDINGS = {
@@ -58,9 +57,11 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
     Raises:
         WeightsError: transformers has no equivalent model.
     """
-    if not isinstance(encoder, ViT | RoPEViT):
+    if not isinstance(encoder, ViT):
         raise WeightsError(f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours.")
-    reasons = _vit_reasons(encoder) if isinstance(encoder, ViT) else _rope_reasons(encoder)
+    rotary = encoder.rope_embed is not None
+    reasons = unlike_dinov3(encoder) if rotary else _unlike_dinov2(encoder)
+    reasons |= {"pool is not the class token": encoder.pool != "class" or encoder.cls_token is None}
     for reason, differs in reasons.items():
         if differs:
             raise WeightsError(
@@ -78,7 +79,7 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
         "num_channels": encoder.channels,
     }
     state = _split(encoder, gated)
-    if isinstance(encoder, ViT):
+    if not rotary:
         kind = "Dinov2WithRegisters" if registers else "Dinov2"
         config |= {"model_type": "dinov2_with_registers" if registers else "dinov2", "architectures": [f"{kind}Model"]}
         config |= {"mlp_ratio": int(encoder.settings["mlp_ratio"]), "use_swiglu_ffn": gated}
@@ -94,12 +95,11 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
     return config, _renamed(state, DINOV3, {})
 
 
-def _vit_reasons(encoder: ViT) -> dict[str, bool]:
+def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
     """Return the settings of a ViT that a DINOv2 model of transformers cannot have, and True for those that differ."""
     block = modules_of(encoder.blocks, Block)[0]
     return {
         "it has no layer scale": not hasattr(block.ls1, "gamma"),
-        "pool is not the class token": encoder.pool != "class" or encoder.cls_token is None,
         "distillation_token is set": encoder.dist_token is not None,
         "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
         "qk_norm is set": not isinstance(block.attn.q_norm, torch.nn.Identity),
@@ -110,21 +110,10 @@ def _vit_reasons(encoder: ViT) -> dict[str, bool]:
     }
 
 
-def _rope_reasons(encoder: RoPEViT) -> dict[str, bool]:
-    """Return the settings of a RoPE-ViT that DINOv3's model in transformers cannot have, and True for those set."""
-    return {
-        "it has no layer scale": not hasattr(modules_of(encoder.blocks, Block)[0].ls1, "gamma"),
-        "pool is not the class token": encoder.pool != "class",
-        "cls_norm is set": encoder.cls_norm is not None,
-        'rope_coordinates is not "separate"': encoder.rope_embed.coordinates != "separate",
-        "the periods of the rotations are not powers of one base": not has_power_periods(encoder),
-    }
-
-
-def _split(encoder: ViT | RoPEViT, gated: bool) -> State:
+def _split(encoder: ViT, gated: bool) -> State:
     """Split queries, keys and values, and in a RoPE-ViT the gate and value of a SwiGLU. Add what transformers needs."""
-    masked = isinstance(encoder, RoPEViT) and has_masked_bias(encoder)
-    rotary, state = isinstance(encoder, RoPEViT), dict[str, Tensor]()
+    rotary, state = encoder.rope_embed is not None, dict[str, Tensor]()
+    masked = rotary and has_masked_bias(encoder)
     for name, tensor in encoder.state_dict().items():
         if ".attn.qkv." in name:
             parts = dict(zip("qkv", tensor.chunk(3), strict=True))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tessera.encoders import twins
-from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names, check_present, split_off
 from tessera.encoders.twins import Layout, Twins
@@ -80,10 +79,8 @@ def recognises(state: State) -> bool:
     return _is_theirs(state) or (local and any(name.startswith("patch_embeds.0.") for name in state))
 
 
-def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+def fit(encoder: Twins, state: State, source: Source, report: Report) -> State:
     """Return the weights with the tensor names and number of channels of `encoder`, and without the class head."""
-    if not isinstance(encoder, Twins):
-        raise WeightsError(f"These weights fit a Twins-SVT, not {type(encoder).__name__}.")
     theirs = _is_theirs(state)
     state = _named_as_ours(state, report)
     _check_size(encoder, state)
@@ -93,7 +90,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     elsewhere = {"head"} | ({"mask_token"} - set(own))
     state = split_off(state, elsewhere, report)
     report.fresh += [name for name in own if name == "mask_token" and name not in state]
-    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    check_names(state, own, DECIDES, report.fresh)
     return _fit_channels(encoder, state, report)
 
 
@@ -137,7 +134,7 @@ def describe(state: State) -> dict[str, Any]:
     return {"variant": variant, **_differing(found, known, len(dims))}
 
 
-def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+def to_timm(encoder: Twins) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     For images that need no padding, such as images of `image_size`, the timm model computes the same features as the
@@ -148,8 +145,6 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model, or images of `image_size` need padding.
     """
-    if not isinstance(encoder, Twins):
-        raise WeightsError(f"{type(encoder).__name__} is not a Twins-SVT.")
     reasons = [
         (encoder.layout != "meituan", f'layout is "{encoder.layout}"'),
         (not encoder.qkv_bias, "qkv_bias is not set"),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tessera.encoders import vit
-from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block, NormedPatchEmbed
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.names import (
@@ -30,6 +29,7 @@ from tessera.encoders.formats.report import (
     adapt_channels,
     check_names,
     check_present,
+    check_size,
     depth_of,
     split_off,
 )
@@ -68,6 +68,8 @@ TIMM = {
 name stands for a model that timm does not have."""
 SWIGLU = "vit_giant_patch14_dinov2"
 """Name of the timm model whose MLPs are gated (SwiGLU)."""
+VARIANTS = {name: settings for name, settings in vit.VARIANTS.items() if settings.get("positions") != "rope"}
+"""Variants with position tables."""
 
 
 def recognises(state: State) -> bool:
@@ -86,12 +88,11 @@ def recognises(state: State) -> bool:
     return (flat or first.ndim == 4) and any(re.match(r"blocks\.0\.(0\.)?mlp\.(fc1|w12)\.", name) for name in state)
 
 
-def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State:
+def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Return the weights with the encoder's tensor names, and with the position table resized to the encoder's grid."""
-    if not isinstance(encoder, ViT):
-        raise WeightsError(f"These weights fit a ViT, not {type(encoder).__name__}.")
     state = named(state, report)
-    _check_size(encoder, state)
+    dim, patch_size = _first_shape(state, encoder.channels)
+    check_size((dim, depth_of(state), patch_size), (encoder.dim, len(encoder.blocks), encoder.stride), VARIANTS)
     if state[FIRST].ndim == 4:
         state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     own = encoder.state_dict()
@@ -107,7 +108,7 @@ def fit(encoder: Encoder, state: State, source: Source, report: Report) -> State
     renewed -= parts - elsewhere
     state = split_off(state, elsewhere, report)
     report.fresh += [name for name in own if name.split(".")[0] in renewed]
-    check_names(state, [name for name in own if name not in report.fresh], DECIDES)
+    check_names(state, own, DECIDES, report.fresh)
     return _fit_positions(encoder, state, source, report)
 
 
@@ -126,27 +127,6 @@ def _first_shape(state: State, channels: int) -> tuple[int, int]:
     """
     weight = state[FIRST]
     return weight.shape[0], weight.shape[2] if weight.ndim == 4 else math.isqrt(weight.shape[1] // channels)
-
-
-def check_plain_size(encoder: Encoder, found: tuple[int, int, int], variants: dict[str, dict[str, Any]]) -> None:
-    """Raise `WeightsError` unless the weights have the width, depth and patch size of the encoder.
-
-    `found` holds the width, depth and patch size of the weights. The message names a variant that fits the weights.
-    """
-    dim, depth, patch_size = found
-    if found != (encoder.dim, len(encoder.blocks), encoder.stride):
-        names = {(settings["dim"], settings["depth"]): name for name, settings in variants.items()}
-        fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
-        raise WeightsError(
-            f"The checkpoint has width {dim}, {depth} blocks and patches of {patch_size} pixels. This encoder has "
-            f"width {encoder.dim}, {len(encoder.blocks)} blocks and patches of {encoder.stride} pixels. "
-            f"To load the checkpoint, build {fitting} with patch_size={patch_size}."
-        )
-
-
-def _check_size(encoder: ViT, state: State):
-    dim, patch_size = _first_shape(state, encoder.channels)
-    check_plain_size(encoder, (dim, depth_of(state), patch_size), vit.VARIANTS)
 
 
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
@@ -249,13 +229,13 @@ def describe(state: State) -> dict[str, Any]:
     registers = state["reg_token"].shape[1] if "reg_token" in state else 0
     scaled = "blocks.0.ls1.gamma" in state
     variants = _variants(dim, depth, registers if scaled and patch_size == 14 else None) if inner == dim else []
-    head_dim = _head_dim(state, inner, dim // vit.VARIANTS[variants[0]]["heads"] if variants else 64)
+    head_dim = _head_dim(state, inner, dim // VARIANTS[variants[0]]["heads"] if variants else 64)
     prefix = sum(name in state for name in ("cls_token", "dist_token"))
     _, patches, grid = split_positions(state, prefix, (0, 0), "auto")
     decoder = any(name.startswith("decoder_") for name in state)
     fixed = decoder or _has_fixed_positions(patches, grid)
     variant = variants[0] if variants else "vit_small"
-    published = vit.VARIANTS[variant]
+    published = VARIANTS[variant]
     return {
         "variant": variant,
         "dim": dim,
@@ -302,7 +282,7 @@ def _variants(dim: int, depth: int, dinov2: int | None) -> list[str]:
     `dinov2` is the number of registers if the weights are those of DINOv2, with layer scale and patches of 14 pixels.
     Otherwise it is None, and the variants of DINOv2 are left out.
     """
-    same = {name: s for name, s in vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)}
+    same = {name: s for name, s in VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)}
     kinds = {name: s.get("registers", 0) if "dinov2" in name else None for name, s in same.items()}
     return [name for name, kind in kinds.items() if kind == dinov2]
 
@@ -315,7 +295,7 @@ def _has_fixed_positions(patches: Tensor, grid: tuple[int, int]) -> bool:
     return bool(torch.allclose(patches[0].float().cpu(), sincos_table(*grid, dim), atol=1e-2))
 
 
-def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
+def to_timm(encoder: ViT) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     The timm model accepts only images of the encoder's image size, and computes the same features as the encoder. The
@@ -325,8 +305,6 @@ def to_timm(encoder: Encoder) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model.
     """
-    if not isinstance(encoder, ViT):
-        raise WeightsError(f"{type(encoder).__name__} is not a ViT.")
     blocks = modules_of(encoder.blocks, Block)
     state = encoder.state_dict()
     state.pop("mask_token", None)

@@ -1,6 +1,5 @@
 """The interface of all pretraining methods."""
 
-import inspect
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -98,10 +97,10 @@ class Method(nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def encoder_defaults(config: Any, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        """Return the method's defaults for encoder settings, which the user may override. `config` holds the method's
-        resolved settings."""
-        del config, family, size
+    def encoder_defaults(config: Any, variant: str, size: RunSize) -> dict[str, Any]:
+        """Return the method's defaults for settings of an encoder variant, which the user may override. `config` holds
+        the method's resolved settings. `encoders.supported` leaves out the settings that the variant does not take."""
+        del config, variant, size
         return {}
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -231,9 +230,3 @@ def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     On the meta device, the context does nothing, because that device does not support autocast.
     """
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def supported(family: type[Encoder], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `settings` that the encoder's constructor accepts."""
-    known = inspect.signature(family).parameters
-    return {name: value for name, value in settings.items() if name in known}

@@ -15,10 +15,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from tessera import encoders
 from tessera.data.batch import Batch, View
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.encoders.base import Encoder
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
 from tessera.pretrain.methods.cross_entropy import crop_loss
 from tessera.pretrain.methods.teacher_student import (
     Centering,
@@ -142,10 +143,10 @@ class DINO(Method):
         self.train()
 
     @staticmethod
-    def encoder_defaults(config: DINOConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    def encoder_defaults(config: DINOConfig, variant: str, size: RunSize) -> dict[str, Any]:
         published: dict[str, Any] = {"drop_path": 0.1}
         small = {"drop_path": 0.0, "init": "xavier", "position_init": "sincos"}
-        return supported(family, {"image_size": config.global_size} | (published if size.large else small))
+        return encoders.supported(variant, {"image_size": config.global_size} | (published if size.large else small))
 
     def transform(self) -> MultiCrop:
         return MultiCrop(self.config)

@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from tessera import encoders
 from tessera.data.augment import Share
 from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
@@ -26,7 +27,7 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.formats.checkpoint import load_weights
 from tessera.encoders.images import Mask
 from tessera.encoders.segments import copy_to_device
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
 from tessera.pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
 from tessera.pretrain.methods.dino import DINOConfig
 from tessera.pretrain.methods.losses import koleo_loss, token_weights
@@ -196,11 +197,11 @@ class DINOv2(Method):
         self.train()
 
     @staticmethod
-    def encoder_defaults(config: DINOv2Config, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    def encoder_defaults(config: DINOv2Config, variant: str, size: RunSize) -> dict[str, Any]:
         published: dict[str, Any] = {"drop_path": 0.3, "layer_scale": 1e-5, "token_init": "dinov2"}
         small = {"drop_path": 0.0, "init": "xavier", "position_init": "sincos"}
         both = {"image_size": config.global_size, "mask_token": True}
-        return supported(family, both | (published if size.large else small))
+        return encoders.supported(variant, both | (published if size.large else small))
 
     def transform(self) -> Transform:
         return self.crops(self.config)

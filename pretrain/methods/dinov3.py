@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
+from tessera import encoders
 from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
 from tessera.data.crops import MixedCrops, ResizedView
 from tessera.encoders.base import Encoder
-from tessera.pretrain.methods.base import Method, RunSize, full_precision, supported
+from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config, second_head
 from tessera.pretrain.methods.losses import gram_loss
 from tessera.pretrain.methods.teacher_student import Centering
@@ -179,10 +180,10 @@ class DINOv3(DINOv2):
         self.train()
 
     @staticmethod
-    def encoder_defaults(config: DINOv2Config, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        defaults = DINOv2.encoder_defaults(config, family, size)
+    def encoder_defaults(config: DINOv2Config, variant: str, size: RunSize) -> dict[str, Any]:
+        defaults = DINOv2.encoder_defaults(config, variant, size)
         published = {"drop_path": 0.4, "rope_rescale": 2.0} if size.large else {}
-        return defaults | supported(family, published)
+        return defaults | encoders.supported(variant, published)
 
     def transform(self) -> Transform:
         c = self.gram

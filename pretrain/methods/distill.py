@@ -22,7 +22,7 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
 from tessera.pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -103,10 +103,9 @@ def resolved_students(config: DistillConfig, size: RunSize) -> dict[str, dict[st
     """
     given = student_settings(config)
     try:
-        families = {variant: encoders.family(variant) for variant in given}
+        return {variant: student_defaults(config, variant, size) | given[variant] for variant in given}
     except EncoderError as error:
         raise SettingsError(f"distill.students: {error}") from error
-    return {variant: student_defaults(config, families[variant], size) | given[variant] for variant in given}
 
 
 def student_settings(config: DistillConfig) -> dict[str, dict[str, Any]]:
@@ -124,10 +123,10 @@ def student_settings(config: DistillConfig) -> dict[str, dict[str, Any]]:
     return {variant: {} for variant in variants}
 
 
-def student_defaults(config: DistillConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+def student_defaults(config: DistillConfig, variant: str, size: RunSize) -> dict[str, Any]:
     """Return the defaults of the encoder settings of a student."""
     small = {} if size.large else {"init": "xavier", "position_init": "sincos"}
-    return supported(family, {"image_size": config.size, "drop_path": 0.0} | small)
+    return encoders.supported(variant, {"image_size": config.size, "drop_path": 0.0} | small)
 
 
 def resized_tokens(features: Features, grid: tuple[int, int]) -> Tensor:
@@ -252,8 +251,8 @@ class Distill(Method):
         self._pooled: dict[str, Tensor] = {}  # pooled features (B, D) of the last forward pass, for health()
 
     @staticmethod
-    def encoder_defaults(config: DistillConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        return student_defaults(config, family, size)
+    def encoder_defaults(config: DistillConfig, variant: str, size: RunSize) -> dict[str, Any]:
+        return student_defaults(config, variant, size)
 
     def transform(self) -> RandomCrop:
         return RandomCrop(self.config)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from tessera import encoders
 from tessera.data.augment import Share, Strength, normalize, to_pixels
 from tessera.data.batch import Batch
 from tessera.data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
@@ -23,7 +24,7 @@ from tessera.encoders.images import Images
 from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section, SettingsError
 
@@ -130,14 +131,14 @@ class Finetune(Method):
         nn.init.zeros_(self.head.bias)
 
     @staticmethod
-    def encoder_defaults(config: FinetuneConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    def encoder_defaults(config: FinetuneConfig, variant: str, size: RunSize) -> dict[str, Any]:
         del size
         wanted: dict[str, Any] = {"drop_path": 0.1, "mask_token": False}
         if config.size is not None:
             wanted["image_size"] = config.size
-        if family is ViT:
+        if encoders.family(variant) is ViT and encoders.VARIANTS[variant].get("positions") != "rope":
             wanted |= {"pool": "mean", "positions": "learned"}
-        return supported(family, wanted)
+        return encoders.supported(variant, wanted)
 
     def transform(self) -> RandomCrop:
         c = self.config

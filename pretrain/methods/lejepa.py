@@ -15,12 +15,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from tessera import encoders
 from tessera.data.augment import BLUR_SIGMA, Sigmas
 from tessera.data.batch import Batch
 from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size
 from tessera.encoders.base import Encoder
 from tessera.encoders.segments import copy_to_device
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
 from tessera.pretrain.methods.teacher_student import BatchNorm, encode
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -206,10 +207,10 @@ class LeJEPA(Method):
         self._pooled: Tensor | None = None  # pooled features of the global crops in the last forward pass, for health()
 
     @staticmethod
-    def encoder_defaults(config: LeJEPAConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    def encoder_defaults(config: LeJEPAConfig, variant: str, size: RunSize) -> dict[str, Any]:
         published: dict[str, Any] = {"drop_path": 0.1}
         small = {"drop_path": 0.0, "init": "xavier", "position_init": "sincos"}
-        return supported(family, {"image_size": config.global_size} | (published if size.large else small))
+        return encoders.supported(variant, {"image_size": config.global_size} | (published if size.large else small))
 
     def transform(self) -> MultiCrop:
         return MultiCrop(self.config)

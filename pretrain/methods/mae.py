@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from tessera.data.masking import MaskedCrop, MaskKind
@@ -22,10 +23,9 @@ from tessera.encoders.blocks import Block
 from tessera.encoders.images import Images, Mask, PackedImages, patchify
 from tessera.encoders.layers import init_linear, sincos_table
 from tessera.encoders.navit import NaViT
-from tessera.encoders.rope_vit import RoPEViT
 from tessera.encoders.segments import Segments, copy_to_device, token_positions
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported
+from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
@@ -39,11 +39,10 @@ LONGEST_SIDE = 512
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
-    RoPEViT: {"init": "xavier"},
     NaViT: {"pool": "mean"},  # mean pooling, because MAE's loss does not train attention pooling
 }
 """the paper's encoder settings, for encoders that have them"""
-SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}, RoPEViT: {"pool": "mean"}}
+SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}}
 """encoder settings for small data sets: the mean of the patch tokens says more about an image than the class token"""
 
 
@@ -243,12 +242,13 @@ class MAE(Method):
         self._some_targets: Tensor | None = None
 
     @staticmethod
-    def encoder_defaults(config: MAEConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
+    def encoder_defaults(config: MAEConfig, variant: str, size: RunSize) -> dict[str, Any]:
+        family = encoders.family(variant)
         drop = family.can_drop if config.drop is None else config.drop
         # a native image is at most four times as long as wide, so its long side is at most twice `size`
         longest = config.size * 2 if config.native else config.size
         wanted = {"image_size": longest, "mask_token": not drop} | ENCODERS.get(family, {})
-        return supported(family, wanted if size.large else wanted | SMALL.get(family, {}))
+        return encoders.supported(variant, wanted if size.large else wanted | SMALL.get(family, {}))
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride

@@ -17,7 +17,7 @@ from tessera.data.masking import random_mask
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize, freeze, supported
+from tessera.pretrain.methods.base import Method, RunSize, freeze
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 
@@ -105,8 +105,8 @@ class Toy(Method):
         return config, optim.filled(defaults | {"betas": (0.9, 0.999), "clip": 0.0})
 
     @staticmethod
-    def encoder_defaults(config: ToyConfig, family: type[Encoder], size: RunSize) -> dict[str, Any]:
-        return supported(family, {"image_size": config.size, "mask_token": True})
+    def encoder_defaults(config: ToyConfig, variant: str, size: RunSize) -> dict[str, Any]:
+        return encoders.supported(variant, {"image_size": config.size, "mask_token": True})
 
     def transform(self) -> TwoViews:
         return TwoViews(self.config.size, self.encoder.stride)

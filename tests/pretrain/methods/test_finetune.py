@@ -31,7 +31,7 @@ def make(variant: str = "vit_micro", encoder: dict[str, Any] | None = None, **se
     torch.manual_seed(0)
     given: dict[str, Any] = {"size": 16, "classes": 3} | settings
     config, _ = resolve(FinetuneConfig(**given), OptimConfig(), IMAGENET_SIZE)
-    defaults = Finetune.encoder_defaults(config, encoders.family(variant), IMAGENET_SIZE)
+    defaults = Finetune.encoder_defaults(config, variant, IMAGENET_SIZE)
     method = Finetune(encoders.build(variant, **defaults | (encoder or {})), config, 10)
     torch.nn.init.normal_(method.head.weight, std=0.5)  # at the published 2e-5, all images have equal scores
     return method
@@ -105,7 +105,7 @@ def test_the_published_settings_are_the_defaults_for_imagenet() -> None:
     assert optim.scaled_lr(1024) == pytest.approx(2e-3)  # 5e-4 * 1024 / 256
     assert (optim.layer_decay, optim.weight_decay, optim.betas, optim.min_lr) == (0.65, 0.05, (0.9, 0.999), 1e-6)
     assert optim.warmup_steps == 5 * 1251
-    defaults = Finetune.encoder_defaults(config, encoders.family("vit_base"), IMAGENET_SIZE)
+    defaults = Finetune.encoder_defaults(config, "vit_base", IMAGENET_SIZE)
     assert defaults == {"drop_path": 0.1, "mask_token": False, "pool": "mean", "positions": "learned"}
     given = resolve(FinetuneConfig(classes=3, mixup=0.2), OptimConfig(layer_decay=0.9), IMAGENET_SIZE)
     assert (given[0].classes, given[0].mixup, given[1].layer_decay) == (3, 0.2, 0.9)

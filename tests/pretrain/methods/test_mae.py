@@ -41,8 +41,7 @@ PUBLISHED = RunSize(1_281_167, 4, 10)
 def make(variant: str = "vit_micro", encoder: dict | None = None, **settings) -> MAE:
     torch.manual_seed(0)
     config, _ = resolve(MAEConfig(**(SMALL | settings)), OptimConfig(), PUBLISHED)
-    family = encoders.family(variant)
-    defaults = MAE.encoder_defaults(config, family, PUBLISHED)
+    defaults = MAE.encoder_defaults(config, variant, PUBLISHED)
     return MAE(encoders.build(variant, **(defaults | (TINY if encoder is None else encoder))), config, 10)
 
 
@@ -128,8 +127,8 @@ def test_small_data_has_mean_pooling_and_a_higher_learning_rate() -> None:
     small = RunSize(4809, 64, 1000)
     config, optim = resolve(MAEConfig(), OptimConfig(), small)
     assert optim.scaled_lr(64) == pytest.approx(8e-3 * (64 / 1024) ** 0.5, rel=1e-2)
-    assert MAE.encoder_defaults(config, encoders.family("vit_micro"), small)["pool"] == "mean"
-    assert "pool" not in MAE.encoder_defaults(config, encoders.family("vit_micro"), PUBLISHED)
+    assert MAE.encoder_defaults(config, "vit_micro", small)["pool"] == "mean"
+    assert "pool" not in MAE.encoder_defaults(config, "vit_micro", PUBLISHED)
 
 
 def test_published_parameter_counts_of_encoder_and_decoder() -> None:
@@ -138,7 +137,7 @@ def test_published_parameter_counts_of_encoder_and_decoder() -> None:
     for variant, expected in counts.items():
         config, _ = resolve(MAEConfig(), OptimConfig(), PUBLISHED)
         with torch.device("meta"):
-            defaults = MAE.encoder_defaults(config, encoders.family(variant), PUBLISHED)
+            defaults = MAE.encoder_defaults(config, variant, PUBLISHED)
             encoder = encoders.build(variant, **defaults)
             method = MAE(encoder, config, 10)
         table = 512 * (1 + (224 // encoder.stride) ** 2)

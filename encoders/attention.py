@@ -1,4 +1,7 @@
-"""Attention of one batch of sequences. Torch's kernel is replaced where it is slow: in half precision on the CPU."""
+"""Attention of batches of sequences and of packed images. In half precision on a CPU, torch's slow kernel is replaced.
+
+Letters in shapes: N tokens of an image; T tokens of all packed images; d width of one head.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +10,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.segments import Segments
+
 MOST_KEYS = 1024
 """Largest number of keys up to which bf16 attention on the CPU keeps the weights of all pairs of tokens in memory."""
 _torchs_kernel = False
 """True in the block of `only_torchs_kernel`."""
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    segments: Segments | None = None,
+) -> Tensor:
+    """Return attention, softmax(q k^T * scale + bias) v: q, k and v (..., heads, N, d) -> (..., heads, N, d).
+
+    With `segments`, q, k and v hold the tokens of packed images (heads, T, d), and tokens attend only to tokens of the
+    same image. If all images have the same number of tokens, attention is computed for all images as one batch.
+
+    Args:
+        scale: factor of the logits. None means d ** -0.5.
+        bias: tensor that broadcasts to (..., heads, N, N). A float bias is added to the logits. A bool bias excludes
+            keys where the bias is False.
+        segments: boundaries of packed images in the sequence of all tokens.
+
+    Raises:
+        EncoderError: both `bias` and `segments` are given.
+    """
+    if segments is None:
+        return dot_product_attention(q, k, v, bias=bias, scale=scale)
+    if bias is not None:
+        raise EncoderError("Attention of packed images supports no bias. Pass either bias or segments.")
+    if segments.uniform:
+        q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
+        out = dot_product_attention(q, k, v, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the fused kernels' memory layout is (B, N, heads, d)
+    from tessera.encoders import packed_attention  # imported here, because it loads torch's compiler, which is slow
+
+    return packed_attention.packed_attention(q, k, v, scale, segments)
+
+
+def self_attention(qkv: Tensor, *, scale: float | None = None, segments: Segments | None = None) -> Tensor:
+    """Return `attention` for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., heads, N, d).
+
+    With `segments`, `qkv` holds the tokens of packed images (T, 3, heads, d).
+    """
+    if segments is not None and not segments.uniform:
+        from tessera.encoders import packed_attention  # see `attention`
+
+        if len(segments.runs) <= packed_attention.FEW_RUNS:
+            return packed_attention.self_attention_by_run(qkv, scale, segments)
+    # With the three on this axis, the gradient of `unbind` has the layout that the linear layer needs.
+    q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
+    return attention(q, k, v, scale=scale, segments=segments)
 
 
 @contextmanager

@@ -1,0 +1,180 @@
+"""Encoders in files.
+
+An encoder is saved as two files: `NAME.safetensors` holds the weights, `NAME.json` holds the settings and the
+preprocessing.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tessera.encoders import published
+from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
+from tessera.encoders.checks import check_finite, check_settings
+from tessera.encoders.errors import EncoderError, WeightsError
+from tessera.encoders.formats.checkpoint import load_weights, read, recognise
+from tessera.encoders.formats.report import check_names, check_shapes, check_values
+from tessera.encoders.registry import build, family
+from tessera.runtime.errors import printable
+from tessera.runtime.files import atomic_write, read_bounded
+
+DESCRIPTION_BYTES = 2**20
+"""Largest size in bytes of the .json file of an encoder."""
+WEIGHTS = "encoder.safetensors"
+"""Name of the encoder's file in the folder of a run or of a checkpoint."""
+
+
+def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
+    """Write the weights of an encoder to `path` (.safetensors), and its settings to a .json file of the same name.
+
+    The .json file also holds the preprocessing. Each of the two files is written atomically.
+
+    Args:
+        encoder: encoder made by `build`.
+        path: file to write.
+        step: number of optimizer steps after which the encoder has these weights. The .json file then holds the step,
+            so that the results of evaluations can name it.
+
+    Raises:
+        EncoderError: the encoder was not made by `encoders.build`, or `path` does not end in .safetensors.
+    """
+    weights, description = _files(path)
+    if not hasattr(encoder, "settings"):
+        raise EncoderError("The settings of this encoder are unknown. Make the encoder with encoders.build.")
+    state = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
+    preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
+    with atomic_write(weights) as file:
+        save_file(state, file)
+    described = encoder.settings | {"preprocessing": preprocessing} | ({} if step is None else {"step": step})
+    with atomic_write(description) as file:
+        file.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def load(path: str | Path) -> Encoder:
+    """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
+
+    `path` may also be the folder of a run or of a checkpoint, or `timm:NAME` for a pretrained model of timm. The files
+    may come from a stranger: nothing in them is executed, and memory is taken only for settings that fit the weights.
+
+    Raises:
+        EncoderError: the .json file next to `path` is missing or does not describe an encoder.
+        WeightsError: the weights do not fit the settings, or are no finite floating point numbers, or timm
+            has no weights of this name.
+    """
+    if published.is_name(path):
+        state, preprocessing = published.fetch(path)
+        encoder = build(**recognise(state).describe(state))
+        load_weights(encoder, state)
+        encoder.preprocessing = preprocessing
+        return encoder.eval()
+    path = Path(path)
+    if path.is_dir():
+        path = next((place for place in places(path) if place.is_file()), path)
+    weights, description = _files(path)
+    settings, preprocessing = read_description(description)
+    state = read(weights)
+    try:
+        with torch.device("meta"):
+            own = build(**settings).state_dict()
+    except RuntimeError as error:  # sizes for which torch has no numbers
+        raise EncoderError(f"{description} describes an encoder that is too large: {error}.") from error
+    try:
+        check_names(state, own, {})
+        check_shapes(state, own, {})
+        check_values({name: tensor for name, tensor in state.items() if own[name].is_floating_point()})
+    except WeightsError as error:
+        raise WeightsError(f"The weights in {weights} do not fit the settings in {description}: {error}") from error
+    encoder = build(**settings)
+    encoder.load_state_dict(state)
+    encoder.preprocessing = preprocessing
+    return encoder.eval()
+
+
+def places(folder: Path) -> list[Path]:
+    """Return the files in which a run folder or the folder of a checkpoint may hold its encoder, best first."""
+    checkpoints = folder / "checkpoints"
+    # a disk without symlinks has no `latest`; a larger step has a longer name, or one that sorts later
+    steps = sorted(checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    return [place / WEIGHTS for place in (folder, checkpoints / "latest", *steps)]
+
+
+def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
+    """Read the .json file of a saved encoder. Return the arguments of `build` and the preprocessing.
+
+    If the file contains no preprocessing, return `IMAGENET` as the preprocessing.
+
+    Raises:
+        EncoderError: the file is missing, or does not describe an encoder.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise EncoderError(
+            f"{path} is missing. This file holds the settings of the encoder. If you do not have the file, build the "
+            "encoder with encoders.build, and load the weights with encoders.load_weights."
+        )
+    settings = _read_json(path)
+    if "variant" not in settings:
+        raise EncoderError(f'{path} does not describe an encoder. The file has no key "variant".')
+    del settings["step"]
+    preprocessing = _preprocessing(settings.pop("preprocessing", None), path)
+    try:
+        check_settings(settings["variant"], settings, family(settings["variant"]))
+    except EncoderError as error:
+        raise EncoderError(f"{path} does not describe an encoder. {error}") from error
+    return settings, preprocessing
+
+
+def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
+    """Return the arguments of `build` and the preprocessing for `timm:NAME`, a pretrained model of timm.
+
+    Raises:
+        WeightsError: timm has no weights of this name, or no encoder fits them.
+    """
+    state, preprocessing = published.fetch(name)
+    return recognise(state).describe(state), preprocessing
+
+
+def read_step(path: str | Path) -> int | None:
+    """Return the step of a saved encoder, a .safetensors file, or None if `save` was called without a step."""
+    _, description = _files(path)
+    return _read_json(description)["step"]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of the .json file of an encoder. The entry "step" is a number, or None if it is missing."""
+    try:
+        described = json.loads(read_bounded(path, DESCRIPTION_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise EncoderError(f"{path} is not a JSON file: {error}.") from error
+    except OSError as error:
+        raise EncoderError(f"{path} cannot be read: {error.strerror}.") from error
+    if not isinstance(described, dict):
+        raise EncoderError(f"{path} does not describe an encoder.")
+    step = described.setdefault("step", None)
+    if step is not None and (not isinstance(step, int) or not 0 <= step < 2**53):
+        raise EncoderError(f'"step" in {path} must be the number of a step.')
+    return described
+
+
+def _preprocessing(described: Any, path: Path) -> Preprocessing:
+    if described is None:
+        return IMAGENET
+    try:
+        mean, std = (check_finite(name, described[name]) for name in ("mean", "std"))
+        if len(mean) != len(std) or min(std) <= 0:
+            raise ValueError("std must have as many values as mean, all greater than 0")
+    except (KeyError, TypeError, ValueError) as error:
+        form, given = '{"mean": [...], "std": [...]}', printable(repr(described)[:100])
+        raise EncoderError(f'"preprocessing" in {path} must be {form}, not {given} ({error}).') from error
+    return Preprocessing(mean, std)
+
+
+def _files(path: str | Path) -> tuple[Path, Path]:
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        folder = " The folder holds no encoder of a run." if path.is_dir() else ""
+        raise EncoderError(f"{path} must end in .safetensors.{folder}")
+    return path, path.with_suffix(".json")
