@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.encoders.layers import LayerNorm, LayerScale
 from tessera.pretrain.optim.adamw import flat_blocks
+from tests.encoders.helpers import MICRO
 
-MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 

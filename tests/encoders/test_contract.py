@@ -12,8 +12,8 @@ from tessera import encoders
 from tessera.encoders.base import Features
 from tessera.encoders.images import Mask, pack
 from tessera.encoders.summary import summarize
+from tests.encoders.helpers import MICRO
 
-MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 DROPPING = [name for name in MICRO if encoders.family(name).can_drop]
 WHOLE = [name for name in MICRO if not encoders.family(name).can_drop]
 PACKING = [name for name in MICRO if encoders.family(name).takes_packed]

@@ -11,25 +11,11 @@ from torch import Tensor
 from tessera.encoders import build, load_weights
 from tessera.encoders.images import Mask
 from tessera.encoders.vit import ViT
+from tests.encoders.helpers import images_of, scramble
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "image_size": 56, "layer_scale": 0.5, "mask_token": False}
 TIMM = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0}
-
-
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights far from any initial value, so that every part of the model shows in its output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) else 0.3, generator=generator)
-            if "norm" in name and name.endswith("weight"):
-                weight += 1
-    return model.eval()
-
-
-def images_of(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def small(registers: bool, **settings) -> ViT:

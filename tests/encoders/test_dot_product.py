@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessera.encoders import dot_product
-from tessera.encoders.dot_product import dot_product_attention
+from tessera.encoders import attention
+from tessera.encoders.attention import dot_product_attention
 
 
 def inputs(queries: int = 17, tokens: int = 17) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ def test_a_query_without_keys_is_finite():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_fp16_and_long_sequences_are_computed_in_float32(dtype, monkeypatch):
     """The weights of long sequences would not fit into memory, and products in fp16 are slow on CPUs."""
-    monkeypatch.setattr(dot_product, "MOST_KEYS", 16)
+    monkeypatch.setattr(attention, "MOST_KEYS", 16)
     q, k, v = (x.to(dtype) for x in inputs())
     expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=FLOAT_BIAS).to(dtype)
     out = dot_product_attention(q, k, v, bias=FLOAT_BIAS)

@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from tessera import encoders
-from tessera.encoders import VARIANTS, build, family, load, save
+from tessera.encoders import VARIANTS, build, family, load, save, saving
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         file.write_bytes(before[: len(before) // 2])
         raise OSError("disk full")
 
-    monkeypatch.setattr(encoders, "save_file", broken)
+    monkeypatch.setattr(saving, "save_file", broken)
     with pytest.raises(OSError, match="disk full"):
         save(build("vit_micro"), path)
     assert path.read_bytes() == before

@@ -8,8 +8,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tessera.encoders import packed_attention
+from tessera.encoders.attention import attention
 from tessera.encoders.blocks import Block
-from tessera.encoders.layers import DropPath, LayerScale, attention, init_linear, resize_table, sincos_table
+from tessera.encoders.drop_path import DropPath
+from tessera.encoders.layers import LayerScale, init_linear, resize_table, sincos_table
 from tessera.encoders.segments import Segments
 
 

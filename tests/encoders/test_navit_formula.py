@@ -9,7 +9,8 @@ import torch
 from tessera.encoders import navit, packed_attention
 from tessera.encoders.images import Mask, best_fit, pack
 from tessera.encoders.navit import NaViT
-from tests.encoders.test_navit import CLOSE, SMALL, images_of, mask_of, small
+from tests.encoders.helpers import CLOSE, mask_of
+from tests.encoders.test_navit import SMALL, images_of, small
 
 
 def formula(encoder: NaViT, image: torch.Tensor, hidden=None, drop=False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,20 +92,19 @@ def test_is_the_formula_of_each_image(settings):
 def test_hidden_tokens_are_dropped_at_other_counts_in_each_image_or_replaced(settings):
     images = images_of()
     grids = pack(images, 4).grids
-    counts = [7, 1, 6, 5, 2]
-    mask = mask_of(grids, counts)
-    assert mask.lengths.tolist() == counts
+    mask = mask_of(grids, [17, 0, 0, 7, 2])
+    assert mask.lengths.tolist() == [7, 1, 6, 5, 2]
     encoder = small(mask_token=True, **settings)
     assert_formula(encoder, images, mask, drop=True)
     assert_formula(encoder, images, mask)
-    assert_formula(encoder, images, mask_of(grids, [3, 0, 0, 12, 1]))  # in place, an image may be hidden altogether
+    assert_formula(encoder, images, mask_of(grids, [21, 1, 6, 0, 3]))  # in place, an image may be hidden altogether
 
 
 @torch.no_grad()
 def test_dropping_in_a_batch_of_one_size_needs_no_equal_counts():
     images, encoder = torch.cat(images_of([(16, 24)] * 3)), small()
     for counts in ([5, 24, 1], [9, 9, 9]):
-        mask = mask_of(torch.tensor([[4, 6]] * 3), counts)
+        mask = mask_of(torch.tensor([[4, 6]] * 3), [24 - count for count in counts])
         features = encoder(images, mask, drop=True)
         expected = encoder(pack([images], 4), mask, drop=True)
         assert torch.equal(features.tokens, expected.tokens)
@@ -136,7 +136,7 @@ def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
     torch.testing.assert_close(features.tokens, expected.tokens, rtol=0, atol=5e-6)
     features.pooled.square().sum().backward()
     assert all(weight.grad.isfinite().all() for weight in encoder.parameters())
-    mask = mask_of(packed.grids, [7, 1, 3, 1, 1])
+    mask = mask_of(packed.grids, [17, 11, 3, 3, 0])
     hidden = mask.hidden.split(packed.lengths.tolist())
     dropped = [formula(encoder, *pair, drop=True)[1] for pair in zip(images, hidden, strict=True)]
     torch.testing.assert_close(encoder(packed, mask, drop=True).tokens.double(), torch.cat(dropped), **CLOSE)

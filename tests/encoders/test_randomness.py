@@ -10,8 +10,8 @@ from tessera import encoders
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import pack
 from tessera.encoders.randomness import drop_path_scales, next_keys, random_keys, token_noise
+from tests.encoders.helpers import MICRO
 
-MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 CPU = torch.device("cpu")
 RATES = (0.0, 0.1, 0.25, 0.5, 0.9)
 

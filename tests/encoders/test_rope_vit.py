@@ -12,30 +12,17 @@ from tessera.encoders import build, load_weights
 from tessera.encoders.blocks import MaskedKeyBiasLinear, SwiGLU, rotate, swiglu_width
 from tessera.encoders.images import Mask, pack
 from tessera.encoders.randomness import random_keys
-from tessera.encoders.rope_vit import RoPEViT, RotaryPositions
+from tessera.encoders.rope import RotaryPositions
+from tessera.encoders.vit import ViT
+from tests.encoders.helpers import images_of, scramble
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
 
 
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights far from any initial value, so that every part of the model shows in its output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) else 0.3, generator=generator)
-            if "norm" in name and name.endswith("weight"):
-                weight += 1
-    return model.eval()
-
-
-def images_of(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def small(**settings) -> RoPEViT:
+def small(**settings) -> ViT:
     encoder = build("rope_vit_small", **SMALL | {"layer_scale": 0.5, "mask_token": False} | settings)
-    assert isinstance(scramble(encoder), RoPEViT)
+    assert isinstance(scramble(encoder), ViT)
     return encoder  # pyright: ignore[reportReturnType]
 
 
@@ -66,9 +53,9 @@ def naive_rotation(x: Tensor, angles: Tensor) -> Tensor:
 @pytest.mark.parametrize("coordinates", ["separate", "max", "min"])
 @pytest.mark.parametrize("grid", [(3, 5), (4, 4), (6, 2)])
 def test_rotations_are_the_formula(grid, coordinates):
-    rope = RotaryPositions(16, 100.0, coordinates)
+    rope = RotaryPositions(16, 1, coordinates=coordinates)
     torch.testing.assert_close(rope.periods.double(), 100.0 ** (torch.arange(4).double() * 2 / 8), rtol=1e-6, atol=0)
-    (table,) = rope(grid, torch.ones(1, 2), torch.zeros(1, 2))
+    (table,) = rope.table(grid, torch.ones(1, 2), torch.zeros(1, 2))
     angles = naive_angles(grid, rope.periods, coordinates)
     torch.testing.assert_close(table.double(), torch.stack([angles.sin(), angles.cos()]), rtol=0, atol=2e-6)
     x = images_of(2, 3, grid[0] * grid[1], 16)
@@ -76,9 +63,9 @@ def test_rotations_are_the_formula(grid, coordinates):
 
 
 def test_random_coordinates_are_shifted_then_scaled():
-    rope = RotaryPositions(16, 100.0, "separate")
+    rope = RotaryPositions(16, 2)
     factors, shifts = torch.tensor([[0.5, 2.0], [1.5, 0.7]]), torch.tensor([[0.1, -0.2], [0.0, 0.3]])
-    tables = rope((3, 4), factors, shifts)
+    tables = rope.table((3, 4), factors, shifts)
     for table, factor, shift in zip(tables, factors.double(), shifts.double(), strict=True):
         angles = []
         for i in range(3):
@@ -228,7 +215,7 @@ def test_norms_by_role():
 AUGMENTED = {"rope_shift": 0.5, "rope_jitter": 1.5, "rope_rescale": 2.0}
 
 
-def tables_of(encoder: RoPEViT, images) -> list[Tensor]:
+def tables_of(encoder: ViT, images) -> list[Tensor]:
     """The rotations that each block gets."""
     seen = []
     handles = [b.register_forward_pre_hook(lambda block, args: seen.append(args[3])) for b in encoder.blocks]
@@ -262,12 +249,11 @@ def test_coordinates_change_for_each_block_and_size_anew_in_training_only():
 
 @torch.no_grad()
 def test_random_coordinates_are_uniform_and_log_uniform():
-    encoder = build("rope_vit_micro", depth=1, rope_shift=0.25, rope_jitter=1.5, rope_rescale=2.0).train()
-    assert isinstance(encoder, RoPEViT)
+    rope = RotaryPositions(32, 1, shift=0.25, jitter=1.5, rescale=2.0)
     shifts, factors = [], []
     for step in range(4000):
         with random_keys(0, step, torch.arange(1)):
-            drawn = encoder._draw([(4, 4)])
+            drawn = rope.draw([(4, 4)])
         assert drawn is not None
         factors.append(drawn[0][0, 0].log())
         shifts.append(drawn[1][0, 0])
@@ -313,7 +299,7 @@ def test_last_attention_and_initial_values():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 20))
     torch.manual_seed(0)
     fresh = build("rope_vit_small", depth=1)
-    assert isinstance(fresh, RoPEViT)
+    assert isinstance(fresh, ViT)
     assert fresh.cls_token.std().item() == pytest.approx(0.02, rel=0.2)
     assert fresh.reg_token is not None
     assert fresh.reg_token.std().item() == pytest.approx(0.02, rel=0.1)

@@ -1,45 +1,20 @@
 """SAM-ViT against transformers, timm, a plain ViT and formulas written out."""
 
-import math
-
 import pytest
 import timm
 import torch
 
 from tessera.encoders import build
-from tessera.encoders.images import Mask
 from tessera.encoders.sam_vit import SAMViT, resize_relative
 from tessera.encoders.vit import ViT
+from tests.encoders.helpers import CLOSE, images_of, mask_of, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}
 SMALL |= {"global_blocks": (1,)}
 
 
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights far from any initial value, so that every part of the model shows in its output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            spread = 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) and "pos" not in name else 0.3
-            weight.normal_(0, spread, generator=generator)
-            if "norm" in name and name.endswith("weight"):
-                weight += 1
-    return model.eval()
-
-
-def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def small(**settings) -> SAMViT:
     return scramble(SAMViT(**SMALL | settings))
-
-
-def mask_of(encoder: SAMViT, images: torch.Tensor, share: float = 0.4) -> Mask:
-    grids = encoder.grids(images)
-    hidden = torch.rand(int(grids.prod(1).sum()), generator=torch.Generator().manual_seed(2)) < share
-    return Mask.from_hidden(hidden, grids)
 
 
 def state_of_transformers(oracle: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -192,7 +167,7 @@ def test_windows_keep_apart_and_global_blocks_do_not():
 @torch.no_grad()
 def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other():
     encoder, images = small(mask_token=True), images_of(2, 3, 20, 28)
-    mask = mask_of(encoder, images)
+    mask = mask_of(encoder.grids(images), 14)
     pixels = mask.hidden.view(2, 1, 5, 7).repeat_interleave(4, 2).repeat_interleave(4, 3)
     features = encoder(images, mask)
     assert features.tokens.shape == (70, 20)
@@ -209,7 +184,7 @@ def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other():
 @torch.no_grad()
 def test_hidden_tokens_become_the_mask_token_at_their_positions():
     encoder, images = small(mask_token=True), images_of(2, 3, 24, 24)
-    mask, seen = mask_of(encoder, images), []
+    mask, seen = mask_of(encoder.grids(images), 14), []
     encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0].flatten(0, 2)))
     encoder(images)
     encoder(images, mask)
@@ -222,7 +197,7 @@ def test_hidden_tokens_become_the_mask_token_at_their_positions():
 def test_gradients_reach_all_parameters(settings):
     torch.manual_seed(0)
     encoder, images = small(**settings).train(), images_of(4, 3, 24, 28)
-    mask = mask_of(encoder, images) if "mask_token" in settings else None
+    mask = mask_of(encoder.grids(images), 14) if "mask_token" in settings else None
     tokens = encoder(images, mask).tokens
     tokens.square().mul(torch.arange(20)).sum().backward()
     assert not [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()]
@@ -309,7 +284,7 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_inputs_that_do_not_fit_are_refused():
     encoder, images = small(), images_of(2, 3, 24, 24)
-    mask = mask_of(encoder, images)
+    mask = mask_of(encoder.grids(images), 14)
     for inputs, drop, message in [
         ((images[..., :3],), False, "smaller than one patch of 4 x 4"),
         ((images[:, :2],), False, r"\(B, 3, H, W\), not \(2, 2, 24, 24\)"),

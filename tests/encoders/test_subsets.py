@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.encoders.base import Features
 from tessera.encoders.blocks import Block
+from tessera.encoders.drop_path import Subset
 from tessera.encoders.images import Images, pack
 from tessera.encoders.randomness import random_keys
 from tessera.encoders.segments import Segments
-from tessera.encoders.subsets import Subset
 
 VARIANTS = ("vit_micro", "rope_vit_micro")
 CPU = torch.device("cpu")

@@ -8,53 +8,16 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from tessera.encoders import Features, build, load_weights
-from tessera.encoders.images import Mask
+from tessera.encoders import build, load_weights
 from tessera.encoders.swin import VARIANTS, Swin, Windows, make_windows
+from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, same, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 EXACT = {"rtol": 1e-9, "atol": 1e-10}  # in float64
 SMALL = {"dim": 24, "depths": (2, 3), "heads": (2, 4), "window_size": 4, "patch_size": 2, "image_size": 16}
 
 
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights far from any initial value, so that every part of the model shows in its output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            matrix = weight.ndim in (2, 4) and not any(part in name for part in ("table", "token"))
-            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if matrix else 0.5, generator=generator)
-            if "norm" in name and name.endswith("weight"):
-                weight += 1
-    return model.eval()
-
-
 def small(**settings) -> Swin:
     return scramble(Swin(**SMALL | settings))
-
-
-def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def mask_of(encoder: Swin, images: torch.Tensor, hidden_each: int, seed: int = 2) -> Mask:
-    """The same number of hidden tokens in each image, at different places."""
-    grids = encoder.grids(images)
-    noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
-    return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
-
-
-def first_input(encoder: Swin, *inputs, **options) -> torch.Tensor:
-    """What the first block gets."""
-    seen = []
-    handle = encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
-    encoder(*inputs, **options)
-    handle.remove()
-    return seen[0]
-
-
-def same(left: Features, right: Features) -> bool:
-    return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
 
 
 def naive_attention(block, x, window: int):
@@ -183,7 +146,7 @@ def test_masked_images_equal_transformers():
         state[name] = tensor[0] if name == "mask_token" else tensor
     encoder.load_state_dict({name: tensor for name, tensor in state.items() if "_proj" not in name})
     images = images_of(2, 3, 32, 32)
-    mask = mask_of(encoder, images, 30)
+    mask = mask_of(encoder.grids(images), 30)
     patches = mask.hidden.view(2, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2)
     result = oracle(images, bool_masked_pos=patches.flatten(1))
     features = encoder(images, mask)
@@ -216,7 +179,7 @@ def test_windows_that_are_alike_need_no_mask():
 def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size):
     encoder, images = small(mask_token=True, absolute_positions=True), images_of(2, 3, *size)
     rows, columns = encoder.grid(*size)
-    mask = mask_of(encoder, images, rows * columns // 2)
+    mask = mask_of(encoder.grids(images), rows * columns // 2)
     pixels = mask.hidden.view(2, 1, rows, columns).repeat_interleave(4, 2).repeat_interleave(4, 3)
     pixels = pixels[..., : size[0], : size[1]]
     features = encoder(images, mask)
@@ -231,7 +194,7 @@ def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size):
 @torch.no_grad()
 def test_hidden_tokens_hide_all_their_patches():
     encoder, images = small(mask_token=True, absolute_positions=True, image_size=(18, 22)), images_of(2, 3, 18, 22)
-    mask = mask_of(encoder, images, 14)
+    mask = mask_of(encoder.grids(images), 14)
     plain, x = first_input(encoder, images), first_input(encoder, images, mask)
     positions = encoder.absolute_pos_embed.view(9, 11, 24)
     for image, row, column in product(range(2), range(9), range(11)):
@@ -301,7 +264,7 @@ def test_scale_and_norms_that_can_be_left_out():
 def test_gradients_reach_all_parameters(hide):
     torch.manual_seed(0)
     encoder, images = small(drop_path=0.2, mask_token=hide, absolute_positions=hide).train(), images_of(4, 3, 17, 32)
-    features = encoder(images, mask_of(encoder, images, 10) if hide else None)
+    features = encoder(images, mask_of(encoder.grids(images), 10) if hide else None)
     features.pooled.square().mul(torch.arange(48)).sum().backward()
     assert not [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()]
 
@@ -395,10 +358,10 @@ def test_inputs_that_do_not_fit_are_refused():
     for inputs, drop, message in [
         ((images[..., :1],), False, "16 x 1 pixels are smaller than one patch of 2 x 2"),
         ((images[:, :2],), False, r"\(B, 3, H, W\), not \(2, 2, 16, 16\)"),
-        ((images, mask_of(encoder, images, 4)), False, "mask_token=True.$"),
-        ((images, mask_of(encoder, images, 4)), True, "cannot drop hidden tokens"),
+        ((images, mask_of(encoder.grids(images), 4)), False, "mask_token=True.$"),
+        ((images, mask_of(encoder.grids(images), 4)), True, "cannot drop hidden tokens"),
     ]:
         with pytest.raises(ValueError, match=message):
             encoder(*inputs, drop=drop)
     with pytest.raises(ValueError, match="12 tokens in 2 images does not fit 2 images of 4 x 4"):
-        small(mask_token=True)(images, mask_of(encoder, images[..., :12, :8], 2))
+        small(mask_token=True)(images, mask_of(encoder.grids(images[..., :12, :8]), 2))

@@ -9,10 +9,9 @@ from vit_pytorch.twins_svt import TwinsSVT
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import twins as formats
-from tessera.encoders.images import Mask
 from tessera.encoders.twins import Block, GlobalAttention, LocalAttention, Twins, cached_keys
+from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, same, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 SMALL = {"dims": (24, 40, 48), "depths": (3, 1, 2), "heads": (2, 5, 3), "reductions": (4, 2, 1), "window_size": 3}
 SMALL |= {"patch_size": 2, "image_size": 24, "mlp_ratios": (2.0, 3.0, 1.5)}
@@ -24,44 +23,8 @@ FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 2, 1, 2), "window_size": (4, 
 FITTING |= {"patch_size": 2}
 
 
-@torch.no_grad()
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights far from any initial value, so that every part of the model shows in its output."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        fans = weight.ndim in (2, 4) and len(weight) > 1
-        weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if fans else 0.3, generator=generator)
-        if ("norm" in name and name.endswith("weight")) or name.endswith(".g"):
-            weight += 1
-    return model.eval()
-
-
-def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def small(**settings) -> Twins:
     return scramble(Twins(**SMALL | settings))
-
-
-def mask_of(encoder: Twins, images: torch.Tensor, hidden_each: int, seed: int = 2) -> Mask:
-    """The same number of hidden tokens in each image, at different places."""
-    grids = encoder.grids(images)
-    noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
-    return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
-
-
-def first_input(encoder: Twins, *inputs) -> torch.Tensor:
-    """What the first block gets."""
-    seen = []
-    handle = encoder.blocks[0][0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
-    encoder(*inputs)
-    handle.remove()
-    return seen[0]
-
-
-def same(left, right) -> bool:
-    return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
 
 
 def in_timm(encoder: Twins) -> torch.nn.Module:
@@ -218,7 +181,7 @@ def test_an_odd_grid_is_completed_with_zeros(layout):
 @torch.no_grad()
 def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size, layout):
     encoder, images = small(mask_token=True, **layout), images_of(2, 3, *size)
-    mask, (rows, columns) = mask_of(encoder, images, 7), encoder.grid(*size)
+    mask, (rows, columns) = mask_of(encoder.grids(images), 7), encoder.grid(*size)
     pixels = mask.hidden.view(2, 1, rows, columns).repeat_interleave(8, 2).repeat_interleave(8, 3)
     pixels = pixels[..., : size[0], : size[1]]
     features = encoder(images, mask)
@@ -233,7 +196,7 @@ def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(size, layout
 @torch.no_grad()
 def test_patches_in_hidden_tokens_become_the_mask_token():
     encoder, images = small(mask_token=True), images_of(2, 3, 21, 35)
-    mask = mask_of(encoder, images, 7)
+    mask = mask_of(encoder.grids(images), 7)
     plain, x = first_input(encoder, images), first_input(encoder, images, mask)
     assert x.shape == (2, 11, 18, 24)
     for image in range(2):
@@ -289,7 +252,7 @@ def test_scale_may_as_well_be_in_the_queries():
 def test_gradients_reach_all_parameters(settings):
     torch.manual_seed(0)
     encoder, images = small(**settings).train(), images_of(4, 3, 33, 47)
-    mask = mask_of(encoder, images, 10) if "mask_token" in settings else None
+    mask = mask_of(encoder.grids(images), 10) if "mask_token" in settings else None
     encoder(images, mask).pooled.square().mul(torch.arange(48)).sum().backward()
     assert not [name for name, weight in encoder.named_parameters() if weight.grad is None or not weight.grad.any()]
 
@@ -376,7 +339,6 @@ def test_initial_values_are_those_of_the_published_code():
         ({"head_dim": 0}, "head_dim must be at least 1"),
         ({"image_size": (24, 0)}, "image_size must be at least 1, not 24, 0"),
         ({"drop_path": 1.5}, "drop_path"),
-        ({"layout": "timm"}, "layout must be one of meituan, vit_pytorch, not 'timm'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
@@ -389,12 +351,12 @@ def test_inputs_that_do_not_fit_are_refused():
     for inputs, drop, message in [
         ((images[..., :0],), False, "smaller than one patch"),
         ((images[:, :2],), False, "build the encoder with channels=N"),
-        ((images, mask_of(encoder, images, 4)), True, "cannot drop hidden tokens"),
-        ((images[..., :10], mask_of(encoder, images, 4)), False, "18 tokens in 2 images does not fit"),
+        ((images, mask_of(encoder.grids(images), 4)), True, "cannot drop hidden tokens"),
+        ((images[..., :10], mask_of(encoder.grids(images), 4)), False, "18 tokens in 2 images does not fit"),
     ]:
         with pytest.raises(ValueError, match=message):
             encoder(*inputs, drop=drop)
     with pytest.raises(ValueError, match="mask_token=True"):
-        small()(images, mask_of(encoder, images, 4))
+        small()(images, mask_of(encoder.grids(images), 4))
     with pytest.raises(ValueError, match="build the encoder with channels=N"):
         encoder.pyramid(images[:, :2])

@@ -7,47 +7,15 @@ import timm
 import torch
 
 from tessera.encoders import Features, build, load_weights
-from tessera.encoders.images import Mask
 from tessera.encoders.vit import VARIANTS, ViT
+from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, same, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
 TIMM = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3}
 
 
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights far from any initial value, so that every part of the model shows in its output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) else 0.3, generator=generator)
-            if "norm" in name and name.endswith("weight"):
-                weight += 1
-    return model.eval()
-
-
-def images_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def small(**settings) -> ViT:
     return scramble(ViT(**SMALL | settings))
-
-
-def mask_of(images: torch.Tensor, stride: int, hidden_each: int, seed: int = 2) -> Mask:
-    """The same number of hidden tokens in each image, at different places."""
-    grids = torch.tensor([[images.shape[2] // stride, images.shape[3] // stride]]).expand(len(images), 2)
-    noise = torch.rand(len(images), int(grids[0].prod()), generator=torch.Generator().manual_seed(seed))
-    return Mask.from_hidden((noise.argsort(1).argsort(1) < hidden_each).flatten(), grids)
-
-
-def first_input(encoder: ViT, *inputs, **options) -> torch.Tensor:
-    """What the first block gets."""
-    seen = []
-    handle = encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
-    encoder(*inputs, **options)
-    handle.remove()
-    return seen[0]
 
 
 def resized(table: torch.Tensor, grid: tuple[int, int], rule: str = "dino") -> torch.Tensor:
@@ -62,10 +30,6 @@ def assert_close(features: Features, pooled: torch.Tensor, tokens: torch.Tensor)
     """`tokens` (B, N, D)."""
     torch.testing.assert_close(features.pooled, pooled, **CLOSE)
     torch.testing.assert_close(features.tokens, tokens.flatten(0, 1), **CLOSE)
-
-
-def same(left, right) -> bool:
-    return torch.equal(left.pooled, right.pooled) and torch.equal(left.tokens, right.tokens)
 
 
 @torch.no_grad()
@@ -164,7 +128,7 @@ def test_dropping_equals_the_mae_of_transformers():
         state[name] = tensor
     encoder.load_state_dict({name: tensor for name, tensor in state.items() if "_proj" not in name})
     images = images_of(2, 3, 32, 32)
-    mask = mask_of(images, 8, 12)
+    mask = mask_of(encoder.grids(images), 12)
     noise = torch.arange(16.0) + 100 * mask.hidden.view(2, 16)  # visible ones first, in their order
     result = oracle.eval()(images, noise=noise)
     assert torch.equal(result.mask.bool().flatten(), mask.hidden)
@@ -212,7 +176,7 @@ def test_a_table_that_is_not_square_serves_its_own_images_unchanged():
 @torch.no_grad()
 def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(drop, pool):
     encoder, images = small(mask_token=True, pool=pool, registers=1), images_of(2, 3, 24, 40)
-    mask = mask_of(images, 8, 9)
+    mask = mask_of(encoder.grids(images), 9)
     pixels = mask.hidden.view(2, 1, 3, 5).repeat_interleave(8, 2).repeat_interleave(8, 3)
     features = encoder(images, mask, drop=drop)
     assert features.tokens.shape == (len(mask.visible) if drop else 30, 48)
@@ -227,7 +191,7 @@ def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(drop, pool):
 @torch.no_grad()
 def test_hidden_tokens_become_the_mask_token_at_their_positions():
     encoder, images = small(mask_token=True), images_of(2, 3, 32, 32)
-    mask = mask_of(images, 8, 5)
+    mask = mask_of(encoder.grids(images), 5)
     plain, x = (first_input(encoder, images, *m)[:, 1:].flatten(0, 1) for m in ((), (mask,)))
     positions = encoder.pos_embed[0, 1:].repeat(2, 1)
     assert torch.equal(x[mask.hidden], encoder.mask_token + positions[mask.hidden])
@@ -238,7 +202,7 @@ def test_hidden_tokens_become_the_mask_token_at_their_positions():
 @torch.no_grad()
 def test_dropping_is_running_the_visible_tokens_alone(pool):
     encoder, images = small(pool=pool, registers=2), images_of(3, 3, 24, 40)
-    mask = mask_of(images, 8, 10)
+    mask = mask_of(encoder.grids(images), 10)
     everything = first_input(encoder, images)
     features = encoder(images, mask, drop=True)
     norm = encoder.norm if pool == "class" else encoder.fc_norm
@@ -257,7 +221,7 @@ def test_tokens_lie_in_the_order_of_patches():
     encoder, images = small(), images_of(2, 3, 24, 40)
     for block in encoder.blocks:  # without attention a token knows its own patch only
         block.attn.proj.weight.zero_()
-    mask = mask_of(images, 8, 4)
+    mask = mask_of(encoder.grids(images), 4)
     plain, dropped = encoder(images).tokens, encoder(images, mask, drop=True).tokens
     for image, row, column in [(0, 0, 3), (0, 2, 1), (1, 1, 4)]:
         place = image * 15 + row * 5 + column
@@ -321,7 +285,7 @@ def test_gradients_reach_all_trainable_parameters(settings, use):
         output = encoder.logits(images)
         output = torch.cat(output) if isinstance(output, tuple) else output
     else:
-        output = encoder(images, mask_of(images, 8, 10), drop=use == "drop").tokens
+        output = encoder(images, mask_of(encoder.grids(images), 10), drop=use == "drop").tokens
     output.square().mul(torch.arange(output.shape[-1])).sum().backward()
     idle = [n for n, p in encoder.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
     assert not idle
@@ -364,7 +328,6 @@ def test_initial_values_are_those_of_dino_and_of_mae():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pool": "max"}, "pool must be one of class, mean, all, not 'max'"),
         ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
         ({"head_dim": 0}, "head_dim must be at least 1"),
         ({"class_token": False}, "class_token=False needs pool"),
@@ -381,16 +344,18 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_inputs_that_do_not_fit_are_refused():
     encoder, images = small(), images_of(2, 3, 32, 32)
-    uneven = Mask.from_hidden(torch.arange(32) < 2, encoder.grids(images))
     for inputs, drop, message in [
         ((images[..., :7],), False, "smaller than one patch of 8 x 8"),
         ((images.byte(),), False, "must be normalised floats, not torch.uint8"),
         ((images[:, :2],), False, r"\(B, 3, H, W\), not \(2, 2, 32, 32\)"),
-        ((images, mask_of(images[:1], 8, 4)), True, "16 tokens in 1 images does not fit 2 images of 4 x 4"),
-        ((images, mask_of(images, 8, 4)), False, "mask_token=True"),
+        ((images, mask_of(encoder.grids(images[:1]), 4)), True, "16 tokens in 1 images does not fit 2 images of 4 x 4"),
+        ((images, mask_of(encoder.grids(images), 4)), False, "mask_token=True"),
         ((images,), True, "needs a mask"),
-        ((images, uneven), True, "same number of tokens, at least one. These images keep 14 to 16"),
-        ((images, mask_of(images, 8, 16)), True, "at least one. These images keep 0 to 0"),
+        (
+            (images, mask_of(encoder.grids(images), 16)),
+            True,
+            "at least one token. The mask hides all tokens of image 0",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             encoder(*inputs, drop=drop)

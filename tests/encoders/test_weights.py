@@ -10,8 +10,7 @@ import torch
 from tessera import encoders
 from tessera.encoders import weights
 from tessera.encoders.base import IMAGENET
-
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+from tests.encoders.helpers import CLOSE
 
 
 def scrambled(model: torch.nn.Module) -> torch.nn.Module:

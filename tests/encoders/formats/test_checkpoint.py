@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.encoders import build, load_weights
+from tests.encoders.helpers import CLOSE
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
 OPTIONS = argparse.Namespace(lr=1e-3, output_dir="somewhere")
 

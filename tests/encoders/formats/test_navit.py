@@ -1,7 +1,5 @@
 """Weights of a NaViT: vit-pytorch's, and ours."""
 
-import math
-
 import pytest
 import torch
 from vit_pytorch.na_vit import NaViT as Oracle
@@ -10,20 +8,10 @@ from vit_pytorch.na_vit_nested_tensor_3d import NaViT as NestedOracle3d
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import navit as formats
+from tests.encoders.helpers import CLOSE, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 THEIRS = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24)}
 SMALL = THEIRS | {"head_dim": 20, "mlp_ratio": 2.5}
-
-
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(0, 1 / math.sqrt(weight.shape[1]) if weight.ndim == 2 else 0.5, generator=generator)
-            if name.endswith("gamma") or ("norm" in name and name.endswith("weight")):
-                weight += 1
-    return model.eval()
 
 
 def oracle(**settings) -> Oracle:

@@ -7,14 +7,15 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from tessera import encoders
 from tessera.encoders import build, load_weights
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats import checkpoint, sam_vit, vit
+from tessera.encoders.formats import checkpoint, navit, rope_vit, sam_vit, swin, twins, vit
+from tessera.encoders.formats.checkpoint import Format
 from tessera.encoders.layers import sincos_table
+from tessera.encoders.vit import ViT
+from tests.encoders.helpers import MICRO
 
 SMALL = {"dim": 64, "depth": 4, "heads": 1, "patch_size": 8, "image_size": 32}
-MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 
 
 def timm_vit(**options) -> timm.models.VisionTransformer:
@@ -118,47 +119,47 @@ def test_weights_of_dino_keep_the_interpolation_of_dino():
     assert vit.describe(timm_vit().state_dict())["interpolation"] == "dino"
 
 
-def known_files() -> dict[str, tuple[str, dict[str, torch.Tensor]]]:
-    """Name of a file -> name of its family, and its tensors."""
+def known_files() -> dict[str, tuple[Format, dict[str, torch.Tensor]]]:
+    """Name of a file -> its format, and its tensors."""
     with torch.device("meta"):
-        files = {name: (encoders.family(name).__name__, build(name).state_dict()) for name in MICRO}
-        files["twins vit-pytorch"] = ("Twins", build("twins_svt_vit_pytorch").state_dict())
+        files = {name: (checkpoint.format_of(build(name)), build(name).state_dict()) for name in MICRO}
+        files["twins vit-pytorch"] = (twins, build("twins_svt_vit_pytorch").state_dict())
         sam = build("sam_vit_micro").state_dict()
         files["full SAM"] = (
-            "SAMViT",
+            sam_vit,
             {f"image_encoder.{n}": t for n, t in sam.items()} | {"mask_decoder.a": sam["pos_embed"]},
         )
-        files["SAM without tables"] = ("SAMViT", build("sam_vit_micro", relative_positions=False).state_dict())
-        files["normed patches"] = ("ViT", build("vit_micro", patch_norm=True).state_dict())
+        files["SAM without tables"] = (sam_vit, build("sam_vit_micro", relative_positions=False).state_dict())
+        files["normed patches"] = (vit, build("vit_micro", patch_norm=True).state_dict())
         files["vit-pytorch"] = (
-            "ViT",
+            vit,
             pytest.importorskip("vit_pytorch.vit")
             .ViT(image_size=32, patch_size=8, num_classes=5, dim=48, depth=2, heads=3, mlp_dim=96)
             .state_dict(),
         )
         files["NaViT of vit-pytorch"] = (
-            "NaViT",
+            navit,
             pytest.importorskip("vit_pytorch.na_vit")
             .NaViT(image_size=32, patch_size=8, num_classes=5, dim=48, depth=2, heads=3, mlp_dim=96)
             .state_dict(),
         )
         files["Twins of vit-pytorch"] = (
-            "Twins",
+            twins,
             pytest.importorskip("vit_pytorch.twins_svt").TwinsSVT(num_classes=5).state_dict(),
         )
-        for family, name in {
-            "ViT": "vit_tiny_patch16_224",
-            "Swin": "swin_tiny_patch4_window7_224",
-            "Twins": "twins_svt_small",
-            "SAMViT": "samvit_base_patch16",
-        }.items():
-            files[name] = (family, timm.create_model(name, num_classes=3).state_dict())
+        for form, name in (
+            (vit, "vit_tiny_patch16_224"),
+            (swin, "swin_tiny_patch4_window7_224"),
+            (twins, "twins_svt_small"),
+            (sam_vit, "samvit_base_patch16"),
+        ):
+            files[name] = (form, timm.create_model(name, num_classes=3).state_dict())
     return files
 
 
 def test_exactly_one_format_recognises_each_file():
     for file, (family, state) in known_files().items():
-        claims = [kind.__name__ for kind, form in checkpoint.FORMATS.items() if form.recognises(state)]
+        claims = [form for form in (*checkpoint.FORMATS.values(), rope_vit) if form.recognises(state)]
         assert claims == [family], file
 
 
@@ -173,7 +174,7 @@ def test_the_order_of_formats_does_not_matter(monkeypatch):
 
 
 def test_an_encoder_without_a_format_takes_its_own_weights():
-    class Other(encoders.ViT):
+    class Other(ViT):
         """A family of another package."""
 
     encoder, source = Other(**SMALL), build("vit_small", **SMALL)

@@ -12,7 +12,8 @@ from tessera import encoders
 from tessera.encoders import build, load_weights, weights
 from tessera.encoders.formats import rope_vit, vit
 from tessera.encoders.formats.transformers_export import to_transformers
-from tests.encoders.test_rope_vit import of_transformers, scramble, small
+from tests.encoders.helpers import scramble
+from tests.encoders.test_rope_vit import of_transformers, small
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -144,7 +145,7 @@ def test_a_file_with_a_missing_part_of_a_gate_is_refused():
         load_weights(small(mlp="swiglu"), state)
 
 
-@pytest.mark.parametrize("variant", [name for name in rope_vit.rope_vit.VARIANTS if not name.endswith("micro")])
+@pytest.mark.parametrize("variant", [name for name in rope_vit.VARIANTS if not name.endswith("micro")])
 def test_files_of_dinov3_are_described_by_the_variant(variant):
     with torch.device("meta"):
         encoder = build(variant)
@@ -152,7 +153,7 @@ def test_files_of_dinov3_are_described_by_the_variant(variant):
         assert build(**described).settings == encoder.settings
 
 
-@pytest.mark.parametrize("variant", [name for name in vit.vit.VARIANTS if "dinov2" in name])
+@pytest.mark.parametrize("variant", [name for name in vit.VARIANTS if "dinov2" in name])
 def test_files_of_dinov2_are_described_by_the_variant(variant):
     with torch.device("meta"):
         encoder = build(variant)

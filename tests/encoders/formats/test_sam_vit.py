@@ -1,28 +1,16 @@
 """Weights of SAM-ViT: the whole model, the encoder alone, timm's, ours, and growth from a plain ViT."""
 
-import math
-
 import pytest
 import timm
 import torch
 
 from tessera.encoders import build, load, load_weights, save
 from tessera.encoders.formats import sam_vit
+from tests.encoders.helpers import CLOSE, images_of, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}
 SMALL |= {"global_blocks": (1,)}
 PLAIN = {name: SMALL[name] for name in ("dim", "depth", "heads", "patch_size", "image_size")}
-
-
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights that all show in the output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            spread = 1 / math.sqrt(weight[0].numel()) if weight.ndim in (2, 4) and "pos" not in name else 0.3
-            weight.copy_(spread * torch.randn(weight.shape, generator=generator))
-    return model.eval()
 
 
 def small(**settings):
@@ -33,10 +21,6 @@ def timm_sam(**options):
     options = {"patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0, **options}
     options = {"window_size": 4, "global_attn_indexes": (1,), "neck_chans": 20, "norm_layer": "", **options}
     return scramble(timm.create_model("samvit_base_patch16", **{"img_size": 24, **options}))
-
-
-def images_of(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
 def whole_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,5 @@
 """Weights of Swin Transformers, made from timm models, under Microsoft's names and timm's, in and out."""
 
-import math
 import re
 
 import pytest
@@ -11,20 +10,11 @@ import torch.nn.functional as F
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import swin
 from tessera.encoders.formats.checkpoint import recognise
+from tests.encoders.helpers import CLOSE, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64}
 TIMM = {"embed_dim": 24, "depths": (2, 2, 3), "num_heads": (1, 2, 4), "window_size": 4, "img_size": 64}
 TABLE = "attn.relative_position_bias_table"
-
-
-def scramble(model: torch.nn.Module) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            matrix = weight.ndim in (2, 4) and not any(part in name for part in ("table", "token"))
-            weight.normal_(0, 1 / math.sqrt(weight[0].numel()) if matrix else 0.5, generator=generator)
-    return model.eval()
 
 
 def timm_swin(**options):

@@ -10,8 +10,8 @@ from vit_pytorch.twins_svt import TwinsSVT
 from tessera.encoders import VARIANTS, build, load_weights
 from tessera.encoders.formats import twins as formats
 from tessera.encoders.twins import Twins
+from tests.encoders.helpers import CLOSE, images_of, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4}
 TIMM = {"embed_dims": (32, 64), "depths": (2, 2), "num_heads": (1, 2), "sr_ratios": (2, 1), "wss": (4, 4)}
 TIMM |= {"mlp_ratios": (4, 4)}
@@ -20,16 +20,6 @@ THEIRS |= {"s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_s
 THEIRS |= {"s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 2}
 FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 1, 1, 1), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 2)}
 FITTING |= {"patch_size": 2}
-
-
-@torch.no_grad()
-def scramble(model: torch.nn.Module) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        weight.normal_(0, 0.1, generator=generator)
-        if ("norm" in name and name.endswith("weight")) or name.endswith(".g"):
-            weight += 1
-    return model.eval()
 
 
 def timm_twins(**options) -> torch.nn.Module:
@@ -50,10 +40,6 @@ def other(**settings) -> Twins:
     encoder = build("twins_svt_vit_pytorch", **FITTING | settings)
     assert isinstance(encoder, Twins)
     return encoder.eval()
-
-
-def images_of(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("source", ["auto", "twins"])

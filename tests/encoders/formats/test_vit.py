@@ -1,34 +1,18 @@
 """A ViT into timm, its weights described, and weights of vit-pytorch."""
 
-import math
-
 import pytest
 import timm
 import torch
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import vit
+from tests.encoders.helpers import CLOSE, images_of, scramble
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
-
-
-def scramble(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights that all show in the output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            spread = 1 / math.sqrt(weight[:1].numel() or 1) if weight.ndim in (2, 4) and "pos" not in name else 0.3
-            weight.copy_(spread * torch.randn(weight.shape, generator=generator))
-    return model.eval()
 
 
 def small(**settings):
     return scramble(build("vit_small", **SMALL | settings), seed=1)
-
-
-def images_of(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
 def lucidrains(**settings):
