@@ -141,19 +141,21 @@ def runs(lengths: Tensor) -> list[tuple[int, int]]:
 
 
 def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:
-    """Insert the same prefix tokens before the patch tokens of each image: (T, D) -> (T + B * S, D).
+    """Insert prefix tokens before the patch tokens of each image: (T, D) -> (T + B * S, D).
 
     Args:
         x: patch tokens of all images, image after image.
-        prefix: prefix tokens: (1, S, D).
+        prefix: prefix tokens of each image, (B, S, D), or of all images, (1, S, D).
         lengths: number of patch tokens of each image: (B,) on the CPU.
     """
-    parts = x.split([images * tokens for images, tokens in runs(lengths)])
-    together = [
-        torch.cat([prefix.expand(images, -1, -1), part.unflatten(0, (images, tokens))], 1).flatten(0, 1)
-        for part, (images, tokens) in zip(parts, runs(lengths), strict=True)
+    sizes = runs(lengths)
+    parts = x.split([images * tokens for images, tokens in sizes])
+    prefixes = prefix.expand(len(lengths), -1, -1).split([images for images, _ in sizes])
+    joined = [
+        torch.cat([first, part.unflatten(0, (len(first), -1))], 1).flatten(0, 1)
+        for first, part in zip(prefixes, parts, strict=True)
     ]
-    return torch.cat(together)
+    return torch.cat(joined)
 
 
 def split_prefix(x: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,10 @@ from tessera.data.batch import Batch
 from tessera.data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from tessera.data.masking import MaskedCrop, MaskKind
 from tessera.encoders.base import Encoder, Features
-from tessera.encoders.blocks import Block
 from tessera.encoders.images import Images, Mask, PackedImages, patchify
-from tessera.encoders.layers import init_linear, sincos_table
+from tessera.encoders.narrow import NarrowTransformer
 from tessera.encoders.navit import NaViT
-from tessera.encoders.segments import Segments, copy_to_device, token_positions
+from tessera.encoders.segments import copy_to_device
 from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
@@ -34,8 +33,6 @@ NO_CONTRAST = 0.01
 """Contrast of targets (`target_contrast`) at or below which all patches are equal, apart from rounding errors."""
 LOOKED_AT = 256
 """Number of patches per process from which `target_contrast` is computed."""
-LONGEST_SIDE = 512
-"""largest number of rows or columns of tokens for which the decoder has position vectors"""
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
@@ -95,93 +92,27 @@ def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAECo
     return config.filled(smallest), optim.filled(defaults)
 
 
-class Decoder(nn.Module):
-    """Decoder that predicts the pixels of all tokens from the features of the visible tokens.
+def make_decoder(encoder: Encoder, config: MAEConfig, *, drop: bool) -> NarrowTransformer:
+    """Return the decoder, which predicts the pixels of all tokens: (V or T, D) -> (T, P).
 
-    A decoder of depth 0 is one linear layer, and needs features of all tokens.
-
-    Args:
-        dim: width D of the encoder.
-        pixels: number of pixel values per token (P).
-        config: settings of MAE.
-        depth: number of blocks.
-        drop: True if the encoder drops hidden tokens.
-        class_token: True to add the pooled features as one more token.
+    Its default settings are those of the published decoder, with width 512 and 16 heads, for the published encoders.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, or `depth` is 0 and `drop` is true.
+        ValueError: the width is not a multiple of the number of heads, or the depth is 0 and `drop` is true.
     """
-
-    def __init__(self, dim: int, pixels: int, config: MAEConfig, depth: int, *, drop: bool, class_token: bool) -> None:
-        super().__init__()
-        # these defaults give the published decoder, with width 512 and 16 heads, for the published encoders
-        width = config.decoder_dim or min(max(dim // 32 * 32, 32), 512)
-        heads = config.decoder_heads or max(width // 32, 1)
-        if depth and width % heads:
-            raise ValueError(
-                f"mae.decoder_dim {width} is not a multiple of mae.decoder_heads {heads}. Change one of them."
-            )
-        if not depth and drop:
-            raise ValueError(
-                "mae.decoder_depth 0 needs features of all tokens, but mae.drop is true. "
-                "Set mae.drop to false, or choose a larger depth."
-            )
-        self.drop, self.class_token = drop, class_token and depth > 0
-        self.embed = nn.Linear(dim, width) if depth else nn.Identity()
-        self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, width), std=0.02)) if drop else None
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                heads,
-                mlp_ratio=4.0,
-                qkv_bias=True,
-                norm_eps=1e-6,
-                layer_scale=None,
-                drop_path=0.0,
-            )
-            for _ in range(depth)
+    usual = (8 if len(encoder.blocks) >= 12 else 2) if drop else 0
+    depth = usual if config.decoder_depth is None else config.decoder_depth
+    width = config.decoder_dim or min(max(encoder.dim // 32 * 32, 32), 512)
+    heads = config.decoder_heads or max(width // 32, 1)
+    if depth and width % heads:
+        raise ValueError(f"mae.decoder_dim {width} is not a multiple of mae.decoder_heads {heads}. Change one of them.")
+    if not depth and drop:
+        raise ValueError(
+            "mae.decoder_depth 0 needs features of all tokens, but mae.drop is true. "
+            "Set mae.drop to false, or choose a larger depth."
         )
-        self.norm = nn.LayerNorm(width, eps=1e-6) if depth else nn.Identity()
-        self.pred = nn.Linear(width if depth else dim, pixels)
-        self.waves: Tensor
-        if depth:  # rows and columns share one table of sine-cosine positions
-            self.register_buffer("waves", sincos_table(1, LONGEST_SIDE, width)[:, : width // 2], persistent=False)
-        self.apply(lambda layer: init_linear(layer, "xavier"))
-
-    def forward(self, features: Features, mask: Mask, sequences: Tensor | None = None) -> Tensor:
-        """Predict pixels (T, P) from features of the visible tokens (V, D) or of all tokens (T, D).
-
-        `sequences` is `PackedImages.sequences`, or None for images of one size.
-        """
-        x = self.embed(features.tokens)  # (V or T, E)
-        if self.mask_token is not None:
-            x = self.mask_token.to(x.dtype).repeat(len(mask.hidden), 1).index_copy(0, mask.visible, x)  # (T, E)
-        if not self.blocks:
-            return self.pred(x)
-        segments = Segments(features.grids.prod(1), x.device, sequences=sequences)
-        x = x + self._positions(features.grids, segments)
-        if segments.uniform:
-            x = x.unflatten(0, (len(segments.lengths), -1))  # (B, N, E)
-        if self.class_token:
-            x = torch.cat([self.embed(features.pooled)[:, None], x], 1)  # (B, 1 + N, E)
-        for block in self.blocks:
-            x = block(x, None if segments.uniform else segments)
-        x = self.pred(self.norm(x))
-        return x[:, int(self.class_token) :].flatten(0, 1) if segments.uniform else x
-
-    def _positions(self, grids: Tensor, segments: Segments) -> Tensor:
-        """Return fixed sine-cosine positions of all tokens: grids (B, 2) -> (T, E). The first half of each position
-        vector encodes the column, and the second half encodes the row.
-
-        Raises:
-            ValueError: an image has more than `LONGEST_SIDE` rows or columns of tokens.
-        """
-        if int(grids.max()) > LONGEST_SIDE:
-            raise ValueError(
-                f"An image has a side of {int(grids.max())} tokens. The limit is {LONGEST_SIDE}. Lower mae.size."
-            )
-        (row, column), _ = token_positions(grids, segments)  # (T,) each
-        return torch.cat([self.waves[column], self.waves[row]], 1)
+    pixels = encoder.stride**2 * encoder.channels
+    return NarrowTransformer(encoder.dim, width, depth, heads, pixels, mask_token=drop)
 
 
 def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Tensor:
@@ -231,12 +162,9 @@ class MAE(Method):
         _check(encoder, config, self.drop)
         unused = ("mask_token",) if self.drop else ()
         freeze(encoder, (*unused, "attn_pool", "cls_norm", "local_cls_norm", "pre_logits", "head", "head_dist"))
-        usual = (8 if len(encoder.blocks) >= 12 else 2) if self.drop else 0
-        depth = usual if config.decoder_depth is None else config.decoder_depth
-        class_token = getattr(encoder, "pool", None) == "class"
-        pixels = encoder.stride**2 * encoder.channels
         self.encoder = encoder
-        self.decoder = Decoder(encoder.dim, pixels, config, depth, drop=self.drop, class_token=class_token)
+        self.decoder = make_decoder(encoder, config, drop=self.drop)
+        self.class_token = getattr(encoder, "pool", None) == "class"  # the decoder then sees the pooled features, too
         # of the last forward pass, for health(): pooled features (B, D), and targets of some patches (N, P)
         self._pooled: Tensor | None = None
         self._some_targets: Tensor | None = None
@@ -261,8 +189,7 @@ class MAE(Method):
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch with one view: B images, (B, C, H, W) or packed, and one mask."""
         images, mask = _masked_view(batch)
-        features = self.encoder(images, mask, drop=self.drop)
-        predicted = self.decoder(features, mask, _sequences(images)).float()  # (T, P)
+        features, predicted = self._predict(images, mask)
         targets = self._targets(images)
         with full_precision(predicted):
             loss = mae_loss(predicted, targets, mask, features.grids)
@@ -270,6 +197,18 @@ class MAE(Method):
         self._pooled = features.pooled.detach().float()
         # A spread near 0 shows that the decoder learns nothing from the encoder.
         return loss, {"prediction_spread": predicted.detach().std(0).mean()}
+
+    def _predict(self, images: Images, mask: Mask) -> tuple[Features, Tensor]:
+        """Return the features of the encoder, and the predicted pixels of all tokens: (T, P) float32."""
+        features = self.encoder(images, mask, drop=self.drop)
+        predicted = self.decoder(
+            features.tokens,
+            features.grids,
+            mask if self.drop else None,
+            pooled=features.pooled if self.class_token else None,
+            sequences=images.sequences if isinstance(images, PackedImages) else None,
+        )
+        return features, predicted.float()
 
     def _targets(self, images: Images) -> Tensor:
         """Return the pixels that the decoder has to predict: (T, P) float32."""
@@ -317,7 +256,7 @@ class MAE(Method):
         pixels = view.patches if isinstance(view, PackedImages) else patchify(view, stride)  # (T, P)
         training = self.training
         self.eval()
-        predicted = self.decoder(self.encoder(view, mask, drop=self.drop), mask, _sequences(view)).float()
+        _, predicted = self._predict(view, mask)
         self.train(training)
         if self.config.normalize_targets:  # undo the normalisation of the targets
             predicted = predicted * (pixels.var(1, keepdim=True) + 1e-6).sqrt() + pixels.mean(1, keepdim=True)
@@ -333,10 +272,6 @@ def _masked_view(batch: Batch) -> tuple[Images, Mask]:
     (view,) = batch.views
     (mask,) = view.masks
     return view.images, mask
-
-
-def _sequences(images: Images) -> Tensor | None:
-    return images.sequences if isinstance(images, PackedImages) else None
 
 
 def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:

@@ -12,7 +12,8 @@ from tessera import encoders
 from tessera.encoders.base import Features
 from tessera.encoders.images import Mask, pack
 from tessera.encoders.summary import summarize
-from tests.encoders.helpers import MICRO
+from tests.encoders import helpers
+from tests.encoders.helpers import MICRO, mask_of
 
 DROPPING = [name for name in MICRO if encoders.family(name).can_drop]
 WHOLE = [name for name in MICRO if not encoders.family(name).can_drop]
@@ -34,15 +35,13 @@ def make(variant: str, **settings) -> encoders.Encoder:
 
 
 def images_of(count: int, height: int = 16, width: int = 16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    return helpers.images_of(count, 3, height, width, seed=seed)
 
 
-def mask_of(encoder: encoders.Encoder, images: torch.Tensor, share: float = 0.5, seed: int = 0) -> Mask:
-    """The same number of hidden tokens in each image, at different places."""
+def share_of(encoder: encoders.Encoder, images: torch.Tensor, share: float = 0.5) -> Mask:
+    """Hide the same number of tokens in each image, at different places."""
     grids = encoder.grids(images)
-    tokens = int(grids[0].prod())
-    order = torch.rand(len(images), tokens, generator=torch.Generator().manual_seed(seed)).argsort(1).argsort(1)
-    return Mask.from_hidden((order < max(int(share * tokens), 1)).flatten(), grids)
+    return mask_of(grids, max(int(share * int(grids[0].prod())), 1))
 
 
 def under(mask: Mask, encoder: encoders.Encoder, images: torch.Tensor) -> torch.Tensor:
@@ -95,18 +94,17 @@ def test_an_encoder_is_registered_by_one_entry(monkeypatch, tmp_path):
     encoders.load_weights(other, tmp_path / "encoder.safetensors")
     assert torch.equal(other(images_of(2)).pooled, encoder(images_of(2)).pooled)
     with pytest.raises(encoders.EncoderError, match="needs a mask token"):
-        encoder(images_of(2), mask_of(encoder, images_of(2)))
+        encoder(images_of(2), share_of(encoder, images_of(2)))
     assert summarize(encoder.to("meta"), 16, 16).parameters == sum(p.numel() for p in encoder.parameters())
 
 
-def test_a_mask_may_hide_nothing_in_some_images():
-    for variant in MICRO:
-        encoder = make(variant, mask_token=True)
-        images, tokens = images_of(2), int(encoder.grids(images_of(1)).prod())
-        hidden = torch.cat([torch.zeros(tokens, dtype=torch.bool), torch.arange(tokens) < 1])
-        features = encoder(images, Mask.from_hidden(hidden, encoder.grids(images)))
-        torch.testing.assert_close(features.pooled[:1], encoder(images[:1]).pooled, rtol=1e-4, atol=1e-5)
-        assert not torch.equal(features.pooled[1:], encoder(images[1:]).pooled)
+@pytest.mark.parametrize("variant", MICRO)
+def test_a_mask_may_hide_nothing_in_some_images(variant):
+    encoder = make(variant, mask_token=True)
+    images = images_of(2)
+    features = encoder(images, mask_of(encoder.grids(images), [0, 1]))
+    torch.testing.assert_close(features.pooled[:1], encoder(images[:1]).pooled, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(features.pooled[1:], encoder(images[1:]).pooled)
 
 
 def test_preprocessing_is_saved_with_the_encoder(tmp_path):
@@ -161,7 +159,7 @@ def test_hidden_pixels_do_not_leak(variant, size):
         size = tuple(side // 4 * 4 for side in size)
     encoder = make(variant, mask_token=True, image_size=32)
     images = images_of(2, *size)
-    mask = mask_of(encoder, images)
+    mask = share_of(encoder, images)
     hidden = under(mask, encoder, images)
     other = images_of(2, *size, seed=1)
     before, after = encoder(images, mask), encoder(torch.where(hidden, other, images), mask)
@@ -176,7 +174,7 @@ def test_hidden_pixels_do_not_leak(variant, size):
 @torch.no_grad()
 def test_dropped_pixels_do_not_leak_and_tokens_are_those_that_are_visible(variant):
     encoder, images = make(variant), images_of(3)
-    mask = mask_of(encoder, images, 0.75)
+    mask = share_of(encoder, images, 0.75)
     hidden = under(mask, encoder, images)
     before = encoder(images, mask, drop=True)
     after = encoder(torch.where(hidden, images_of(3, seed=1), images), mask, drop=True)
@@ -187,12 +185,40 @@ def test_dropped_pixels_do_not_leak_and_tokens_are_those_that_are_visible(varian
     torch.testing.assert_close(encoder(images, nothing, drop=True).tokens, encoder(images).tokens, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("counts", [[8, 8, 8], [3, 15, 9]])
+@pytest.mark.parametrize("variant", MICRO)
+@torch.no_grad()
+def test_visible_features_do_not_depend_on_hidden_pixels(variant, counts):
+    """Those who drop hidden tokens need no mask token. Images may have different numbers of visible tokens."""
+    encoder = make(variant, mask_token=not encoders.family(variant).can_drop)
+    images, other = images_of(3), images_of(3, seed=1)
+    grids = encoder.grids(images)
+    counts = [count * int(grids[0].prod()) // 16 for count in counts]
+    mask = mask_of(grids, counts)
+    hidden = under(mask, encoder, images)
+    features = encoder.visible(images, mask)
+    assert features.tokens.shape == (len(mask.visible), encoder.dim)
+    assert torch.equal(features.grids, grids)
+    assert helpers.same(encoder.visible(torch.where(hidden, other, images), mask), features)
+    assert not helpers.same(encoder.visible(torch.where(hidden, images, other), mask), features)
+    for image, tokens in enumerate(features.tokens.split(mask.lengths.tolist())):
+        own = Mask.from_hidden(mask.hidden.unflatten(0, (3, -1))[image], grids[:1])
+        alone = encoder.visible(images[image : image + 1], own)
+        torch.testing.assert_close(alone.tokens, tokens, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(alone.pooled[0], features.pooled[image], rtol=1e-4, atol=1e-5)
+    in_place = make(variant, mask_token=True)
+    if not encoder.can_drop:
+        assert torch.equal(features.tokens, in_place(images, mask).tokens[mask.visible])
+        with pytest.raises(encoders.EncoderError, match="needs a mask token"):
+            make(variant).visible(images, mask)
+
+
 @pytest.mark.parametrize("variant", MICRO)
 @torch.no_grad()
 def test_images_do_not_see_each_other(variant):
     encoder, images = make(variant), images_of(3)
     changed = torch.cat([images[:1], images_of(1, seed=5), images[2:]])
-    for mask in (None, mask_of(make(variant, mask_token=True), images)):
+    for mask in (None, share_of(make(variant, mask_token=True), images)):
         encoder = make(variant, mask_token=mask is not None)
         before, after = encoder(images, mask), encoder(changed, mask)
         each = len(before.tokens) // 3
@@ -233,7 +259,7 @@ def test_every_parameter_gets_a_gradient(variant):
     for hide in (False, True):
         encoder = make(variant, mask_token=hide).train()
         images = images_of(2)
-        features = encoder(images, mask_of(encoder, images) if hide else None)
+        features = encoder(images, share_of(encoder, images) if hide else None)
         (features.pooled.square().sum() + features.tokens.square().sum()).backward()
         assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
 
@@ -294,13 +320,13 @@ def test_drop_path_leaves_out_branches_in_training_only(variant):
 @torch.no_grad()
 def test_half_precision_is_close(variant):
     encoder, images = make(variant, mask_token=True), images_of(2)
-    for mask in (None, mask_of(encoder, images)):
+    for mask in (None, share_of(encoder, images)):
         expected = encoder(images, mask).tokens
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = encoder(images, mask).tokens
         assert (found - expected).abs().mean() < 0.05 * expected.abs().mean()
     half = make(variant, mask_token=True).bfloat16()
-    found = half(images.bfloat16(), mask_of(half, images)).tokens
+    found = half(images.bfloat16(), share_of(half, images)).tokens
     assert found.dtype == torch.bfloat16
     assert (found - expected).abs().mean() < 0.05 * expected.abs().mean()
 
@@ -322,7 +348,7 @@ def test_blocks_can_be_compiled_one_by_one(variant):
 def test_what_does_not_fit_is_refused(variant):
     encoder, masking = make(variant), make(variant, mask_token=True)
     images = images_of(2)
-    mask = mask_of(masking, images)
+    mask = share_of(masking, images)
     cases = [
         (masking, (images.byte(),), {}, "normalised floats, not torch.uint8"),
         (masking, (images[0],), {}, r"\(B, 3, H, W\)"),
