@@ -4,7 +4,7 @@ Letters in shapes: N tokens of an image; D width of a token; r x c grid of a pos
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
+from tessera.encoders.segments import Segments
 
 Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
@@ -90,6 +92,32 @@ class SameDtypeLayerNorm(LayerNorm):
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
             return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class PreNormBlock(nn.Module):
+    """Transformer block: attention and an MLP, each after a norm and added to its input. (..., D) -> (..., D).
+
+    Drop path multiplies the branches of an image by the factors `scales` (2, B). Unless `context` is None, it is the
+    second argument of `attn`: the windows of a grid, or the boundaries of packed images.
+    """
+
+    def __init__(
+        self, dim: int, attn: nn.Module, mlp: nn.Module, *, norm_eps: float, drop_path: float, norm_bias: bool = True
+    ):
+        super().__init__()
+        self.norm1 = LayerNorm(dim, eps=norm_eps, bias=norm_bias)
+        self.attn: Any = attn
+        self.norm2 = LayerNorm(dim, eps=norm_eps, bias=norm_bias)
+        self.mlp: Any = mlp
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, context: Any = None, scales: Tensor | None = None) -> Tensor:
+        first, second = branch_scales(scales)
+        segments = context if isinstance(context, Segments) else None
+        normed = self.norm1(x)
+        branch = self.attn(normed) if context is None else self.attn(normed, context)
+        x = x + self.drop_path(branch, segments, first)
+        return x + self.drop_path(self.mlp(self.norm2(x)), segments, second)
 
 
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

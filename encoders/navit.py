@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from tessera.encoders.attention import attention
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.checks import check_counts, check_heads
-from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask, PackedImages, pack
-from tessera.encoders.layers import MLP, LayerNorm, at_least_float32, init_linear, learned, table_grid
+from tessera.encoders.layers import MLP, LayerNorm, PreNormBlock, at_least_float32, init_linear, learned, table_grid
 from tessera.encoders.randomness import next_keys, token_noise
 from tessera.encoders.segments import Segments, copy_to_device, token_positions
 
@@ -64,7 +63,8 @@ class HeadNorm(nn.Module):
 class Attention(nn.Module):
     """Attention from the queries of an image to the tokens of the same image: (Q, D) and (T, D) -> (Q, D).
 
-    Queries and keys are normalised, so the logits are not divided by sqrt(d) (ViT-22B, 2302.05442).
+    By default, all tokens are queries. Queries and keys are normalised, so the logits are not divided by sqrt(d)
+    (ViT-22B, 2302.05442).
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int):
@@ -76,31 +76,14 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(heads, head_dim)
         self.proj = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, context: Tensor, segments: Segments) -> Tensor:
-        q = rearrange(self.q(x), "q (heads d) -> heads q d", heads=self.heads)
-        k, v = rearrange(self.kv(context), "t (two heads d) -> two heads t d", two=2, heads=self.heads)
+    def forward(self, queries: Tensor, segments: Segments, tokens: Tensor | None = None) -> Tensor:
+        tokens = queries if tokens is None else tokens
+        q = rearrange(self.q(queries), "q (heads d) -> heads q d", heads=self.heads)
+        k, v = rearrange(self.kv(tokens), "t (two heads d) -> two heads t d", two=2, heads=self.heads)
         # Autocast computes the norms in float32, but the fused attention kernels need half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         out = attention(q, k, v, scale=1.0, segments=segments)
         return self.proj(rearrange(out, "heads q d -> q (heads d)"))
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block: (T, D) -> (T, D)."""
-
-    def __init__(self, dim: int, heads: int, head_dim: int, *, mlp_ratio: float, norm_eps: float, drop_path: float):
-        super().__init__()
-        self.norm1 = LayerNorm(dim, eps=norm_eps, bias=False)
-        self.attn = Attention(dim, heads, head_dim)
-        self.norm2 = LayerNorm(dim, eps=norm_eps, bias=False)
-        self.mlp = MLP(dim, round(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor, segments: Segments, scales: Tensor | None = None) -> Tensor:
-        first, second = branch_scales(scales)
-        normed = self.norm1(x)
-        x = x + self.drop_path(self.attn(normed, normed, segments), segments, first)
-        return x + self.drop_path(self.mlp(self.norm2(x)), segments, second)
 
 
 class AttentionPool(nn.Module):
@@ -117,7 +100,7 @@ class AttentionPool(nn.Module):
 
     def forward(self, tokens: Tensor, segments: Segments) -> Tensor:
         queries = self.norm(self.query).expand(len(segments.lengths), -1)  # (B, D)
-        return self.query + self.attn(queries, tokens, replace(segments, queries=torch.ones_like(segments.lengths)))
+        return self.query + self.attn(queries, replace(segments, queries=torch.ones_like(segments.lengths)), tokens)
 
 
 class NaViT(Encoder):
@@ -196,10 +179,11 @@ class NaViT(Encoder):
         self.pos_embed_rows = learned(rows, dim)
         self.pos_embed_columns = learned(columns, dim)
         self.mask_token = learned(1, dim) if mask_token else None
-        rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(
-            Block(dim, heads, head_dim, mlp_ratio=mlp_ratio, norm_eps=norm_eps, drop_path=rate) for rate in rates
-        )
+        self.blocks = nn.ModuleList()
+        for i in range(depth):
+            attn, mlp, rate = Attention(dim, heads, head_dim), MLP(dim, round(dim * mlp_ratio)), i / max(depth - 1, 1)
+            block = PreNormBlock(dim, attn, mlp, norm_eps=norm_eps, drop_path=drop_path * rate, norm_bias=False)
+            self.blocks.append(block)
         self.norm = LayerNorm(dim, eps=norm_eps, bias=False)
         self.attn_pool = AttentionPool(dim, heads, head_dim, norm_eps) if pool == "attention" else None
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))

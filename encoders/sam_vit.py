@@ -11,7 +11,6 @@ weights.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,9 @@ from tessera.encoders.attention import attention
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.blocks import PatchEmbed
 from tessera.encoders.checks import check_block_count, check_counts, check_heads
-from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import LayerNorm, init_linear, learned, resize_table, table_grid
+from tessera.encoders.layers import LayerNorm, PreNormBlock, init_linear, learned, resize_table, table_grid
 
 VARIANTS = {
     "sam_vit_micro": {
@@ -75,19 +73,32 @@ def relative_positions(table: Tensor, size: int) -> Tensor:
 class Attention(nn.Module):
     """Self-attention over a grid with relative positions: (B, h, w, D) -> (B, h, w, D).
 
+    With `window` > 0, tokens attend only within windows of `window` x `window` tokens. To fill the last windows, the
+    grid is padded with zeros, below and to the right. Tokens also attend to padding, as in the published code.
+
     `size` holds the numbers of token rows and token columns for which the relative position tables are made. None means
     no tables.
     """
 
-    def __init__(self, dim: int, heads: int, *, qkv_bias: bool, size: tuple[int, int] | None):
+    def __init__(self, dim: int, heads: int, *, window: int, qkv_bias: bool, size: tuple[int, int] | None):
         super().__init__()
-        self.heads = heads
+        self.heads, self.window = heads, window
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
         self.rel_pos_h = None if size is None else nn.Parameter(torch.zeros(2 * size[0] - 1, dim // heads))
         self.rel_pos_w = None if size is None else nn.Parameter(torch.zeros(2 * size[1] - 1, dim // heads))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.window:
+            return self._attend(x)
+        h, w = x.shape[1:3]
+        x = F.pad(x, (0, 0, 0, -w % self.window, 0, -h % self.window))
+        rows, columns = x.shape[1] // self.window, x.shape[2] // self.window
+        x = rearrange(x, "b (r p) (c q) d -> (b r c) p q d", r=rows, c=columns)
+        x = rearrange(self._attend(x), "(b r c) p q d -> b (r p) (c q) d", r=rows, c=columns)
+        return x[:, :h, :w]
+
+    def _attend(self, x: Tensor) -> Tensor:
         grid = x.shape[1:3]
         qkv = rearrange(self.qkv(x), "b h w (three heads d) -> three b heads (h w) d", three=3, heads=self.heads)
         q, k, v = qkv.unbind()
@@ -104,50 +115,6 @@ class Attention(nn.Module):
         # Otherwise, `flatten` would copy the sum, which is the largest tensor of this function.
         bias = rows.contiguous()[..., :, None] + columns.contiguous()[..., None, :]  # (B, heads, h, w, h, w)
         return bias.flatten(4).flatten(2, 3)
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block on a grid: (B, h, w, D) -> (B, h, w, D).
-
-    With `window` > 0, tokens attend only within windows of `window` x `window` tokens. To fill the last windows, the
-    normed grid is padded with zeros, below and to the right. Tokens also attend to padding, as in the published code.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        window: int,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        norm_eps: float,
-        size: tuple[int, int] | None,
-        drop_path: float,
-    ):
-        super().__init__()
-        self.window = window
-        hidden = int(dim * mlp_ratio)
-        self.norm1 = LayerNorm(dim, eps=norm_eps)
-        self.attn = Attention(dim, heads, qkv_bias=qkv_bias, size=size)
-        self.norm2 = LayerNorm(dim, eps=norm_eps)
-        lin1, lin2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-        self.mlp = nn.Sequential(OrderedDict(lin1=lin1, act=nn.GELU(), lin2=lin2))
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
-        first, second = branch_scales(scales)
-        y = self.norm1(x)
-        x = x + self.drop_path(self._in_windows(y) if self.window else self.attn(y), scale=first)
-        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
-
-    def _in_windows(self, x: Tensor) -> Tensor:
-        h, w = x.shape[1:3]
-        x = F.pad(x, (0, 0, 0, -w % self.window, 0, -h % self.window))
-        rows, columns = x.shape[1] // self.window, x.shape[2] // self.window
-        x = rearrange(x, "b (r p) (c q) d -> (b r c) p q d", r=rows, c=columns)
-        x = rearrange(self.attn(x), "(b r c) p q d -> b (r p) (c q) d", r=rows, c=columns)
-        return x[:, :h, :w]
 
 
 class SAMViT(Encoder):
@@ -220,13 +187,16 @@ class SAMViT(Encoder):
         self.patch_embed = PatchEmbed(channels, dim, patch_size, "trunc_normal")
         self.pos_embed = learned(1, *self.table_grid, dim) if absolute_positions else None
         self.mask_token = learned(1, dim) if mask_token else None
-        block = partial(Block, dim, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, norm_eps=norm_eps)
+        hidden = int(dim * mlp_ratio)
         self.blocks = nn.ModuleList()
         for i in range(depth):
             window = 0 if i in global_blocks else window_size
             size = (window, window) if window else self.table_grid
+            size = size if relative_positions else None
+            attn = Attention(dim, heads, window=window, qkv_bias=qkv_bias, size=size)
+            mlp = OrderedDict(lin1=nn.Linear(dim, hidden), act=nn.GELU(), lin2=nn.Linear(hidden, dim))
             rate = drop_path * i / max(depth - 1, 1)
-            self.blocks.append(block(window=window, size=size if relative_positions else None, drop_path=rate))
+            self.blocks.append(PreNormBlock(dim, attn, nn.Sequential(mlp), norm_eps=norm_eps, drop_path=rate))
         self.neck = nn.Sequential(
             nn.Conv2d(dim, out_dim, 1, bias=False),
             LayerNorm2d(out_dim, eps=NECK_EPS),
@@ -264,7 +234,7 @@ class SAMViT(Encoder):
         x = self._embed(self.checked(images, mask, drop=drop), mask)  # (B, h, w, D)
         scales = self.draw_drop_path(len(x), x.device)
         for block in self.blocks:
-            x = self.run_block(block, x, next(scales))
+            x = self.run_block(block, x, None, next(scales))
             yield x
 
     def _features(self, output: Tensor, grids: Tensor) -> Features:

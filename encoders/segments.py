@@ -150,7 +150,8 @@ def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:
     """
     sizes = runs(lengths)
     parts = x.split([images * tokens for images, tokens in sizes])
-    prefixes = prefix.expand(len(lengths), -1, -1).split([images for images, _ in sizes])
+    counts = [images for images, _ in sizes]
+    prefixes = [prefix.expand(n, -1, -1) for n in counts] if len(prefix) == 1 else prefix.split(counts)
     joined = [
         torch.cat([first, part.unflatten(0, (len(first), -1))], 1).flatten(0, 1)
         for first, part in zip(prefixes, parts, strict=True)

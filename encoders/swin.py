@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from tessera.encoders.attention import attention
 from tessera.encoders.checks import check_counts
-from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import MLP, LayerNorm, init_linear, learned, modules_of, resize_table
+from tessera.encoders.layers import MLP, LayerNorm, PreNormBlock, init_linear, learned, modules_of, resize_table
 from tessera.encoders.stages import StagedEncoder
 
 VARIANTS = {
@@ -104,16 +103,29 @@ class PatchEmbed(nn.Module):
 class WindowAttention(nn.Module):
     """Self-attention within each window, with relative position biases: (B, h, w, D) -> (B, h, w, D)."""
 
-    def __init__(self, dim: int, heads: int, *, window_size: int, qkv_bias: bool, qk_scale: float | None):
+    def __init__(
+        self, dim: int, heads: int, *, shifted: bool, window_size: int, qkv_bias: bool, qk_scale: float | None
+    ):
         super().__init__()
-        self.heads = heads
+        self.heads, self.shifted = heads, shifted
         self.scale = (dim // heads) ** -0.5 if qk_scale is None else qk_scale
-        table = torch.empty((2 * window_size - 1) ** 2, heads)
-        self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
+        self.relative_position_bias_table = learned((2 * window_size - 1) ** 2, heads)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, windows: Windows) -> Tensor:
+        height, width = x.shape[1:3]
+        (below, right), (down, across) = windows.padding, windows.shift
+        if below or right:
+            x = F.pad(x, (0, 0, 0, right, 0, below))
+        if down or across:
+            x = x.roll((-down, -across), (1, 2))
+        x = self._attend(x, windows)
+        if down or across:
+            x = x.roll((down, across), (1, 2))
+        return x[:, :height, :width]
+
+    def _attend(self, x: Tensor, windows: Windows) -> Tensor:
         """Compute attention in the windows of `x`, a grid that is already padded and shifted."""
         r, c = windows.size
         bias = self.relative_position_bias_table.index_select(0, windows.offsets)  # (N * N, heads)
@@ -129,48 +141,6 @@ class WindowAttention(nn.Module):
         q, k, v = rearrange(self.qkv(x), pattern, three=3, **sides)
         out = attention(q, k, v, scale=self.scale, bias=bias.to(q.dtype))
         return self.proj(rearrange(out, f"{order} (r c) d -> b (y r) (x c) (heads d)", **sides))
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block with attention in windows: (B, h, w, D) -> (B, h, w, D)."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        shifted: bool,
-        window_size: int,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        qk_scale: float | None,
-        norm_eps: float,
-        drop_path: float,
-    ):
-        super().__init__()
-        self.shifted = shifted
-        self.norm1 = LayerNorm(dim, eps=norm_eps)
-        self.attn = WindowAttention(dim, heads, window_size=window_size, qkv_bias=qkv_bias, qk_scale=qk_scale)
-        self.norm2 = LayerNorm(dim, eps=norm_eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor, windows: Windows, scales: Tensor | None = None) -> Tensor:
-        first, second = branch_scales(scales)
-        x = x + self.drop_path(self._attend(self.norm1(x), windows), scale=first)
-        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
-
-    def _attend(self, x: Tensor, windows: Windows) -> Tensor:
-        height, width = x.shape[1:3]
-        (below, right), (down, across) = windows.padding, windows.shift
-        if below or right:
-            x = F.pad(x, (0, 0, 0, right, 0, below))
-        if down or across:
-            x = x.roll((-down, -across), (1, 2))
-        x = self.attn(x, windows)
-        if down or across:
-            x = x.roll((down, across), (1, 2))
-        return x[:, :height, :width]
 
 
 class PatchMerging(nn.Module):
@@ -190,7 +160,7 @@ class PatchMerging(nn.Module):
 class Stage(nn.Module):
     """Blocks on one grid, followed by patch merging. The last stage has no patch merging."""
 
-    def __init__(self, blocks: Iterable[Block], downsample: PatchMerging | None):
+    def __init__(self, blocks: Iterable[PreNormBlock], downsample: PatchMerging | None):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.downsample = downsample
@@ -264,13 +234,15 @@ class Swin(StagedEncoder):
         positions = (1, self.table_grid[0] * self.table_grid[1], dim)
         self.absolute_pos_embed = learned(*positions) if absolute_positions else None
         self.mask_token = learned(1, dim) if mask_token else None
-        block = partial(Block, window_size=window_size, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, qk_scale=qk_scale)
-        block = partial(block, norm_eps=norm_eps)
+        attention = partial(WindowAttention, window_size=window_size, qkv_bias=qkv_bias, qk_scale=qk_scale)
         self.layers = nn.ModuleList()
         for stage, depth in enumerate(depths):
             rates = [drop_path * (sum(depths[:stage]) + i) / max(sum(depths) - 1, 1) for i in range(depth)]
             wide, last = dim * 2**stage, stage == len(depths) - 1
-            blocks = [block(wide, heads[stage], shifted=i % 2 == 1, drop_path=rate) for i, rate in enumerate(rates)]
+            blocks = []
+            for i, rate in enumerate(rates):
+                attn, mlp = attention(wide, heads[stage], shifted=i % 2 == 1), MLP(wide, int(wide * mlp_ratio))
+                blocks.append(PreNormBlock(wide, attn, mlp, norm_eps=norm_eps, drop_path=rate))
             self.layers.append(Stage(blocks, None if last else PatchMerging(wide, norm_eps=norm_eps)))
         self.norm = LayerNorm(self.dim, eps=norm_eps)
         self.apply(lambda layer: init_linear(layer, "trunc_normal"))
@@ -292,8 +264,8 @@ class Swin(StagedEncoder):
         x = self._embed(images, mask, drop)
         scales = self.draw_drop_path(len(x), x.device)
         for number, stage in enumerate(self.stages):
-            for block in modules_of(stage.blocks, Block):
-                windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.shifted, x.device)
+            for block in modules_of(stage.blocks, PreNormBlock):
+                windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.attn.shifted, x.device)
                 x = self.run_block(block, x, windows, next(scales))
                 yield number, x
             if stage.downsample is not None:

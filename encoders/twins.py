@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from tessera.encoders.attention import attention
 from tessera.encoders.checks import check_counts
-from tessera.encoders.drop_path import DropPath, branch_scales
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import MLP, LayerNorm, init_linear, learned, modules_of
+from tessera.encoders.layers import MLP, LayerNorm, PreNormBlock, init_linear, learned, modules_of
 from tessera.encoders.stages import StagedEncoder
 
 Layout = Literal["meituan", "vit_pytorch"]
@@ -157,23 +156,6 @@ class GlobalAttention(nn.Module):
         return self.proj(rearrange(out, "b heads (h w) d -> b h w (heads d)", h=x.shape[1]))
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block: (B, h, w, D) -> (B, h, w, D)."""
-
-    def __init__(self, attn: nn.Module, dim: int, *, mlp_ratio: float, norm_eps: float, drop_path: float):
-        super().__init__()
-        self.norm1 = LayerNorm(dim, eps=norm_eps)
-        self.attn = attn
-        self.norm2 = LayerNorm(dim, eps=norm_eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
-        first, second = branch_scales(scales)
-        x = x + self.drop_path(self.attn(self.norm1(x)), scale=first)
-        return x + self.drop_path(self.mlp(self.norm2(x)), scale=second)
-
-
 class Stage(nn.ModuleList):
     """Blocks of a stage. `compile` compiles each block separately."""
 
@@ -291,11 +273,11 @@ class Twins(StagedEncoder):
             local = partial(LocalAttention, dim, **heads_of, window_size=self.window_size[stage])
             strided = self.layout == "vit_pytorch"
             across = partial(GlobalAttention, dim, **heads_of, reduction=self.reductions[stage], strided=strided)
-            block = partial(Block, dim=dim, mlp_ratio=self.mlp_ratios[stage], norm_eps=self.norm_eps)
             blocks = Stage()
             for is_local in kinds[stage]:
                 rate = drop_path * number / max(total - 1, 1)
-                blocks.append(block(local() if is_local else across(), drop_path=rate))
+                attn, mlp = (local if is_local else across)(), MLP(dim, int(dim * self.mlp_ratios[stage]))
+                blocks.append(PreNormBlock(dim, attn, mlp, norm_eps=self.norm_eps, drop_path=rate))
                 number += 1
             yield blocks
 
@@ -314,7 +296,7 @@ class Twins(StagedEncoder):
                 x = self._hide(x, mask, self.grid(*images.shape[-2:]))
             before = 1 if self.layout == "meituan" else 1 + any(kinds)  # number of blocks before positions
             for number, block in enumerate(blocks, start=1):
-                x = self.run_block(block, x, next(scales))
+                x = self.run_block(block, x, None, next(scales))
                 x = positions(x) if number == before else x
                 yield stage, x
 

@@ -19,8 +19,8 @@ from tessera.encoders.formats.report import (
     depth_of,
     split_off,
 )
-from tessera.encoders.layers import modules_of, resize_table
-from tessera.encoders.sam_vit import Block, SAMViT, resize_relative
+from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
+from tessera.encoders.sam_vit import SAMViT, resize_relative
 
 NAME: str = "a SAM-ViT"
 ACCEPTS: tuple[str, ...] = (NAME, vit.NAME)
@@ -122,7 +122,7 @@ def _check_size(encoder: SAMViT, state: State):
     """Raise `WeightsError` unless the weights have the encoder's width, depth, patch size and heads."""
     (dim, _, patch_size, _), own = state["patch_embed.proj.weight"].shape, encoder.patch_embed.proj.weight
     check_size((dim, depth_of(state), patch_size), (len(own), len(encoder.blocks), encoder.stride), sam_vit.VARIANTS)
-    heads, table = modules_of(encoder.blocks, Block)[0].attn.heads, state.get("blocks.0.attn.rel_pos_h")
+    heads, table = modules_of(encoder.blocks, PreNormBlock)[0].attn.heads, state.get("blocks.0.attn.rel_pos_h")
     if table is not None and table.shape[1] * heads != dim:
         raise WeightsError(
             f"The checkpoint has heads of width {table.shape[1]}, and this encoder has heads of width {dim // heads}. "
@@ -227,7 +227,7 @@ def to_timm(encoder: SAMViT) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model.
     """
-    blocks = modules_of(encoder.blocks, Block)
+    blocks = modules_of(encoder.blocks, PreNormBlock)
     state = {name.replace(".mlp.lin", ".mlp.fc"): tensor for name, tensor in encoder.state_dict().items()}
     state.pop("mask_token", None)
     eps, dim = blocks[0].norm1.eps, len(blocks[0].norm1.weight)
@@ -241,8 +241,8 @@ def to_timm(encoder: SAMViT) -> tuple[str, dict[str, Any], State]:
         "mlp_ratio": len(state["blocks.0.mlp.fc1.weight"]) / dim,
         "patch_size": encoder.stride,
         "in_chans": encoder.channels,
-        "window_size": max(block.window for block in blocks),
-        "global_attn_indexes": [i for i, block in enumerate(blocks) if not block.window],
+        "window_size": max(block.attn.window for block in blocks),
+        "global_attn_indexes": [i for i, block in enumerate(blocks) if not block.attn.window],
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "use_rel_pos": "blocks.0.attn.rel_pos_h" in state,
         "use_abs_pos": "pos_embed" in state,

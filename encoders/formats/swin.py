@@ -16,8 +16,8 @@ from tessera.encoders import swin
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names
 from tessera.encoders.formats.vit import grid_of
-from tessera.encoders.layers import modules_of, resize_table
-from tessera.encoders.swin import Block, Swin, window_sizes
+from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
+from tessera.encoders.swin import Swin, window_sizes
 
 NAME: str = "a Swin Transformer"
 ACCEPTS: tuple[str, ...] = (NAME,)
@@ -99,7 +99,7 @@ def to_timm(encoder: Swin) -> tuple[str, dict[str, Any], State]:
     options: dict[str, Any] = {OPTIONS.get(name, name): settings[name] for name in unlike}
     height, width = encoder.image_size
     options |= {"num_classes": 0, "img_size": height if height == width else (height, width)}
-    options["drop_path_rate"] = modules_of(encoder.blocks, Block)[-1].drop_path.rate
+    options["drop_path_rate"] = modules_of(encoder.blocks, PreNormBlock)[-1].drop_path.rate
     for name in _tables(state):
         rows = _middle(encoder.window_size, _windows(encoder)[_stage(name)])
         state[name] = state[name].index_select(0, rows.to(state[name].device))
@@ -274,7 +274,7 @@ def _fit_positions(encoder: Swin, state: State, source: Source, report: Report) 
 
 def _check_timm(encoder: Swin):
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
-    attention, (height, width) = modules_of(encoder.blocks, Block)[0].attn, encoder.image_size
+    attention, (height, width) = modules_of(encoder.blocks, PreNormBlock)[0].attn, encoder.image_size
     grids = [encoder.stage_grid(stage, height, width) for stage in range(len(encoder.depths))]
     sides = [side for grid in grids for side in grid if side > encoder.window_size]
     pixels, reason = f"{height} x {width} pixels", None

@@ -8,6 +8,7 @@ from vit_pytorch.na_vit import NaViT as Oracle
 
 from tessera.encoders import build, load_weights, navit
 from tessera.encoders.images import Mask, PackedImages, pack
+from tessera.encoders.layers import MLP, PreNormBlock
 from tessera.encoders.navit import VARIANTS, NaViT
 from tessera.encoders.segments import Segments
 from tests.encoders.helpers import CLOSE, mask_of, scramble
@@ -173,7 +174,7 @@ def test_token_drop_computes_what_dropping_computes():
 
 @torch.no_grad()
 def test_drop_path_leaves_out_the_branches_of_whole_images():
-    block = scramble(navit.Block(48, 3, 20, mlp_ratio=2, norm_eps=1e-5, drop_path=0.5))
+    block = scramble(PreNormBlock(48, navit.Attention(48, 3, 20), MLP(48, 96), norm_eps=1e-5, drop_path=0.5))
     lengths = torch.tensor([5, 1, 3, 7])
     segments = Segments(lengths, torch.device("cpu"))
     x = torch.randn(16, 48, generator=torch.Generator().manual_seed(0))
@@ -185,7 +186,7 @@ def test_drop_path_leaves_out_the_branches_of_whole_images():
             own = segments.image_ids == image
             for first in (0, 2):
                 inside = block.norm1(x)
-                middle = x + first * block.attn(inside, inside, segments)
+                middle = x + first * block.attn(inside, segments)
                 for second in (0, 2):
                     expected = middle + second * block.mlp(block.norm2(middle))
                     if torch.allclose(y[own], expected[own], atol=1e-5):

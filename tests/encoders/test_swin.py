@@ -28,7 +28,7 @@ def naive_attention(block, x, window: int):
     for (i, query), (j, key) in product(enumerate(places), repeat=2):
         together, crossing, offset = True, False, []
         for q, k, side in zip(query, key, (height, width), strict=True):
-            shift = window // 2 if block.shifted and side > window else 0
+            shift = window // 2 if block.attn.shifted and side > window else 0
             padded = math.ceil(side / window) * window
             crossing |= (q < shift) != (k < shift)  # one of them is rolled round to the other end
             q, k = (q - shift) % padded, (k - shift) % padded

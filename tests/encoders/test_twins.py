@@ -9,7 +9,8 @@ from vit_pytorch.twins_svt import TwinsSVT
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import twins as formats
-from tessera.encoders.twins import Block, GlobalAttention, LocalAttention, Twins, cached_keys
+from tessera.encoders.layers import MLP, PreNormBlock
+from tessera.encoders.twins import GlobalAttention, LocalAttention, Twins, cached_keys
 from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, same, scramble
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -96,7 +97,7 @@ def attend(queries, keys, values, heads: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def after_attention(block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+def after_attention(block: PreNormBlock, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     x = x + attended @ block.attn.proj.weight.T + block.attn.proj.bias
     hidden = layer_norm(x, block.norm2) @ block.mlp.fc1.weight.T + block.mlp.fc1.bias
     hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
@@ -107,7 +108,7 @@ def after_attention(block: Block, x: torch.Tensor, attended: torch.Tensor) -> to
 @torch.no_grad()
 def test_a_padded_window_is_attention_among_its_tokens(grid, window):
     attn = LocalAttention(8, heads=2, head_dim=4, scale=0.5, qkv_bias=True, window_size=window)
-    block = scramble(Block(attn, 8, mlp_ratio=2, norm_eps=1e-6, drop_path=0.0)).double()
+    block = scramble(PreNormBlock(8, attn, MLP(8, 16), norm_eps=1e-6, drop_path=0.0)).double()
     x = images_of(2, *grid, 8).double()
     q, k, v = (layer_norm(x, block.norm1) @ attn.qkv.weight.T + attn.qkv.bias).split(8, dim=-1)
     attended = torch.empty_like(x)
@@ -125,7 +126,7 @@ def test_a_padded_window_is_attention_among_its_tokens(grid, window):
 @torch.no_grad()
 def test_summaries_of_the_border_are_completed_with_zeros(grid, reduction):
     attn = GlobalAttention(8, heads=2, head_dim=4, scale=0.5, qkv_bias=True, reduction=reduction, strided=False)
-    block = scramble(Block(attn, 8, mlp_ratio=2, norm_eps=1e-6, drop_path=0.0)).double()
+    block = scramble(PreNormBlock(8, attn, MLP(8, 16), norm_eps=1e-6, drop_path=0.0)).double()
     x = images_of(2, *grid, 8).double()
     normed = layer_norm(x, block.norm1)
     q, attended = normed @ attn.q.weight.T + attn.q.bias, torch.empty_like(x)
