@@ -5,7 +5,7 @@ all images (the sum of h * w); V visible tokens of all images; P = patch * patch
 batch form one flat sequence, image after image and row by row. `grids` (B, 2) holds h and w of each image.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -195,50 +195,21 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     Raises:
         EncoderError: an image has more tokens than `budget`.
     """
-    return _fit_in_turn(sorted(range(len(lengths)), key=lambda i: -lengths[i]), lengths, budget, min)
-
-
-def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack images into sequences of at most `budget` tokens with the first-fit rule.
-
-    `lengths` holds the number of tokens of each image. Images are placed in the given order. Each image goes into the
-    first sequence that has enough room.
-
-    Returns:
-        List of sequences. A sequence is a list of the indices of its images.
-
-    Raises:
-        EncoderError: an image has more tokens than `budget`.
-    """
-    return _fit_in_turn(range(len(lengths)), lengths, budget, lambda rooms: rooms[0])
-
-
-def _fit_in_turn(
-    order: Iterable[int],
-    lengths: Sequence[int],
-    budget: int,
-    choose: Callable[[list[tuple[int, int]]], tuple[int, int]],
-) -> list[list[int]]:
-    """Pack images into sequences of at most `budget` tokens, one image after the other in the given `order`.
-
-    For each image, `choose` gets a list with one pair (number of free tokens, index of the sequence) for each sequence
-    that has enough room. `choose` returns the pair of the sequence that receives the image.
-    """
     sequences: list[list[int]] = []
     room: list[int] = []
-    for image in order:
+    for image in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[image] > budget:
             raise EncoderError(
                 f"An image of {lengths[image]} tokens does not fit a sequence of {budget} tokens. "
                 "Raise token_budget, or make the images smaller."
             )
-        rooms = [(left, index) for index, left in enumerate(room) if left >= lengths[image]]
-        if rooms:
-            index = choose(rooms)[1]
+        fitting = [(left, index) for index, left in enumerate(room) if left >= lengths[image]]
+        if fitting:
+            _, index = min(fitting)
         else:
-            index = len(room)
-            room.append(budget)
+            index = len(sequences)
             sequences.append([])
+            room.append(budget)
         room[index] -= lengths[image]
         sequences[index].append(image)
     return sequences

@@ -158,6 +158,15 @@ def check_size(found: tuple[int, int, int], own: tuple[int, int, int], variants:
     )
 
 
+def check_equivalent(differences: Mapping[str, bool], library: str) -> None:
+    """Raise `WeightsError` if any of the differences between an encoder and the models of a library is True."""
+    found = [difference for difference, exists in differences.items() if exists]
+    if found:
+        raise WeightsError(
+            f"{library} has no equivalent of this encoder: {', '.join(found)}. Export the encoder with --to ours."
+        )
+
+
 def split_off(state: State, parts: Iterable[str], report: Report) -> State:
     """Return `state` without the tensors whose name before the first dot is in `parts`.
 

@@ -17,6 +17,7 @@ from tessera.encoders.formats.report import (
     Source,
     State,
     adapt_channels,
+    check_equivalent,
     check_names,
     check_present,
     check_size,
@@ -220,13 +221,11 @@ def has_power_periods(encoder: ViT) -> bool:
 def _check_timm(encoder: ViT) -> None:
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
     block = modules_of(encoder.blocks, Block)[0]
-    reasons = unlike_dinov3(encoder) | {
+    differences = unlike_dinov3(encoder) | {
         f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
         "mask_key_bias is not set": block.attn.qkv.bias is not None and not has_masked_bias(encoder),
     }
-    for reason, differs in reasons.items():
-        if differs:
-            raise WeightsError(f"timm has no equivalent of this RoPE-ViT: {reason}. Export the encoder with --to ours.")
+    check_equivalent(differences, "timm")
 
 
 def unlike_dinov3(encoder: ViT) -> dict[str, bool]:

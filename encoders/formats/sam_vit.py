@@ -13,6 +13,7 @@ from tessera.encoders.formats.report import (
     Source,
     State,
     adapt_channels,
+    check_equivalent,
     check_names,
     check_present,
     check_size,
@@ -231,8 +232,7 @@ def to_timm(encoder: SAMViT) -> tuple[str, dict[str, Any], State]:
     state = {name.replace(".mlp.lin", ".mlp.fc"): tensor for name, tensor in encoder.state_dict().items()}
     state.pop("mask_token", None)
     eps, dim = blocks[0].norm1.eps, len(blocks[0].norm1.weight)
-    if eps not in (1e-6, 1e-5):
-        raise WeightsError(f"timm has no equivalent of this SAM-ViT: norm_eps is {eps:g}, not 1e-6 or 1e-5.")
+    check_equivalent({f"norm_eps is {eps:g}, not 1e-6 or 1e-5": eps not in (1e-6, 1e-5)}, "timm")
     ours = {
         "embed_dim": dim,
         "depth": len(blocks),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessera.encoders import swin
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names
+from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_equivalent, check_names
 from tessera.encoders.formats.vit import grid_of
 from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
 from tessera.encoders.swin import Swin, window_sizes
@@ -274,24 +274,18 @@ def _fit_positions(encoder: Swin, state: State, source: Source, report: Report) 
 
 def _check_timm(encoder: Swin):
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
-    attention, (height, width) = modules_of(encoder.blocks, PreNormBlock)[0].attn, encoder.image_size
+    block, (height, width) = modules_of(encoder.blocks, PreNormBlock)[0], encoder.image_size
+    patch, window = encoder.patch_size, encoder.window_size
     grids = [encoder.stage_grid(stage, height, width) for stage in range(len(encoder.depths))]
-    sides = [side for grid in grids for side in grid if side > encoder.window_size]
-    pixels, reason = f"{height} x {width} pixels", None
-    if encoder.absolute_pos_embed is not None:
-        reason = "absolute_positions is set"
-    elif not isinstance(encoder.patch_embed.norm, torch.nn.LayerNorm):
-        reason = "patch_norm is not set"
-    elif encoder.norm.eps != 1e-5:
-        reason = f"norm_eps is {encoder.norm.eps:g}, not 1e-5"
-    elif attention.scale != (encoder.patch_embed.proj.out_channels // encoder.heads[0]) ** -0.5:
-        reason = "qk_scale is set"
-    elif height % encoder.patch_size or width % encoder.patch_size:
-        reason = f"images of {pixels} do not divide into patches of {encoder.patch_size}. Change image_size"
-    elif any(side % encoder.window_size for side in sides):
-        reason = (
-            f"images of {pixels} need padding to fill windows of {encoder.window_size}, and timm does not mask this "
-            "padding. Build the encoder with an image_size whose grids divide into windows"
-        )
-    if reason:
-        raise WeightsError(f"timm has no equivalent of this Swin Transformer: {reason}.")
+    padded = any(side > window and side % window for grid in grids for side in grid)
+    differences = {
+        "absolute_positions is set": encoder.absolute_pos_embed is not None,
+        "patch_norm is not set": not isinstance(encoder.patch_embed.norm, torch.nn.LayerNorm),
+        f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
+        "qk_scale is set": block.attn.scale != (len(block.norm1.weight) // block.attn.heads) ** -0.5,
+        f"images of {height} x {width} pixels (image_size) do not divide into patches of {patch}": (
+            bool(height % patch or width % patch)
+        ),
+        f"images of {height} x {width} pixels (image_size) need padding to fill windows of {window}": padded,
+    }
+    check_equivalent(differences, "timm")

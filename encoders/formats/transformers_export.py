@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tessera.encoders.base import Encoder
-from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU
+from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU, swiglu_width
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import State
+from tessera.encoders.formats.report import State, check_equivalent
 from tessera.encoders.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
 from tessera.encoders.layers import modules_of
 from tessera.encoders.vit import ViT
@@ -60,13 +60,9 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
     if not isinstance(encoder, ViT):
         raise WeightsError(f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours.")
     rotary = encoder.rope_embed is not None
-    reasons = unlike_dinov3(encoder) if rotary else _unlike_dinov2(encoder)
-    reasons |= {"pool is not the class token": encoder.pool != "class" or encoder.cls_token is None}
-    for reason, differs in reasons.items():
-        if differs:
-            raise WeightsError(
-                f"transformers has no equivalent of this encoder: {reason}. Export the encoder with --to ours."
-            )
+    differences = unlike_dinov3(encoder) if rotary else _unlike_dinov2(encoder)
+    no_class = {"pool is not the class token": encoder.pool != "class" or encoder.cls_token is None}
+    check_equivalent(differences | no_class, "transformers")
     block, size = modules_of(encoder.blocks, Block)[0], encoder.settings["image_size"]
     gated, registers = isinstance(block.mlp, SwiGLU), encoder.num_prefix_tokens - 1
     config: dict[str, Any] = {
@@ -97,14 +93,18 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
 
 def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
     """Return the settings of a ViT that a DINOv2 model of transformers cannot have, and True for those that differ."""
-    block = modules_of(encoder.blocks, Block)[0]
+    block, ratio = modules_of(encoder.blocks, Block)[0], encoder.settings["mlp_ratio"]
     return {
         "it has no layer scale": not hasattr(block.ls1, "gamma"),
         "distillation_token is set": encoder.dist_token is not None,
         "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
-        "qk_norm is set": not isinstance(block.attn.q_norm, torch.nn.Identity),
+        "qk_norm is set": block.attn.qk_norm,
+        "mask_key_bias is set": has_masked_bias(encoder),
+        "swiglu_multiple is not 8": (
+            isinstance(block.mlp, SwiGLU) and block.mlp.w3.in_features != swiglu_width(encoder.dim, ratio)
+        ),
         "qk_scale or head_dim is set": block.attn.scale != (encoder.dim // block.attn.heads) ** -0.5,
-        "mlp_ratio is not a whole number": encoder.settings["mlp_ratio"] % 1 != 0,
+        "mlp_ratio is not a whole number": ratio % 1 != 0,
         "classes is set": encoder.head is not None,
         "image_size is not square": encoder.table_grid[0] != encoder.table_grid[1],
     }

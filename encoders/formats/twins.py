@@ -14,7 +14,16 @@ from torch import Tensor
 
 from tessera.encoders import twins
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_names, check_present, split_off
+from tessera.encoders.formats.report import (
+    Report,
+    Source,
+    State,
+    adapt_channels,
+    check_equivalent,
+    check_names,
+    check_present,
+    split_off,
+)
 from tessera.encoders.twins import Layout, Twins
 
 NAME: str = "a Twins-SVT"
@@ -145,19 +154,15 @@ def to_timm(encoder: Twins) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model, or images of `image_size` need padding.
     """
-    reasons = [
-        (encoder.layout != "meituan", f'layout is "{encoder.layout}"'),
-        (not encoder.qkv_bias, "qkv_bias is not set"),
-        (encoder.qk_scale is not None, "qk_scale is set"),
-        (encoder.head_dim is not None, "head_dim is set"),
-        (encoder.norm_eps != 1e-6, f"norm_eps is {encoder.norm_eps}, not 1e-6"),
-        (1 in encoder.window_size, "window_size is 1"),
-    ]
-    lacking = [reason for lacks, reason in reasons if lacks]
-    if lacking:
-        raise WeightsError(
-            f"timm has no equivalent of this Twins-SVT: {', '.join(lacking)}. Export the encoder with --to ours."
-        )
+    differences = {
+        f'layout is "{encoder.layout}"': encoder.layout != "meituan",
+        "qkv_bias is not set": not encoder.qkv_bias,
+        "qk_scale is set": encoder.qk_scale is not None,
+        "head_dim is set": encoder.head_dim is not None,
+        f"norm_eps is {encoder.norm_eps}, not 1e-6": encoder.norm_eps != 1e-6,
+        "window_size is 1": 1 in encoder.window_size,
+    }
+    check_equivalent(differences, "timm")
     size = encoder.image_size
     height, width = tuple(size) if isinstance(size, Sequence) else (size, size)
     _check_timm_size(encoder, height, width)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessera.encoders import vit
-from tessera.encoders.blocks import Block, NormedPatchEmbed
+from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.names import (
     from_dinov2,
@@ -27,6 +27,7 @@ from tessera.encoders.formats.report import (
     Source,
     State,
     adapt_channels,
+    check_equivalent,
     check_names,
     check_present,
     check_size,
@@ -348,16 +349,15 @@ def _check_timm(encoder: ViT, state: State):
     """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
     block = modules_of(encoder.blocks, Block)[0]
     eps, head_dim = block.norm1.eps, len(state["blocks.0.attn.qkv.weight"]) // 3 // block.attn.heads
-    reasons = {
+    differences = {
         f"norm_eps is {eps:g}, not 1e-6": eps != 1e-6,
         "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
         "head_dim is not dim / heads": head_dim * block.attn.heads != encoder.dim,
         "qk_scale is not 1 / sqrt(width of a head)": block.attn.scale != head_dim**-0.5,
+        "mask_key_bias is set": isinstance(block.attn.qkv, MaskedKeyBiasLinear),
         "representation_size is set": len(encoder.pre_logits) > 0,
         "distillation_token is combined with registers or with a pool other than the class token": (
             encoder.dist_token is not None and (encoder.pool != "class" or encoder.reg_token is not None)
         ),
     }
-    for reason, differs in reasons.items():
-        if differs:
-            raise WeightsError(f"timm has no equivalent of this ViT: {reason}. Export the encoder with --to ours.")
+    check_equivalent(differences, "timm")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tessera.encoders.images import Mask, best_fit, first_fit, pack, patchify
+from tessera.encoders.images import Mask, best_fit, pack, patchify
 from tessera.encoders.segments import Segments, token_positions
 
 
@@ -125,16 +125,14 @@ def test_places_are_the_rows_and_columns_of_all_tokens_or_of_visible_ones():
     assert list(zip(*indices.tolist(), *sides.tolist(), strict=True)) == [expected[place] for place in visible]
 
 
-@pytest.mark.parametrize("fit", [best_fit, first_fit])
-def test_sequences_hold_every_image_once_and_no_more_than_their_budget(fit):
+def test_sequences_hold_every_image_once_and_no_more_than_their_budget():
     lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    sequences = fit(lengths, 64)
+    sequences = best_fit(lengths, 64)
     assert sorted(image for sequence in sequences for image in sequence) == list(range(200))
     assert max(sum(lengths[image] for image in sequence) for sequence in sequences) <= 64
     with pytest.raises(ValueError, match="65 tokens does not fit a sequence of 64"):
-        fit([3, 65], 64)
+        best_fit([3, 65], 64)
 
 
-def test_best_fit_chooses_the_fullest_sequence_and_first_fit_the_first():
+def test_best_fit_chooses_the_fullest_sequence():
     assert best_fit([5, 6, 3, 4, 2], 10) == [[1, 3], [0, 2, 4]]
-    assert first_fit([5, 7, 3, 2, 4], 10) == [[0, 2, 3], [1], [4]]

@@ -318,8 +318,8 @@ def test_official_models_need_few_options():
         ({"patch_norm": False}, "patch_norm is not set"),
         ({"norm_eps": 1e-6}, "norm_eps is 1e-06"),
         ({"qk_scale": 0.5}, "qk_scale is set"),
-        ({"image_size": 66}, "images of 66 x 66 pixels do not divide into patches of 4"),
-        ({"image_size": 72}, "images of 72 x 72 pixels need padding to fill windows of 4"),
+        ({"image_size": 66}, r"images of 66 x 66 pixels \(image_size\) do not divide into patches of 4"),
+        ({"image_size": 72}, r"images of 72 x 72 pixels \(image_size\) need padding to fill windows of 4"),
     ],
 )
 def test_what_timm_does_not_have_is_refused(settings, message):

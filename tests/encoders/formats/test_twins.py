@@ -113,7 +113,7 @@ def test_what_timm_does_not_have_is_refused_with_the_reason():
     encoder = small(qkv_bias=False, qk_scale=0.1, head_dim=16, norm_eps=1e-5, window_size=1)
     reasons = r"qkv_bias is not set, qk_scale is set, head_dim is set, norm_eps is 1e-05, .*, window_size is 1"
     with pytest.raises(
-        ValueError, match=f"timm has no equivalent of this Twins-SVT: .*{reasons}. Export the encoder with --to ours"
+        ValueError, match=f"timm has no equivalent of this encoder: .*{reasons}. Export the encoder with --to ours"
     ):
         formats.to_timm(encoder)
     with pytest.raises(ValueError, match='layout is "vit_pytorch"'):
