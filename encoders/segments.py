@@ -131,15 +131,6 @@ def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) ->
     )
 
 
-def runs(lengths: Tensor) -> list[tuple[int, int]]:
-    """Return the runs of consecutive images that have the same number of tokens.
-
-    Each run is a pair (number of images, number of tokens of each image). `lengths` (B,) is on the CPU.
-    """
-    values, counts = lengths.unique_consecutive(return_counts=True)
-    return list(zip(counts.tolist(), values.tolist(), strict=True))
-
-
 def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:
     """Insert prefix tokens before the patch tokens of each image: (T, D) -> (T + B * S, D).
 
@@ -148,15 +139,10 @@ def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:
         prefix: prefix tokens of each image, (B, S, D), or of all images, (1, S, D).
         lengths: number of patch tokens of each image: (B,) on the CPU.
     """
-    sizes = runs(lengths)
-    parts = x.split([images * tokens for images, tokens in sizes])
-    counts = [images for images, _ in sizes]
+    parts = _split(x, lengths)
+    counts = [len(part) for part in parts]
     prefixes = [prefix.expand(n, -1, -1) for n in counts] if len(prefix) == 1 else prefix.split(counts)
-    joined = [
-        torch.cat([first, part.unflatten(0, (len(first), -1))], 1).flatten(0, 1)
-        for first, part in zip(prefixes, parts, strict=True)
-    ]
-    return torch.cat(joined)
+    return _joined([torch.cat(pair, 1).flatten(0, 1) for pair in zip(prefixes, parts, strict=True)])
 
 
 def split_prefix(x: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,19 +153,25 @@ def split_prefix(x: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor
         count: number S of prefix tokens of an image.
         lengths: number of patch tokens of each image: (B,) on the CPU.
     """
-    parts = x.split([images * (count + tokens) for images, tokens in runs(lengths)])
-    shaped = [part.unflatten(0, (images, -1)) for part, (images, _) in zip(parts, runs(lengths), strict=True)]
-    return torch.cat([part[:, :count] for part in shaped]), torch.cat(
-        [part[:, count:].flatten(0, 1) for part in shaped]
-    )
+    parts = _split(x, lengths + count)
+    return _joined([part[:, :count] for part in parts]), _joined([part[:, count:].flatten(0, 1) for part in parts])
 
 
 def image_means(x: Tensor, lengths: Tensor) -> Tensor:
     """Return the mean of the tokens of each image: (T, D) -> (B, D). `lengths` (B,) is on the CPU."""
-    parts = x.split([images * tokens for images, tokens in runs(lengths)])
-    return torch.cat(
-        [part.unflatten(0, (images, -1)).mean(1) for part, (images, _) in zip(parts, runs(lengths), strict=True)]
-    )
+    return _joined([part.mean(1) for part in _split(x, lengths)])
+
+
+def _split(x: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Split the tokens of images (T, D) into runs of images with equal numbers of tokens, (images, N, D) each."""
+    values, counts = lengths.unique_consecutive(return_counts=True)
+    runs = list(zip(counts.tolist(), values.tolist(), strict=True))
+    parts = x.split([images * tokens for images, tokens in runs])
+    return [part.unflatten(0, run) for part, run in zip(parts, runs, strict=True)]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # torch.cat would copy a single tensor
 
 
 def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
