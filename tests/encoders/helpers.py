@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,12 @@ def scramble(model: Model, seed: int = 0) -> Model:
         if gain or name.endswith((".g", "norm.gamma")):
             weight += 1
     return model.eval()
+
+
+def timm_vit(**options: Any) -> timm.models.VisionTransformer:
+    """A ViT of timm for images of 32 pixels."""
+    size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 0}
+    return scramble(timm.models.VisionTransformer(**size | options))
 
 
 def images_of(*shape: int, seed: int = 1) -> Tensor:
@@ -68,4 +75,4 @@ def outputs(encoder: Any, images: Any, *, autocast: bool = False) -> tuple[Featu
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         features: Features = encoder(images)
     (features.pooled.float().sin().sum() + features.tokens.float().cos().sum()).backward()
-    return features, torch.cat([p.grad.float().flatten() for p in encoder.parameters() if p.grad is not None])
+    return features, torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])

@@ -14,7 +14,7 @@ from tessera.encoders.images import Mask, pack
 from tessera.encoders.randomness import random_keys
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
-from tests.encoders.helpers import images_of, scramble
+from tests.encoders.helpers import images_of, mask_of, same, scramble
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
@@ -308,6 +308,51 @@ def test_last_attention_and_initial_values():
     assert fresh.patch_embed.proj.weight.abs().max().item() == pytest.approx(1 / math.sqrt(3 * 256), rel=0.01)
     assert fresh.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert fresh.blocks[0].ls1.gamma.unique().tolist() == pytest.approx([1e-5])
+
+
+@torch.no_grad()
+def test_a_vit_with_rotary_positions_is_a_rope_vit():
+    rope, images = small(), images_of(2, 3, 24, 40)
+    alike = {"registers": 4, "mask_key_bias": True, "norm_eps": 1e-5, "layer_scale": 0.5}
+    plain = build("vit_small", **SMALL, positions="rope", **alike).eval()
+    plain.load_state_dict(rope.state_dict())
+    assert same(plain(images), rope(images))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pool": "all", "class_token": False, "registers": 0},
+        {"pool": "mean", "distillation_token": True},
+        {"head_dim": 20, "qk_norm": True, "patch_norm": True},
+        {"cls_norm": True, "registers": 0, "mlp": "swiglu"},
+    ],
+)
+@torch.no_grad()
+def test_all_settings_of_a_vit_combine_with_rotary_positions(settings):
+    """Packed, and with hidden tokens dropped, each image gets the features that it gets alone."""
+    encoder, views = small(**settings), [images_of(2, 3, 24, 40), images_of(1, 3, 32, 16)]
+    packed = pack(views, 8)
+    mask = mask_of(packed.grids, [3, 9, 2])
+    for drop in (False, True):
+        found = encoder(packed, mask, drop=True) if drop else encoder(packed)
+        hidden = mask.hidden.split(packed.lengths.tolist())
+        alone = []
+        for image, own in zip((image[None] for view in views for image in view), hidden, strict=True):
+            one = Mask.from_hidden(own, encoder.grids(image))
+            alone.append(encoder(image, one, drop=True) if drop else encoder(image))
+        torch.testing.assert_close(found.pooled, torch.cat([f.pooled for f in alone]), **CLOSE)
+        torch.testing.assert_close(found.tokens, torch.cat([f.tokens for f in alone]), **CLOSE)
+    if settings.get("pool") == "all":  # the mean of all normed tokens
+        torch.testing.assert_close(found.pooled[2], alone[2].tokens.mean(0), **CLOSE)
+
+
+@torch.no_grad()
+def test_class_scores_with_rotary_positions():
+    encoder, images = small(classes=5, distillation_token=True, rope_rescale=None), images_of(2, 3, 24, 40)
+    scores, distilled = encoder.train().logits(images)
+    torch.testing.assert_close(scores, encoder.head(encoder(images).pooled), **CLOSE)
+    assert distilled.shape == (2, 5)
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,15 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.layers import Recompute
+from tests.encoders.helpers import images_of, outputs
 
 VARIANTS = ("vit_micro", "rope_vit_micro")
-IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+IMAGES = images_of(6, 3, 16, 16, seed=0)
 
 
 def build(variant: str, recompute: Recompute, **settings: Any) -> Encoder:
     torch.manual_seed(0)
     return encoders.build(variant, checkpoint_activations=recompute, layer_scale=0.5, **settings).train()
-
-
-def gradient(encoder: Encoder, *, autocast: bool = False) -> Tensor:
-    """The gradient of all parameters in one vector."""
-    torch.manual_seed(1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        features = encoder(IMAGES)
-    (features.pooled.float().sin().sum() + features.tokens.float().cos().sum()).backward()
-    return torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -40,7 +32,7 @@ def gradient(encoder: Encoder, *, autocast: bool = False) -> Tensor:
 def test_gradients_are_the_same_bit_by_bit(variant: str, settings: dict[str, Any]) -> None:
     autocast = "bf16_residuals" in settings
     plain, selective = (
-        gradient(build(variant, given, **settings), autocast=autocast) for given in (False, "selective")
+        outputs(build(variant, given, **settings), IMAGES, autocast=autocast)[1] for given in (False, "selective")
     )
     assert plain.count_nonzero() > 0.9 * len(plain)
     assert torch.equal(plain, selective)

@@ -171,23 +171,6 @@ def test_a_table_that_is_not_square_serves_its_own_images_unchanged():
     assert torch.equal(first_input(encoder, images)[:, 1:], encoder.patch_embed(images) + encoder.pos_embed[:, 1:])
 
 
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("pool", ["class", "mean"])
-@torch.no_grad()
-def test_hidden_pixels_do_not_leak_and_images_do_not_see_each_other(drop, pool):
-    encoder, images = small(mask_token=True, pool=pool, registers=1), images_of(2, 3, 24, 40)
-    mask = mask_of(encoder.grids(images), 9)
-    pixels = mask.hidden.view(2, 1, 3, 5).repeat_interleave(8, 2).repeat_interleave(8, 3)
-    features = encoder(images, mask, drop=drop)
-    assert features.tokens.shape == (len(mask.visible) if drop else 30, 48)
-    assert same(encoder(images.where(~pixels, 7.0), mask, drop=drop), features)
-    assert not same(encoder(images.where(pixels, 7.0), mask, drop=drop), features)
-    other, half = encoder(torch.stack([images[0], -images[1]]), mask, drop=drop), len(features.tokens) // 2
-    assert torch.equal(other.pooled[0], features.pooled[0])
-    assert torch.equal(other.tokens[:half], features.tokens[:half])
-    assert not torch.equal(other.tokens[half:], features.tokens[half:])
-
-
 @torch.no_grad()
 def test_hidden_tokens_become_the_mask_token_at_their_positions():
     encoder, images = small(mask_token=True), images_of(2, 3, 32, 32)

@@ -10,16 +10,7 @@ import torch
 from tessera import encoders
 from tessera.encoders import weights
 from tessera.encoders.base import IMAGENET
-from tests.encoders.helpers import CLOSE
-
-
-def scrambled(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights that all show in the output."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
-    return model.eval()
+from tests.encoders.helpers import CLOSE, scramble
 
 
 def images(size: int) -> torch.Tensor:
@@ -28,7 +19,7 @@ def images(size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def test_an_official_checkpoint_becomes_an_encoder_without_saying_what_it_is(tmp_path, capsys):
-    model = scrambled(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=7))
+    model = scramble(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=7))
     checkpoint = {"model": model.state_dict(), "args": argparse.Namespace(lr=1e-3), "epoch": 3}
     torch.save(checkpoint, tmp_path / "mae.pth")
     weights.main([str(tmp_path / "mae.pth"), str(tmp_path / "ours.safetensors")])
@@ -42,7 +33,7 @@ def test_an_official_checkpoint_becomes_an_encoder_without_saying_what_it_is(tmp
 
 @torch.no_grad()
 def test_ours_becomes_a_checkpoint_that_timm_creates_its_model_from(tmp_path, capsys):
-    encoder = scrambled(encoders.build("vit_tiny", image_size=64, depth=3))
+    encoder = scramble(encoders.build("vit_tiny", image_size=64, depth=3))
     encoders.save(encoder, tmp_path / "ours.safetensors")
     weights.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
     printed = capsys.readouterr().out

@@ -9,21 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.encoders import build, load_weights
-from tests.encoders.helpers import CLOSE
+from tests.encoders.helpers import CLOSE, timm_vit
 
 SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
 OPTIONS = argparse.Namespace(lr=1e-3, output_dir="somewhere")
-
-
-def timm_vit(**options):
-    """A ViT of timm with weights that all show in its output, MLPs and norms included."""
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 0}
-    model = timm.models.VisionTransformer(**settings | options).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-    return model
 
 
 def small(**settings):

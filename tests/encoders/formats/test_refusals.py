@@ -1,6 +1,7 @@
 """Weight files of unexpected content, and the recognition of formats."""
 
 import itertools
+from functools import partial
 
 import pytest
 import timm
@@ -14,18 +15,10 @@ from tessera.encoders.formats.checkpoint import Format
 from tessera.encoders.layers import sincos_table
 from tessera.encoders.vit import ViT
 from tests.encoders.helpers import MICRO
+from tests.encoders.helpers import timm_vit as small_vit
 
 SMALL = {"dim": 64, "depth": 4, "heads": 1, "patch_size": 8, "image_size": 32}
-
-
-def timm_vit(**options) -> timm.models.VisionTransformer:
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 1, "num_classes": 0}
-    model = timm.models.VisionTransformer(**settings | options).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-    return model
+timm_vit = partial(small_vit, embed_dim=64, depth=4, num_heads=1)
 
 
 @pytest.mark.parametrize(

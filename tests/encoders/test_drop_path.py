@@ -1,5 +1,5 @@
-"""Drop path that skips dropped branches: against a loop over images in float64, and against drop path that computes
-every branch."""
+"""Drop path, and drop path that skips dropped branches: against a loop over images in float64, and against drop path
+that computes every branch."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.encoders.base import Features
 from tessera.encoders.blocks import Block
-from tessera.encoders.drop_path import Subset
+from tessera.encoders.drop_path import DropPath, Subset
 from tessera.encoders.images import Images, pack
 from tessera.encoders.randomness import random_keys
 from tessera.encoders.segments import Segments
@@ -114,3 +114,24 @@ def test_a_branch_that_all_images_drop_changes_nothing_and_its_parameters_get_gr
     pooled.sum().backward()
     last = encoder.blocks[1]
     assert all(p.grad is not None and not p.grad.any() for p in last.parameters())
+
+
+def test_drop_path_leaves_out_whole_samples_at_its_rate_and_keeps_the_mean():
+    torch.manual_seed(0)
+    layer, x = DropPath(0.3), torch.ones(20000, 3, 2)
+    y = layer(x)
+    assert ((y == y[:, :1, :1]).all(2).all(1)).all()
+    values = y[:, 0, 0]
+    assert values.unique().tolist() == pytest.approx([0, 1 / 0.7])
+    assert (values == 0).float().mean().item() == pytest.approx(0.3, abs=0.015)  # 4.6 standard deviations
+    assert torch.equal(layer.eval()(x), x)
+    with pytest.raises(ValueError, match="drop_path"):
+        DropPath(1.0)
+
+
+def test_drop_path_leaves_out_packed_images_as_a_whole():
+    torch.manual_seed(0)
+    layer, segments = DropPath(0.5), Segments(torch.tensor([2, 1, 3]), CPU)
+    found = {tuple(layer(torch.ones(6, 2), segments)[:, 0].tolist()) for _ in range(100)}
+    assert found == {(a, a, b, c, c, c) for a in (0.0, 2.0) for b in (0.0, 2.0) for c in (0.0, 2.0)}
+    assert torch.equal(layer.eval()(torch.ones(6, 2), segments), torch.ones(6, 2))

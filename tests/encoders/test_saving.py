@@ -1,30 +1,12 @@
 """Encoders by name: built, saved, loaded."""
 
-import inspect
 import json
 import os
 
 import pytest
 import torch
 
-from tessera.encoders import VARIANTS, build, family, load, save, saving
-
-
-@pytest.mark.parametrize(
-    ("variant", "settings", "millions"),
-    [
-        ("vit_tiny", {}, 5.524416),
-        ("vit_small", {}, 21.665664),
-        ("vit_small", {"patch_size": 8}, 21.670272),
-        ("vit_base", {"positions": "sincos"}, 85.798656),
-        ("vit_large", {}, 303.301632),
-        ("vit_huge", {}, 630.7648),
-    ],
-)
-def test_variants_have_their_published_number_of_parameters(variant, settings, millions):
-    with torch.device("meta"):
-        encoder = build(variant, **settings)
-    assert sum(parameter.numel() for parameter in encoder.parameters()) == round(millions * 1e6)
+from tessera.encoders import build, family, load, save, saving
 
 
 @pytest.mark.parametrize(
@@ -79,31 +61,6 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         save(build("vit_micro"), path)
     assert path.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["encoder.json", "encoder.safetensors"]
-
-
-def test_names_that_are_not_known_come_with_the_nearest():
-    with pytest.raises(ValueError, match=r"Unknown encoder 'vit_smal'. Did you mean 'vit_small'"):
-        build("vit_smal")
-    with pytest.raises(ValueError, match=r"Unknown setting 'drop_pat' of vit_tiny. Did you mean 'drop_path'"):
-        build("vit_tiny", drop_pat=0.1)
-    settings = build("vit_tiny", depth=1, image_size=(32, 64)).settings
-    assert settings["image_size"] == [32, 64]
-    assert (settings["variant"], settings["dim"], settings["depth"], settings["pool"]) == ("vit_tiny", 192, 1, "class")
-
-
-@pytest.mark.parametrize("family", dict.fromkeys(family(variant) for variant in VARIANTS))
-def test_every_setting_is_documented_in_one_line(family):
-    described = inspect.getdoc(family).partition("Args:\n")[2].splitlines()
-    lines = {line.split(":")[0].strip() for line in described if line.endswith(".")}
-    assert len(lines) == len(described)
-    assert lines == set(inspect.signature(family).parameters)
-
-
-@pytest.mark.parametrize(("name", "value"), [("dim", 48.5), ("image_size", "x"), ("heads", None)])
-def test_settings_of_a_wrong_kind_are_refused(name, value):
-    for variant in ("vit_micro", "navit_micro", "sam_vit_micro"):
-        with pytest.raises(ValueError, match=rf"{name} of {variant} must be int"):
-            build(variant, **{name: value})
 
 
 def test_an_encoder_is_found_in_the_folder_of_a_run(tmp_path):
