@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import timm
 import torch
@@ -12,14 +12,13 @@ from tessera import encoders
 from tessera.encoders.base import Features
 from tessera.encoders.images import Mask
 
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 5e-5}
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 """Smallest variant of each family."""
-Model = TypeVar("Model", bound=nn.Module)
 
 
 @torch.no_grad()
-def scramble(model: Model, seed: int = 0) -> Model:
+def scramble(model: Any, seed: int = 0) -> Any:
     """Draw weights far from any initial value, so that every part of the model shows in its output."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
@@ -32,9 +31,16 @@ def scramble(model: Model, seed: int = 0) -> Model:
     return model.eval()
 
 
-def timm_vit(**options: Any) -> timm.models.VisionTransformer:
+def timm_vit(**options: Any) -> Any:
     """A ViT of timm for images of 32 pixels."""
-    size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 0}
+    size: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 0,
+    }
     return scramble(timm.models.VisionTransformer(**size | options))
 
 

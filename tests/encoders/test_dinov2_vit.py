@@ -1,6 +1,7 @@
 """DINOv2's ViT (2304.07193) against timm, transformers and the published code written out."""
 
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -13,15 +14,14 @@ from tessera.encoders.images import Mask
 from tessera.encoders.vit import ViT
 from tests.encoders.helpers import images_of, scramble
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-SMALL = {"dim": 48, "depth": 3, "heads": 3, "image_size": 56, "layer_scale": 0.5, "mask_token": False}
-TIMM = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+SMALL: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 3, "image_size": 56, "layer_scale": 0.5, "mask_token": False}
+TIMM: dict[str, Any] = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0}
 
 
-def small(registers: bool, **settings) -> ViT:
+def small(registers: bool, **settings) -> Any:
     encoder = build(f"vit_small_14_dinov2{'_registers' if registers else ''}", **SMALL | settings)
-    assert isinstance(scramble(encoder), ViT)
-    return encoder  # pyright: ignore[reportReturnType]
+    return scramble(encoder)
 
 
 def published_positions(table: Tensor, grid: tuple[int, int], registers: bool) -> Tensor:
@@ -76,7 +76,7 @@ def test_giant_has_the_gated_mlps_of_timm(registers):
     torch.testing.assert_close(encoder(images).pooled, tokens[:, 0], **CLOSE)
 
 
-def of_transformers(registers: bool, **options) -> torch.nn.Module:
+def of_transformers(registers: bool, **options) -> Any:
     name, kind = ("dinov2_with_registers", "WithRegisters") if registers else ("dinov2", "")
     models = pytest.importorskip(f"transformers.models.{name}", reason="transformers is not installed")
     size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 56, "patch_size": 14}

@@ -17,7 +17,7 @@ from tessera.encoders.segments import Segments
 
 VARIANTS = ("vit_micro", "rope_vit_micro")
 CPU = torch.device("cpu")
-SMALL = {"dim": 24, "depth": 4, "heads": 2, "layer_scale": 0.5}
+SMALL: dict[str, Any] = {"dim": 24, "depth": 4, "heads": 2, "layer_scale": 0.5}
 
 
 def build(variant: str, **settings: Any) -> Any:

@@ -1,6 +1,7 @@
 """The narrow transformer on features: MAE's decoder against transformers is in tests/pretrain/methods/test_mae.py."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tessera.encoders.narrow import NarrowTransformer
 from tests.encoders.helpers import images_of, mask_of, scramble
 
 GRIDS = torch.tensor([[2, 3], [2, 3], [4, 1]])
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def narrow(depth: int = 2, *, mask_token: bool = False) -> NarrowTransformer:

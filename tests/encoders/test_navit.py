@@ -1,6 +1,7 @@
 """NaViT against vit-pytorch, and what it does beside: dropping tokens, packing, refusing."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,19 @@ from tessera.encoders.navit import VARIANTS, NaViT
 from tessera.encoders.segments import Segments
 from tests.encoders.helpers import CLOSE, mask_of, scramble
 
-SMALL = {"dim": 48, "depth": 3, "heads": 3, "head_dim": 20, "mlp_ratio": 2.0, "patch_size": 4, "image_size": (16, 24)}
+SMALL: dict[str, Any] = {
+    "dim": 48,
+    "depth": 3,
+    "heads": 3,
+    "head_dim": 20,
+    "mlp_ratio": 2.0,
+    "patch_size": 4,
+    "image_size": (16, 24),
+}
 SIZES = ((16, 24), (4, 4), (12, 8), (8, 24), (16, 4))  # 24, 1, 6, 12 and 4 tokens
 
 
-def small(**settings) -> NaViT:
+def small(**settings) -> Any:
     return scramble(NaViT(**SMALL | settings))
 
 

@@ -1,5 +1,7 @@
 """SAM-ViT against transformers, timm, a plain ViT and formulas written out."""
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -8,11 +10,19 @@ from tessera.encoders.sam_vit import SAMViT, resize_relative
 from tessera.encoders.vit import ViT
 from tests.encoders.helpers import CLOSE, images_of, mask_of, scramble
 
-SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}
+SMALL: dict[str, Any] = {
+    "dim": 48,
+    "depth": 3,
+    "heads": 3,
+    "out_dim": 20,
+    "patch_size": 4,
+    "image_size": 24,
+    "window_size": 4,
+}
 SMALL |= {"global_blocks": (1,)}
 
 
-def small(**settings) -> SAMViT:
+def small(**settings) -> Any:
     return scramble(SAMViT(**SMALL | settings))
 
 
@@ -27,7 +37,7 @@ def state_of_transformers(oracle: torch.nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def transformers_sam(**settings) -> torch.nn.Module:
+def transformers_sam(**settings) -> Any:
     sam = pytest.importorskip("transformers.models.sam.modeling_sam", reason="transformers is not installed")
     size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "output_channels": 20}
     size |= {"patch_size": 4, "image_size": 24, "window_size": 4, "global_attn_indexes": [1]}

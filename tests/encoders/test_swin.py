@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import timm
@@ -12,11 +13,18 @@ from tessera.encoders import build, load_weights
 from tessera.encoders.swin import VARIANTS, Swin, Windows, make_windows
 from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, same, scramble
 
-EXACT = {"rtol": 1e-9, "atol": 1e-10}  # in float64
-SMALL = {"dim": 24, "depths": (2, 3), "heads": (2, 4), "window_size": 4, "patch_size": 2, "image_size": 16}
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}  # in float64
+SMALL: dict[str, Any] = {
+    "dim": 24,
+    "depths": (2, 3),
+    "heads": (2, 4),
+    "window_size": 4,
+    "patch_size": 2,
+    "image_size": 16,
+}
 
 
-def small(**settings) -> Swin:
+def small(**settings) -> Any:
     return scramble(Swin(**SMALL | settings))
 
 

@@ -1,6 +1,7 @@
 """Twins-SVT against timm, vit-pytorch and formulas written out."""
 
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -13,18 +14,42 @@ from tessera.encoders.layers import MLP, PreNormBlock
 from tessera.encoders.twins import GlobalAttention, LocalAttention, Twins, cached_keys
 from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, same, scramble
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
-SMALL = {"dims": (24, 40, 48), "depths": (3, 1, 2), "heads": (2, 5, 3), "reductions": (4, 2, 1), "window_size": 3}
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+SMALL: dict[str, Any] = {
+    "dims": (24, 40, 48),
+    "depths": (3, 1, 2),
+    "heads": (2, 5, 3),
+    "reductions": (4, 2, 1),
+    "window_size": 3,
+}
 SMALL |= {"patch_size": 2, "image_size": 24, "mlp_ratios": (2.0, 3.0, 1.5)}
-THEIRS = {"layout": "vit_pytorch", "depths": (1, 2, 1), "head_dim": 6, "qkv_bias": False, "norm_eps": 1e-5}
-OPTIONS = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s2_depth": 2, "s3_depth": 1}
+THEIRS: dict[str, Any] = {
+    "layout": "vit_pytorch",
+    "depths": (1, 2, 1),
+    "head_dim": 6,
+    "qkv_bias": False,
+    "norm_eps": 1e-5,
+}
+OPTIONS: dict[str, Any] = {
+    "s1_emb_dim": 12,
+    "s2_emb_dim": 20,
+    "s3_emb_dim": 24,
+    "s4_emb_dim": 36,
+    "s2_depth": 2,
+    "s3_depth": 1,
+}
 OPTIONS |= {"s4_depth": 2, "s1_patch_size": 2, "s1_local_patch_size": 4, "s2_local_patch_size": 4}
 OPTIONS |= {"s3_local_patch_size": 2, "s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 1}
-FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 2, 1, 2), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 1)}
+FITTING: dict[str, Any] = {
+    "dims": (12, 20, 24, 36),
+    "depths": (1, 2, 1, 2),
+    "window_size": (4, 4, 2, 7),
+    "reductions": (4, 2, 2, 1),
+}
 FITTING |= {"patch_size": 2}
 
 
-def small(**settings) -> Twins:
+def small(**settings) -> Any:
     return scramble(Twins(**SMALL | settings))
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from typing import Any
 
 import pytest
 import timm
@@ -11,11 +12,11 @@ from safetensors.torch import save_file
 from tessera.encoders import build, load_weights
 from tests.encoders.helpers import CLOSE, timm_vit
 
-SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
+SMALL: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
 OPTIONS = argparse.Namespace(lr=1e-3, output_dir="somewhere")
 
 
-def small(**settings):
+def small(**settings) -> Any:
     return build("vit_small", **SMALL | settings).eval()
 
 

@@ -1,5 +1,7 @@
 """Weights of a NaViT: vit-pytorch's, and ours."""
 
+from typing import Any
+
 import pytest
 import torch
 from vit_pytorch.na_vit import NaViT as Oracle
@@ -10,15 +12,15 @@ from tessera.encoders import build, load_weights
 from tessera.encoders.formats import navit as formats
 from tests.encoders.helpers import CLOSE, scramble
 
-THEIRS = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24)}
-SMALL = THEIRS | {"head_dim": 20, "mlp_ratio": 2.5}
+THEIRS: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24)}
+SMALL: dict[str, Any] = THEIRS | {"head_dim": 20, "mlp_ratio": 2.5}
 
 
-def oracle(**settings) -> Oracle:
+def oracle(**settings) -> Any:
     return scramble(Oracle(**THEIRS | settings, dim_head=20, mlp_dim=120, num_classes=5))
 
 
-def small(**settings):
+def small(**settings) -> Any:
     return scramble(build("navit_small", **SMALL | settings), seed=1)
 
 

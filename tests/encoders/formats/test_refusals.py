@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import timm
@@ -17,7 +18,7 @@ from tessera.encoders.vit import ViT
 from tests.encoders.helpers import MICRO
 from tests.encoders.helpers import timm_vit as small_vit
 
-SMALL = {"dim": 64, "depth": 4, "heads": 1, "patch_size": 8, "image_size": 32}
+SMALL: dict[str, Any] = {"dim": 64, "depth": 4, "heads": 1, "patch_size": 8, "image_size": 32}
 timm_vit = partial(small_vit, embed_dim=64, depth=4, num_heads=1)
 
 

@@ -1,6 +1,7 @@
 """Files of DINOv2 and DINOv3: Meta's names through timm's own converters, training checkpoints, exports, refusals."""
 
 import json
+from typing import Any
 
 import pytest
 import timm
@@ -15,7 +16,7 @@ from tessera.encoders.formats.transformers_export import to_transformers
 from tests.encoders.helpers import scramble
 from tests.encoders.test_rope_vit import of_transformers, small
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 LARGER = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(1))
 

@@ -1,5 +1,7 @@
 """Weights of SAM-ViT: the whole model, the encoder alone, timm's, ours, and growth from a plain ViT."""
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -8,16 +10,24 @@ from tessera.encoders import build, load, load_weights, save
 from tessera.encoders.formats import sam_vit
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
-SMALL = {"dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4}
+SMALL: dict[str, Any] = {
+    "dim": 48,
+    "depth": 3,
+    "heads": 3,
+    "out_dim": 20,
+    "patch_size": 4,
+    "image_size": 24,
+    "window_size": 4,
+}
 SMALL |= {"global_blocks": (1,)}
-PLAIN = {name: SMALL[name] for name in ("dim", "depth", "heads", "patch_size", "image_size")}
+PLAIN: dict[str, Any] = {name: SMALL[name] for name in ("dim", "depth", "heads", "patch_size", "image_size")}
 
 
-def small(**settings):
+def small(**settings) -> Any:
     return scramble(build("sam_vit_b", **SMALL | settings), seed=1)
 
 
-def timm_sam(**options):
+def timm_sam(**options) -> Any:
     options = {"patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 0, **options}
     options = {"window_size": 4, "global_attn_indexes": (1,), "neck_chans": 20, "norm_layer": "", **options}
     return scramble(timm.create_model("samvit_base_patch16", **{"img_size": 24, **options}))

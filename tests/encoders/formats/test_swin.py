@@ -1,6 +1,7 @@
 """Weights of Swin Transformers, made from timm models, under Microsoft's names and timm's, in and out."""
 
 import re
+from typing import Any
 
 import pytest
 import timm
@@ -12,16 +13,16 @@ from tessera.encoders.formats import swin
 from tessera.encoders.formats.checkpoint import recognise
 from tests.encoders.helpers import CLOSE, scramble
 
-SMALL = {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64}
-TIMM = {"embed_dim": 24, "depths": (2, 2, 3), "num_heads": (1, 2, 4), "window_size": 4, "img_size": 64}
+SMALL: dict[str, Any] = {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64}
+TIMM: dict[str, Any] = {"embed_dim": 24, "depths": (2, 2, 3), "num_heads": (1, 2, 4), "window_size": 4, "img_size": 64}
 TABLE = "attn.relative_position_bias_table"
 
 
-def timm_swin(**options):
+def timm_swin(**options) -> Any:
     return scramble(timm.create_model("swin_tiny_patch4_window7_224", **TIMM | {"num_classes": 0} | options))
 
 
-def small(**settings):
+def small(**settings) -> Any:
     return scramble(build("swin_tiny", **SMALL | settings))
 
 

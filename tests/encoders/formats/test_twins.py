@@ -1,6 +1,7 @@
 """Weights of Meituan, timm and vit-pytorch in a Twins-SVT, and ours in timm."""
 
 import argparse
+from typing import Any
 
 import pytest
 import timm
@@ -12,31 +13,42 @@ from tessera.encoders.formats import twins as formats
 from tessera.encoders.twins import Twins
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
-SMALL = {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4}
-TIMM = {"embed_dims": (32, 64), "depths": (2, 2), "num_heads": (1, 2), "sr_ratios": (2, 1), "wss": (4, 4)}
+SMALL: dict[str, Any] = {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4}
+TIMM: dict[str, Any] = {
+    "embed_dims": (32, 64),
+    "depths": (2, 2),
+    "num_heads": (1, 2),
+    "sr_ratios": (2, 1),
+    "wss": (4, 4),
+}
 TIMM |= {"mlp_ratios": (4, 4)}
-THEIRS = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s1_patch_size": 2}
+THEIRS: dict[str, Any] = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s1_patch_size": 2}
 THEIRS |= {"s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_size": 2, "s3_depth": 1, "s4_depth": 1}
 THEIRS |= {"s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 2}
-FITTING = {"dims": (12, 20, 24, 36), "depths": (1, 1, 1, 1), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 2)}
+FITTING: dict[str, Any] = {
+    "dims": (12, 20, 24, 36),
+    "depths": (1, 1, 1, 1),
+    "window_size": (4, 4, 2, 7),
+    "reductions": (4, 2, 2, 2),
+}
 FITTING |= {"patch_size": 2}
 
 
-def timm_twins(**options) -> torch.nn.Module:
+def timm_twins(**options) -> Any:
     return scramble(timm.create_model("twins_svt_small", **TIMM | options))
 
 
-def vit_pytorch_twins() -> TwinsSVT:
+def vit_pytorch_twins() -> Any:
     return scramble(TwinsSVT(num_classes=5, **THEIRS))
 
 
-def small(**settings) -> Twins:
+def small(**settings) -> Any:
     encoder = build("twins_svt_small", **SMALL | settings)
     assert isinstance(encoder, Twins)
     return encoder.eval()
 
 
-def other(**settings) -> Twins:
+def other(**settings) -> Any:
     encoder = build("twins_svt_vit_pytorch", **FITTING | settings)
     assert isinstance(encoder, Twins)
     return encoder.eval()

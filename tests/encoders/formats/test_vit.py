@@ -1,5 +1,7 @@
 """A ViT into timm, its weights described, and weights of vit-pytorch."""
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -8,14 +10,14 @@ from tessera.encoders import build, load_weights
 from tessera.encoders.formats import vit
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
-SMALL = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
+SMALL: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
 
 
-def small(**settings):
+def small(**settings) -> Any:
     return scramble(build("vit_small", **SMALL | settings), seed=1)
 
 
-def lucidrains(**settings):
+def lucidrains(**settings) -> Any:
     """vit-pytorch's ViT as installed, 5 classes."""
     module = pytest.importorskip("vit_pytorch.vit", reason="vit-pytorch is not installed")
     size = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 100}
@@ -25,7 +27,7 @@ def lucidrains(**settings):
     return model
 
 
-def like_lucidrains(**settings):
+def like_lucidrains(**settings) -> Any:
     style = {"patch_norm": True, "qkv_bias": False, "norm_eps": 1e-5, "head_dim": 20, "mlp_ratio": 100 / 48}
     return small(**style | settings)
 
