@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from tessera.data.demo import demo_shards
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import resolve
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.job import make_accelerator
 from tessera.pretrain.optim import ema
+from tessera.pretrain.resolve import make_accelerator, resolve
 
 MOMENTUM = 0.9999
 SMALL = "--method dino --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.hidden_dim 24"
