@@ -24,8 +24,9 @@ from tessera.encoders.layers import init_linear, sincos_table
 from tessera.encoders.navit import NaViT
 from tessera.encoders.rope_vit import RoPEViT
 from tessera.encoders.segments import Segments, copy_to_device, token_positions
+from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, supported
+from tessera.pretrain.methods.base import Method, RunSize, full_precision, supported
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
@@ -230,11 +231,12 @@ class MAE(Method):
         self.image_size = config.size
         self.drop = encoder.can_drop if config.drop is None else config.drop
         _check(encoder, config, self.drop)
-        unused = ("mask_token",) if self.drop else ()
-        freeze(encoder, (*unused, "attn_pool", "cls_norm", "local_cls_norm", "pre_logits", "head", "head_dist"))
         usual = (8 if len(encoder.blocks) >= 12 else 2) if self.drop else 0
         depth = usual if config.decoder_depth is None else config.decoder_depth
         class_token = getattr(encoder, "pool", None) == "class"
+        freeze_unused(
+            encoder, [config.size], pooled=class_token and depth > 0, tokens=True, masked=True, drop=self.drop
+        )
         pixels = encoder.stride**2 * encoder.channels
         self.encoder = encoder
         self.decoder = Decoder(encoder.dim, pixels, config, depth, drop=self.drop, class_token=class_token)

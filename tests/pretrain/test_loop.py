@@ -81,7 +81,7 @@ class Quadratic(Method):
 
     def after_step(self, step: int) -> None:
         self.steps_after.append(step)
-        ema.update(self.teacher.parameters(), self.student.parameters(), MOMENTUM)
+        ema.update(self.teacher, self.student, MOMENTUM)
 
     def trained_parts(self) -> list[nn.Module]:
         return [self.student]

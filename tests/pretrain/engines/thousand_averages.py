@@ -36,7 +36,7 @@ def run(folder: Path) -> None:
             own = local[f"method.student.{name}"]
             own.data.copy_(moved.view(-1)[own.offset : own.offset + len(own.data)])
             tensor.mul_(MOMENTUM).add_(moved.double(), alpha=1 - MOMENTUM)
-        ema.update(teacher.parameters(), student.parameters(), MOMENTUM)
+        ema.update(teacher, student, MOMENTUM)
     folder.mkdir(exist_ok=True)
     torch.save((start, full_weights(engine, teacher), exact), folder / f"{accelerator.process_index}.pt")
 
