@@ -197,12 +197,12 @@ def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -
     accelerator = engine.accelerator
     log.info(
         "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s%s, precision %s, "
-        "learning rate up to %.3g",
+        "learning rate up to %.3g%s",
         config.method, config.encoder.variant, config.data.shards or "the embedded digits", images, config.steps,
         config.batch_size,
         config.steps * config.batch_size / images, accelerator.num_processes, engine.name, accelerator.device,
         f" ({torch.get_num_threads()} threads)" if accelerator.device.type == "cpu" else "", config.precision,
-        config.optim.scaled_lr(config.batch_size),
+        config.optim.scaled_lr(config.batch_size), config.optim.scaling_rule(config.batch_size),
     )  # fmt: skip
     if derived:
         log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))
