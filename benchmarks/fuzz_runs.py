@@ -34,10 +34,10 @@ from tessera import encoders
 from tessera.encoders.formats.checkpoint import load_weights, read
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import resolve
 from tessera.pretrain.engines.metadata import read_metadata
 from tessera.pretrain.export import export
 from tessera.pretrain.export import load as load_method
+from tessera.pretrain.resolve import resolve
 from tessera.runtime.errors import UserError
 from tessera.runtime.settings import Settings, parse
 

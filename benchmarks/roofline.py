@@ -38,12 +38,13 @@ from tessera.data.batch import Batch
 from tessera.data.collate import Collator, Sample, Transform
 from tessera.pretrain import loop
 from tessera.pretrain.checkpoints.resume import TrainState
-from tessera.pretrain.config import RunConfig, resolve, settings_model
+from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.optim.adamw import clip_gradients
+from tessera.pretrain.resolve import resolve
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import Settings, SettingsError, parse, validate
 

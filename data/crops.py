@@ -99,6 +99,11 @@ class MultiCropConfig(ColorConfig, frozen=True):
     """probability that the second global crop is solarised"""
 
 
+def sides(config: MultiCropConfig) -> list[int]:
+    """Return the side of the crops of each view, in pixels."""
+    return [config.global_size, config.local_size] if config.local_crops else [config.global_size]
+
+
 class MultiCrop:
     """Draws two global crops and several local crops of an image, with colour changes."""
 

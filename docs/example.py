@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Tessera from Python
 #
-# Pretraining on the embedded digits, from the first image to an evaluated encoder: 97 s on two CPU cores (Intel Xeon,
-# torch 2.15). Editors such as VS Code and PyCharm show the cells of this file as a notebook, and
+# Pretrain on the embedded digits, from the first batch to an evaluated encoder. This takes 97 s on two CPU cores (Intel
+# Xeon, torch 2.15). Editors such as VS Code and PyCharm show the cells of this file as a notebook, and
 # `python docs/example.py` runs them all. For your own images, give `data="photos/train"`.
 
 # %%
@@ -22,7 +22,7 @@ batch = next(iter(tessera.training_batches(method="lejepa", steps=STEPS)))
 print([tuple(view.images.shape) for view in batch.views])
 
 # %% [markdown]
-# Pretraining without labels. Every setting of the command line is an argument.
+# Pretrain without labels. Every setting of the command line is an argument: `optim={"lr": 1e-3}` is `--optim.lr 1e-3`.
 
 # %%
 run = tessera.pretrain(method="lejepa", steps=STEPS, output="runs/example", overwrite=True)

@@ -1,7 +1,7 @@
 """The interface of all encoders: the base class `Encoder`, its output `Features` and the `Preprocessing` of images."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tessera.encoders.checks import check_block_count
 from tessera.encoders.drop_path import DropPath, Scales
 from tessera.encoders.errors import EncoderError
-from tessera.encoders.images import Images, Mask, PackedImages
+from tessera.encoders.images import Images, Mask, PackedImages, can_pack, pack
 from tessera.encoders.layers import Recompute
 from tessera.encoders.randomness import drop_path_scales, next_keys
 
@@ -273,3 +273,18 @@ class Encoder(nn.Module):
                 "The encoder needs a mask token to replace hidden tokens. Build the encoder with mask_token=True."
             )
         return torch.where(hidden, token, x)
+
+
+def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:
+    """Return the pooled features of all views, (S * B, D), and token features whose first rows are those of the first
+    view, (T, D).
+
+    An encoder that takes packed images gets all views in one call, if its patches divide their sides. `mask` hides
+    tokens of the first view.
+    """
+    if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
+        packed = pack(views, encoder.stride)
+        features = encoder(packed, None if mask is None else mask.extended(packed.grids))
+        return features.pooled, features.tokens
+    first = encoder(views[0]) if mask is None else encoder(views[0], mask)
+    return torch.cat([first.pooled, *(encoder(view).pooled for view in views[1:])]), first.tokens

@@ -15,7 +15,6 @@ from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.preflight import ON_META, dry_forward
-from tessera.pretrain.start import take_weights
 from tessera.runtime.collectives import broadcast_object, patient_group, rank
 from tessera.runtime.settings import SettingsError
 
@@ -151,3 +150,21 @@ def compile_blocks(method: Method) -> None:
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:
                 block.compile()
+
+
+def take_weights(method: Method, other: Method, folder: Path) -> None:
+    """Fill `method` with all weights of `other`, the method of the run in `folder`.
+
+    Raises:
+        SettingsError: the weights do not fit.
+    """
+    try:
+        method.start_from(other)
+    except ValueError as error:
+        raise SettingsError(f"init_from: {error}") from error
+    except RuntimeError as error:
+        raise SettingsError(
+            f"The heads of the run {folder} do not fit the settings ({error}). Set the settings of the heads as in "
+            f"{folder / 'config.yaml'}, or start from its encoder alone: --init_from {folder / 'encoder.safetensors'}."
+        ) from error
+    log.info("student, teacher and heads start from %s", folder)

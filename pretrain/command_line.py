@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tessera import encoders
 from tessera.encoders import published
@@ -24,18 +24,6 @@ from tessera.runtime.settings import (
 PRESETS = Path(__file__).parent.parent / "configs"
 
 
-class Early(NamedTuple):
-    """Settings that are read first, because they decide which other settings exist and which defaults these have."""
-
-    method: str | None
-    encoder: str | None
-    shards: Any
-    config: str | None
-    output: str | None
-    init_from: str | None
-    resume: bool
-
-
 def load(argv: Sequence[str]) -> RunConfig:
     """Return the settings of a run from its command line and its settings file.
 
@@ -46,15 +34,10 @@ def load(argv: Sequence[str]) -> RunConfig:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
     argv = expand_resume(argv)
-    early = Early(
-        method=peek(argv, "method"),
-        encoder=peek(argv, "encoder") or peek(argv, "encoder.variant"),
-        shards=peek(argv, "data") or peek(argv, "data.shards"),
-        config=peek(argv, "config"),
-        output=peek(argv, "output"),
-        init_from=peek(argv, "init_from"),
-        resume="--resume" in argv,
-    )
+    early: dict[str, Any] = {name: peek(argv, name) for name in ("method", "config", "output", "init_from")}
+    early["encoder"] = {"variant": peek(argv, "encoder") or peek(argv, "encoder.variant")}
+    early["data"] = {"shards": peek(argv, "data") or peek(argv, "data.shards")}
+    early["resume"] = "--resume" in argv
     return _complete(early, lambda model: flags(model, argv, "run.py"))
 
 
@@ -64,17 +47,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
-    expanded = merge(RunConfig, values)
-    early = Early(
-        method=values.get("method"),
-        encoder=(expanded.get("encoder") or {}).get("variant"),
-        shards=(expanded.get("data") or {}).get("shards"),
-        config=values.get("config"),
-        output=values.get("output"),
-        init_from=values.get("init_from"),
-        resume=bool(values.get("resume")),
-    )
-    return _complete(early, lambda model: merge(model, values))
+    return _complete(merge(RunConfig, values), lambda model: merge(model, values))
 
 
 def expand_resume(argv: Sequence[str]) -> list[str]:
@@ -90,34 +63,43 @@ def expand_resume(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _complete(early: Early, given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
+def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
     """Return validated settings. The defaults are overridden by the preset of the embedded digits if the run has no
-    other data, then by the settings file, and then by `given(model)`, where `model` is the class of the settings."""
-    config = early.config
-    own = Path(early.output) / "config.yaml" if early.output and early.resume else None
+    other data, then by the settings file, and then by `given(model)`, where `model` is the class of the settings.
+
+    Args:
+        early: the given settings that decide which other settings exist and which defaults these have: method, config,
+            output, init_from, resume, encoder.variant and data.shards. Further settings are not used.
+        given: function that returns all given settings.
+    """
+    config, output = early.get("config"), early.get("output")
+    shards, encoder = (
+        (early.get(section) or {}).get(name) for section, name in (("data", "shards"), ("encoder", "variant"))
+    )
+    own = Path(output) / "config.yaml" if output and early.get("resume") else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     if is_saved(file) and isinstance(file["optim"], Mapping):
         file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # of runs that are older than this setting
-    method = early.method or file.get("method", "dino")
+    method = early.get("method") or file.get("method", "dino")
     if not isinstance(method, str) or method not in METHODS:
         shown = printable(str(method)[:200])
         raise SettingsError(f"unknown method '{shown}'{suggestion(shown, list(METHODS))} (known: {', '.join(METHODS)})")
     file_data = file.get("data") or {}
-    if config and not early.shards and "shards" not in file_data:  # `shards: null` means the embedded digits
+    if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS")
     digits = PRESETS / f"digits_{method}.yaml"
-    use_preset = not (early.shards or file_data.get("shards")) and digits.exists()
+    use_preset = not (shards or file_data.get("shards")) and digits.exists()
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    source = early.init_from or file.get("init_from")
+    source = early.get("init_from") or file.get("init_from")
     resumed = own is not None and own.exists()
     start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # other types are refused below
-    variant = early.encoder or saved or start.get("variant") or preset_variant or "vit_small"
+    variant = encoder or saved or start.get("variant") or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
         raise SettingsError(
-            f"the run in {early.output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
+            f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
         )
     if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)

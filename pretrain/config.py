@@ -5,7 +5,6 @@ derived from other settings and from the data.
 """
 
 import inspect
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
@@ -14,20 +13,15 @@ import yaml
 from pydantic import Field, create_model
 
 from tessera import encoders
-from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.shards import SourceConfig
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.monitoring.collapse import HealthConfig
 from tessera.pretrain.monitoring.sinks import MetricsConfig
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.errors import printable
-from tessera.runtime.settings import Derived, Section, Settings, SettingsError, derived, suggestion, validate
-
-CONTINUED = 0.1
-"""Default of `optim.encoder_lr_factor` for a trained encoder with new heads (docs/methods.md)."""
+from tessera.runtime.settings import Derived, Section, Settings, SettingsError, derived, suggestion
 
 
 class DataConfig(Section, frozen=True):
@@ -239,81 +233,6 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
         "RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, encoder=(encoder, encoder()), **sections
     )
     return cast(type[RunConfig], model)
-
-
-def resolve(
-    config: RunConfig, images: int, statistics: Preprocessing | None = None, classes: int | None = None
-) -> RunConfig:
-    """Return the settings with all derived values: steps, normalisation, and settings of the method and the encoder.
-
-    Args:
-        images: Number of training images.
-        statistics: Pixel statistics of the shards. They are required if `config.data.needs_statistics` is true.
-        classes: Number of classes of the training images. It is required if the method is supervised and has no number
-            of classes.
-
-    Raises:
-        SettingsError: a setting is invalid, or two settings contradict each other.
-    """
-    batch_size = config.batch_size or default_batch_size(images)
-    if config.steps and config.epochs:
-        raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
-    steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
-    method = METHODS[config.method]
-    size = RunSize(images, batch_size, steps, classes, config.accumulate)
-    optim = config.optim
-    if optim.encoder_lr_factor is None and not method.supervised and _has_new_heads(config, method):
-        optim = optim.model_copy(update={"encoder_lr_factor": CONTINUED})
-    method_config, optim = method.resolve(config.method_config, optim, size)
-    if optim.warmup_steps >= steps:
-        raise SettingsError(
-            f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
-        )
-    data = config.data.with_statistics(statistics)
-    if isinstance(method_config, ColorConfig):
-        try:
-            method_config = colors_for(method_config, data.channels)
-        except ValueError as error:
-            raise SettingsError(f"{config.method}: {error}") from error
-    defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
-    if config.init_from:
-        defaults.pop("layer_scale", None)  # a trained encoder with new factors near 0 would have to start again
-    encoder = _resolved_encoder(config, defaults, data.channels)
-    given = {name: getattr(config, name) for name in config.model_fields_set}
-    own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
-    own[config.method] = method_config
-    if method.supervised and config.evaluate_every is None:
-        own["evaluate_every"] = size.epoch
-    return validate(type(config), given | own)
-
-
-def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:
-    """Return True if the run starts from a trained encoder without heads."""
-    if config.init_from is None:
-        return False
-    from tessera.pretrain.start import (
-        gives_heads,  # imported here, because the import takes seconds, and --help does without
-    )
-
-    return not gives_heads(config.init_from, method.continues)
-
-
-def default_batch_size(images: int) -> int:
-    """Return the power of two that is nearest to `images / 64`, but at least 64 and at most 512."""
-    return 2 ** round(math.log2(min(max(images / 64, 64), 512)))
-
-
-def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
-    """Return the encoder settings, completed by the method's defaults and the number of image channels."""
-    variant, started, given = config.encoder.variant, config.encoder.started, config.encoder_settings
-    unused = encoders.family(variant).unused_settings(encoders.VARIANTS[variant] | started | given)
-    given = started | {name: value for name, value in defaults.items() if name not in unused} | given
-    own = given.get("channels", getattr(config.encoder, "channels", channels))
-    if own != channels and "channels" in given:
-        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")
-    if own != channels:
-        given["channels"] = channels
-    return type(config.encoder)(**given)
 
 
 def to_yaml(config: RunConfig) -> str:

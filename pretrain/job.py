@@ -1,45 +1,36 @@
 """One pretraining run: prepare it from the settings, train, evaluate, and export the encoder."""
 
-import hashlib
-import json
 import logging
-import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from tessera import encoders
 from tessera.data.batches import Batches
 from tessera.data.decode import jpeg_decoder
-from tessera.data.demo import demo_shards
 from tessera.data.loader import Reading, training_batches
-from tessera.data.sampler import BatchSampler, bounded_buffers
-from tessera.data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import ShardError, Sources, WeightedShards
 from tessera.data.workers import free_cores
-from tessera.pretrain import engines
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
-from tessera.pretrain.config import RunConfig, resolve, to_yaml
+from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.loop import Run, train
-from tessera.pretrain.measurements import measure_classes, measure_pixels
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.monitoring.accuracy import Accuracy, write_result
 from tessera.pretrain.monitoring.machine import record_start
 from tessera.pretrain.monitoring.metrics import Recorder
 from tessera.pretrain.monitoring.online_knn import OnlineKNN
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
-from tessera.pretrain.precision import with_precision
 from tessera.pretrain.preflight import Plan, report
-from tessera.runtime import processes
-from tessera.runtime.allocator import keep_freed_memory
-from tessera.runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
+from tessera.pretrain.resolve import Prepared, make_accelerator, prepare
+from tessera.runtime.collectives import run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
@@ -50,7 +41,6 @@ log = logging.getLogger(__name__)
 
 def pretrain(config: RunConfig) -> Path:
     """Train an encoder with the given settings, evaluate it during training, and export it. Return the run folder."""
-    config = with_precision(config)
     accelerator, engine_class = make_accelerator(config)
     if not accelerator.is_main_process:
         logging.disable(logging.INFO)
@@ -61,16 +51,10 @@ def pretrain(config: RunConfig) -> Path:
 
 def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig, output: Path) -> None:
     """Train, evaluate and export an encoder, in the folder `output`. The process group must be initialised."""
-    with first_of_node_first():  # the first process fills the caches that the others use
-        shards, given = training_shards(given)
-        opened = open_sources(shards, source=given.source)
-    sizes = [one.mean_bytes for one in opened.lists]
-    shards_seen = agree(opened.lists, bounded_buffers(sizes, given.stream.window, given.stream.window_gb))
-    images = sum(source.images for source in opened.lists)
-    statistics = measure_pixels(given, opened, accelerator)
-    config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
+    prepared = prepare(given, accelerator)
+    config, images = prepared.config, prepared.images
     newest = newest_checkpoint(config, output)
-    settings = config.model_dump(mode="json") | {"shards": shards_seen}
+    settings = config.model_dump(mode="json") | {"shards": prepared.fingerprint}
     position = TrainState()
     if newest:
         resume.check_fits(newest, settings)
@@ -84,10 +68,11 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         # Load the JPEG decoder before the loader workers are forked, so that the workers share its memory. The embedded
         # digits do not need the decoder, because they are PNG files.
         jpeg_decoder()
-    batches = loader(config, method, opened, position.step, accelerator)
+    batches = loader(config, method, prepared.sources, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:
-            report(config, method, Plan(opened, images, accelerator.num_processes, workers(config, accelerator)))
+            own = Plan(prepared.sources, images, accelerator.num_processes, workers(config, accelerator))
+            report(config, method, own)
         return
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite:
@@ -99,7 +84,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    knn, accuracy = evaluations(config, method, shards, accelerator)
+    knn, accuracy = evaluations(config, method, prepared.shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
@@ -116,98 +101,18 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     finish_run(run)
 
 
-class Prepared(NamedTuple):
-    """The loader of a run that starts from its first step, and what it was built from."""
-
-    config: RunConfig
-    accelerator: Accelerator
-    shards: Sources
-    batches: Batches
-
-
-def first_batches(given: RunConfig) -> Prepared:
-    """Return the loader of a run with the given settings from its first step, without starting the run.
+def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:
+    """Return what a run with the given settings trains on, the loader from its first step, and the device of its
+    batches, without starting the run.
 
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
     """
-    given = with_precision(given)
     accelerator, _ = make_accelerator(given)
-    shards, given = training_shards(given)
-    opened = open_sources(shards, source=given.source)
-    images = sum(source.images for source in opened.lists)
-    statistics = measure_pixels(given, opened, accelerator)
-    config = resolve(given, images, statistics, measure_classes(given, opened, accelerator))
-    method = build_method(config, fresh=False)
-    config = resolve_crops(config, method)
-    return Prepared(config, accelerator, opened, loader(config, method, opened, 0, accelerator))
-
-
-def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
-    """Return an accelerator with the settings of the run, and the engine class that the launcher's settings choose.
-
-    Raises:
-        SettingsError: the engine's package is not installed, or the engine does not support the settings.
-    """
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    accelerator = processes.make_accelerator(
-        # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
-        mixed_precision="no" if deepspeed or config.precision == "fp32" else config.precision,
-        # False, because accelerate does not prepare the loader and thus does not know where the loader ends.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.accumulate, sync_with_dataloader=False
-        ),
-        # gradients are then views of DDP's communication buckets and take no additional memory
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
-    if accelerator.device.type == "cpu":
-        keep_freed_memory()  # each step allocates the same tensors
-    return accelerator, engines.select(accelerator, config.precision, config.accumulate)
-
-
-def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
-    """Return the SHARDS to train on, and the settings of the run.
-
-    Without --data, the run trains on the embedded digits. The returned settings then evaluate on the digits too, unless
-    the user gave other SHARDS for the evaluation.
-    """
-    if config.data.shards is not None:
-        return config.data.shards, config
-    train_shards, val_shards = demo_shards()
-    evaluation = config.evaluation.model_copy(
-        update={"train": config.evaluation.train or train_shards, "val": config.evaluation.val or val_shards}
-    )
-    return train_shards, config.model_copy(update={"evaluation": evaluation})
-
-
-def agree(opened: list[ShardList], buffers: list[int]) -> str:
-    """Check that all processes see the same shards, and return the fingerprint of the sample order.
-
-    Raises:
-        ShardError: two processes see different shards.
-    """
-    own = fingerprint(opened, buffers)
-    missing = [name for source in opened for name in source.unreadable]
-    seen = gather_objects((own, sum(source.images for source in opened), missing))
-    for rank, (other, images, lacking) in enumerate(seen):
-        if other != seen[0][0]:
-            message = (
-                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, "
-                "but all processes must see the same shards"
-            )
-            if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
-                message += f". Only one of the two processes can read: {', '.join(differ)}"
-            raise ShardError(f"{message}. Start again, or check the disks of the nodes")
-    return own
-
-
-def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
-    """Return a hash of the data that determine the sample order: the names, image counts and order of the shards, and
-    the sizes of the shuffle buffers."""
-    counts: list[Any] = [
-        [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
-    ]
-    return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
+    prepared = prepare(given, accelerator)
+    method = build_method(prepared.config, fresh=False)
+    config = resolve_crops(prepared.config, method)
+    return prepared, loader(config, method, prepared.sources, 0, accelerator), accelerator.device
 
 
 def resolve_crops(config: RunConfig, method: Method) -> RunConfig:
@@ -292,12 +197,12 @@ def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -
     accelerator = engine.accelerator
     log.info(
         "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s%s, precision %s, "
-        "learning rate up to %.3g",
+        "learning rate up to %.3g%s",
         config.method, config.encoder.variant, config.data.shards or "the embedded digits", images, config.steps,
         config.batch_size,
         config.steps * config.batch_size / images, accelerator.num_processes, engine.name, accelerator.device,
         f" ({torch.get_num_threads()} threads)" if accelerator.device.type == "cpu" else "", config.precision,
-        config.optim.scaled_lr(config.batch_size),
+        config.optim.scaled_lr(config.batch_size), config.optim.scaling_rule(config.batch_size),
     )  # fmt: skip
     if derived:
         log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))

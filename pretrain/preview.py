@@ -80,14 +80,13 @@ def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], l
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
     """
-    prepared = first_batches(config)
-    batches = prepared.batches
+    prepared, batches, device = first_batches(config)
     dataset = batches.dataset
     assert isinstance(dataset, TrainDataset)
     positions = np.asarray(next(iter(batches.batches)))[:images]
     samples = {one.key: one for one in dataset.__getitems__(positions) if isinstance(one, Sample)}
-    captions = _captions(dataset, prepared.shards, positions)
-    batch = to_model_input(batches.collator(samples.values()).to(prepared.accelerator.device))
+    captions = _captions(dataset, prepared.sources, positions)
+    batch = to_model_input(batches.collator(samples.values()).to(device))
     ordered = [samples[key] for key in batch.keys]  # packing changes the order of the images
     return batch, ordered, [captions.get(one.key, one.key.rpartition("/")[2]) for one in ordered]
 

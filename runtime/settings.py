@@ -142,9 +142,10 @@ def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def suggestion(unknown: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known name, or an empty string."""
+    """Return `; did you mean 'x'?` for the nearest known name, or an empty string. Capitals do not count."""
     known = list(known)
-    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
+    capitals = {name.lower(): name for name in known}
+    close = [capitals[name] for name in difflib.get_close_matches(unknown.lower(), capitals, n=1, cutoff=0.5)]
     if not close:  # the user may have left out the section, for example `lr` for `optim.lr`
         last = unknown.lstrip("-").rpartition(".")[2]
         close = [name for name in known if name.lstrip("-").rpartition(".")[2] == last][:1]

@@ -93,9 +93,9 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
     arguments and errors are those of `pretrain`.
     """
     _forget_settings_of_earlier_runs()
-    prepared = job.first_batches(from_values(_values(method, data, settings)))
-    for batch in prepared.batches:
-        yield to_model_input(batch.to(prepared.accelerator.device, non_blocking=True))
+    _, batches, device = job.first_batches(from_values(_values(method, data, settings)))
+    for batch in batches:
+        yield to_model_input(batch.to(device, non_blocking=True))
 
 
 def load(path: str | Path) -> Encoder:

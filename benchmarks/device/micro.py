@@ -118,7 +118,7 @@ def updates(check: DeviceCheck, times: int) -> Iterator[Row]:
         "clip, by tensor": lambda: clip_gradients(gradients, 3.0, "tensor"),
         "clip, global": lambda: clip_gradients(gradients, 3.0, "global"),
         "AdamW": run.engine.optimizer.step,
-        "teacher": lambda: ema.update(method.teacher.parameters(), method.student.parameters(), 0.99),
+        "teacher": lambda: ema.update(method.teacher, method.student, 0.99),
     }
     count = sum(p.numel() for p in method.parameters() if p.requires_grad)
     for name, work in parts.items():

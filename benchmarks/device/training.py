@@ -22,13 +22,14 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Collator, Sample, Transform, collate
-from tessera.pretrain import job, loop
+from tessera.pretrain import loop
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints.resume import TrainState
-from tessera.pretrain.config import EvaluationConfig, resolve, settings_model
+from tessera.pretrain.config import EvaluationConfig, settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, apply_schedules, clip_gradients
+from tessera.pretrain.resolve import make_accelerator, resolve
 
 IMAGE = (375, 500)
 """Height and width of a whole image in pixels, which are typical of ImageNet."""
@@ -194,7 +195,7 @@ def make_run(
         method=method, batch_size=images, evaluation=EvaluationConfig(pictures=0), **{method: own}, **settings
     )
     config = resolve(given, IMAGES)
-    accelerator, engine_class = job.make_accelerator(config)
+    accelerator, engine_class = make_accelerator(config)
     torch.manual_seed(0)
     built = build_method(config, fresh=False)
     records: Any = Records()

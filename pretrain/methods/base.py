@@ -194,36 +194,6 @@ class Method(nn.Module):
         return {}
 
 
-def freeze(encoder: Encoder, unused: tuple[str, ...]) -> None:
-    """Freeze the submodules and parameters of an encoder that are named in `unused`.
-
-    A method must freeze what it does not use, because DDP fails if a trainable parameter gets no gradient.
-    """
-    for name, parameter in encoder.named_parameters():
-        if name.partition(".")[0] in unused:
-            parameter.requires_grad_(False)
-
-
-def unused_norms(encoder: Encoder, *, pooled: bool = True, tokens: bool = True, packed: bool = True) -> tuple[str, ...]:
-    """Return the norms of a RoPE-ViT that get no gradient. Other encoders have none of them.
-
-    Args:
-        pooled: True if the method uses pooled features.
-        tokens: True if the method uses token features.
-        packed: True if the encoder gets crops of several sizes as packed images.
-    """
-    if getattr(encoder, "cls_norm", None) is None and getattr(encoder, "local_cls_norm", None) is None:
-        return ()
-    classes = pooled and getattr(encoder, "pool", "") != "mean"
-    own = getattr(encoder, "cls_norm", None) is not None
-    unused = {
-        "norm": own and classes and not tokens,
-        "cls_norm": not classes,
-        "local_cls_norm": not (classes and packed),
-    }
-    return tuple(name for name, is_unused in unused.items() if is_unused)
-
-
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast on the device of `x`.
 

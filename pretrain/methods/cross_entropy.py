@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.pretrain.methods.losses import dino_loss, ibot_loss
-from tessera.pretrain.methods.teacher_student import Centering, teacher_distribution
+from tessera.pretrain.methods.losses import Centering, dino_loss, ibot_loss, teacher_distribution
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
 
 CHUNK_BYTES = 2**28

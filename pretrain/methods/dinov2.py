@@ -8,10 +8,9 @@ Shape letters: B images per process; G global crops, L local crops and S = G + L
 crops, M of them hidden; D width of the encoder; K prototypes.
 """
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -21,39 +20,30 @@ from tessera import encoders
 from tessera.data.augment import Share
 from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
-from tessera.data.crops import Areas, MultiCrop
+from tessera.data.crops import Areas, MultiCrop, sides
 from tessera.data.masking import MaskedMultiCrop
-from tessera.encoders.base import Encoder
-from tessera.encoders.formats.checkpoint import load_weights
-from tessera.encoders.images import Mask
+from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
+from tessera.encoders.unused import freeze_unused
+from tessera.pretrain.methods.base import RunSize, full_precision
 from tessera.pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
-from tessera.pretrain.methods.dino import DINOConfig
+from tessera.pretrain.methods.heads import Head, HeadShape
 from tessera.pretrain.methods.losses import koleo_loss, token_weights
 from tessera.pretrain.methods.teacher_student import (
-    Head,
-    HeadShape,
-    PendingCenter,
-    encode,
-    output_advice,
+    TeacherStudent,
+    TeacherStudentConfig,
+    default_momentum,
+    head_defaults,
     output_signs,
-    teacher_distribution,
 )
-from tessera.pretrain.monitoring.collapse import effective_rank
-from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.pretrain.optim.schedules import cosine, linear
-from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.settings import Derived, derived
 
 SAME_FEATURES = -math.log(1e-3)
 """KoLeo of features whose nearest neighbours have a distance of 0.001"""
-TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
-"""metrics that hold the terms of the loss, each as it is optimised"""
 
 
-class DINOv2Config(DINOConfig, frozen=True):
+class DINOv2Config(TeacherStudentConfig, frozen=True):
     """Settings of DINOv2. Missing values are derived from the number of images, the batch size and the length of the
     run."""
 
@@ -110,16 +100,12 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DI
         "clip": 3.0,
         "clip_by": "module",
     }
-    defaults = {
-        "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
-        "hidden_dim": 2048 if size.large else 512,
-        "bottleneck_dim": 256 if size.large else 128,
-        "batch_norm": not size.large,
+    defaults = head_defaults(size) | {
         "linear_last_layer": False,
         "freeze_steps": steps // 100,
         "teacher_temperature": 0.07 if long else 0.04,
         "teacher_temperature_steps": 3 * steps // 10,
-        "momentum": round(1 - 1 / min(max(steps / 6, 10), 125), 6),
+        "momentum": default_momentum(steps, 125),
     }
     defaults |= second_head(config, defaults)
     return config.filled(defaults), optim.filled(optim_defaults)
@@ -131,37 +117,14 @@ def second_head(config: DINOv2Config, first: dict[str, Any]) -> dict[str, int]:
     return {f"ibot_{name}": (first | given)[name] for name in ("prototypes", "hidden_dim", "bottleneck_dim")}
 
 
-class Targets(NamedTuple):
-    """Outputs of the teacher, and metrics of the global crops."""
-
-    pooled: Tensor
-    """Pooled features of the global crops: (G * B, D) float32."""
-    crops: Tensor
-    """Distributions of the global crops: (G, B, K)."""
-    token_logits: Tensor
-    """Logits of the hidden tokens, in the precision of the forward pass: (M, K)."""
-    metrics: dict[str, Tensor]
-    """Scalars by name."""
-
-
-class DINOv2(Method):
-    """The DINOv2 method: a student and a teacher, each an encoder with one or two heads, and centres of the teacher's
-    outputs."""
+class DINOv2(TeacherStudent):
+    """The DINOv2 method: student and teacher have one or two heads, and the student's global crops have masks."""
 
     Config = DINOv2Config
     resolve = staticmethod(resolve)
     continues = ("dinov2", "dinov3")
-    section: ClassVar[str] = "dinov2"
-    """name of the method in messages"""
-    small_settings: ClassVar[dict[str, Any]] = {
-        "global_size": 16,
-        "local_size": 12,
-        "local_crops": 2,
-        "hidden_dim": 32,
-        "bottleneck_dim": 16,
-        "prototypes": 64,
-    }
-    rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dinov2.momentum."
+    section = "dinov2"
+    config: DINOv2Config
 
     def __init__(self, encoder: Encoder, config: DINOv2Config, steps: int) -> None:
         """Build the student, and copy the student to make the teacher. `steps` is the length of the run.
@@ -170,31 +133,17 @@ class DINOv2(Method):
             ValueError: the encoder has no mask token, or global crops have only one token, or a setting of the second
                 head is given without a second head.
         """
-        super().__init__()
-        self.config = config
-        self.steps = steps
-        self.image_size = config.global_size
-        self.grid = encoder.grid(config.global_size, config.global_size)
-        _check(encoder, config, self.grid)
-        packed = config.global_size % encoder.stride == config.local_size % encoder.stride == 0
-        freeze(encoder, (*unused_norms(encoder, packed=packed), "pre_logits", "head", "head_dist"))
+        _check(encoder, config)
+        freeze_unused(encoder, sides(config), tokens=True, masked=True)
         c, second = config, (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
         kinds = (c.head_layers, c.batch_norm, c.norm_last_layer, c.linear_last_layer)
         first = HeadShape(c.prototypes, c.hidden_dim, c.bottleneck_dim, *kinds)
         student: dict[str, nn.Module] = {"encoder": encoder, "head": Head(encoder.dim, first)}
         if config.separate_head:
             student["ibot_head"] = Head(encoder.dim, HeadShape(*second, *kinds))
-        self.student = nn.ModuleDict(student)
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.center: Tensor
+        super().__init__(student, config, steps)
         self.ibot_center: Tensor
-        self.register_buffer("center", torch.zeros(config.prototypes))
-        self.register_buffer("ibot_center", torch.zeros(config.ibot_prototypes))
-        self._pending, self._ibot_pending = PendingCenter(), PendingCenter()
-        # the teacher's pooled features in the last forward pass, and the most probable prototypes of crops and of
-        # hidden tokens; for health()
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
-        self.train()
+        self._add_center("ibot_", config.ibot_prototypes)
 
     @staticmethod
     def encoder_defaults(config: DINOv2Config, variant: str, size: RunSize) -> dict[str, Any]:
@@ -210,11 +159,6 @@ class DINOv2(Method):
         """Return the transform for the crop sizes and masks of `c`."""
         grid = self.trained_encoder().grid(c.global_size, c.global_size)
         return MaskedMultiCrop(MultiCrop(c), grid, c.mask_probability, c.mask_ratio, fill=c.fill_masks)
-
-    def train(self, mode: bool = True) -> "DINOv2":
-        super().train(mode)
-        self.teacher.eval()  # eval mode, because the teacher must not use drop path
-        return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of B images with global crops (G * B, C, H, W), a mask of the global crops, and local
@@ -238,15 +182,20 @@ class DINOv2(Method):
         c, view = self.config, views[0]
         (mask,) = view.masks
         weights = copy_to_device(token_weights(mask), mask.hidden.device)  # (M,)
-        targets = self._targets(view, mask, step)
+        with torch.no_grad():
+            seen = self.teacher["encoder"](view.images)
+            hidden_seen = seen.tokens.index_select(0, mask.hidden_indices)  # (M, D)
+            wanted = self._token_head(self.teacher)(hidden_seen)  # (M, K)
+        target, metrics = self.crop_targets(seen.pooled, view, step)  # (G, B, K)
+        self._pending["ibot_"].add(step, wanted)
         pooled, tokens = encode(self.student["encoder"], [one.images for one in views], mask)
         logits = self.student["head"](pooled).unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
         token_logits = self._token_head(self.student)(tokens.index_select(0, mask.hidden_indices))  # (M, K)
         sharpening = Sharpening(c.student_temperature, self.temperature(step), self.ibot_center, c.centering)
         with full_precision(logits):
-            hidden = token_loss(token_logits, targets.token_logits, weights, sharpening)
+            hidden = token_loss(token_logits, wanted, weights, sharpening)
             terms = {
-                "dino_loss": crop_loss(logits, targets.crops, c.student_temperature, local_weight),
+                "dino_loss": crop_loss(logits, target, c.student_temperature, local_weight),
                 "ibot_loss": c.ibot_weight * hidden.loss,
             }
             if c.koleo_weight > 0:
@@ -256,8 +205,8 @@ class DINOv2(Method):
             # weighted as the loss, so that the metric does not depend on the number of processes
             entropy = (hidden.entropies * weights).sum() / masked.clamp(min=1e-6)
         # Keep the indices instead of the distributions, which would occupy memory until the next step.
-        self._last = (targets.pooled, targets.crops.flatten(0, 1).argmax(-1), hidden.best)
-        metrics = {name: term.detach() for name, term in terms.items()} | targets.metrics
+        self._last = (seen.pooled.float(), {"": target.flatten(0, 1).argmax(-1), "ibot_": hidden.best})
+        metrics |= {name: term.detach() for name, term in terms.items()}
         metrics |= {"ibot_teacher_entropy": entropy, "masked_crops": masked}
         return terms, metrics, tokens[: len(mask.hidden)]
 
@@ -266,86 +215,8 @@ class DINOv2(Method):
         """Return the head for hidden tokens of the student or the teacher."""
         return half["ibot_head" if "ibot_head" in half else "head"]
 
-    @torch.no_grad()
-    def _targets(self, view: View, mask: Mask, step: int) -> Targets:
-        """Return the teacher's outputs for global crops (G * B, C, H, W) and for their hidden tokens."""
-        features = self.teacher["encoder"](view.images)
-        logits = self.teacher["head"](features.pooled).float()  # (G * B, K)
-        hidden = features.tokens.index_select(0, mask.hidden_indices)  # (M, D)
-        token_logits = self._token_head(self.teacher)(hidden)  # (M, K)
-        temperature = self.temperature(step)
-        with full_precision(logits):
-            crops = teacher_distribution(logits, self.center, temperature, self.config.centering)
-        self._pending.add(step, logits)
-        self._ibot_pending.add(step, token_logits)
-        metrics = {
-            "teacher_entropy": -torch.special.xlogy(crops, crops).sum(-1).mean(),
-            "teacher_spread": (logits - self.center).std(0).mean() / temperature,
-        }
-        return Targets(features.pooled.float(), crops.unflatten(0, (view.crops, -1)), token_logits, metrics)
-
-    def temperature(self, step: int) -> float:
-        """Return the softmax temperature of the teacher at a step."""
-        c = self.config
-        return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
-
-    def momentum(self, step: int) -> float:
-        """Return the momentum of the teacher's moving average at a step."""
-        return cosine(step, self.steps, self.config.momentum, 1.0)
-
-    @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        """Move the teacher towards the student, and the centres towards the means of this step's teacher logits."""
-        self._pending.move(self.center, self.config.center_momentum)
-        self._ibot_pending.move(self.ibot_center, self.config.center_momentum)
-        ema.update(self.teacher.parameters(), self.student.parameters(), self.momentum(step))
-
-    def start_from(self, other: Method) -> None:
-        for name in ("student", "teacher"):
-            own, theirs = getattr(self, name), getattr(other, name)
-            load_weights(own["encoder"], theirs["encoder"].state_dict(), "ours")
-            for part in set(own) - {"encoder"}:
-                # a second head without a model starts as a copy of the shared head
-                own[part].load_state_dict(theirs[part if part in theirs else "head"].state_dict())
-        self.center.copy_(other.center)  # pyright: ignore[reportArgumentType]
-        self.ibot_center.copy_(other.ibot_center)  # pyright: ignore[reportArgumentType]
-
-    def trained_encoder(self) -> Encoder:
-        return self.teacher["encoder"]  # pyright: ignore[reportReturnType]
-
-    def trained_parts(self) -> list[nn.Module]:
-        return list(self.student.values())
-
-    def frozen(self) -> dict[str, int]:
-        steps = self.config.freeze_steps
-        return {"student.head.last_layer.": steps, "student.ibot_head.last_layer.": steps}
-
-    @torch.no_grad()
-    def health(self) -> dict[str, float]:
-        if self._last is None:
-            return {}
-        pooled, *best = self._last
-        sizes = (self.config.prototypes, self.config.ibot_prototypes)
-        counts = [torch.bincount(one, minlength=size) for one, size in zip(best, sizes, strict=True)]
-        used, ibot_used = (int((all_reduce_sum(count.float()) > 0).sum()) for count in counts)
-        return {
-            "prototypes_used": used,
-            "ibot_prototypes_used": ibot_used,
-            "center_norm": self.center.norm().item(),
-            "feature_rank": effective_rank(pooled),
-        }
-
-    def advice(self, record: Mapping[str, float]) -> list[str]:
-        c = self.config
-        found = output_advice(self.section, record, c.prototypes, batch_norm=c.batch_norm, centering=c.centering)
-        terms = ", ".join(f"{term} {record[term]:.3f}" for term in TERMS if term in record)
-        found.append(f"The terms of the loss are {terms}. The rank of the features is {record['feature_rank']:.1f}.")
-        return [*found, *super().advice(record)]
-
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        c = self.config
-        loss = record["dino_loss"] / record.get("dino_share", 1.0)  # of ln K, where local crops count less in DINOv3
-        signs = output_signs(self.section, "dino", loss, record["teacher_entropy"], math.log(c.prototypes))
+        c, signs = self.config, super().collapse_signs(record)
         share = c.ibot_weight * record["masked_crops"]
         if share > 0:
             loss, entropy = record["ibot_loss"] / share, record["ibot_teacher_entropy"]
@@ -359,12 +230,13 @@ class DINOv2(Method):
         return signs
 
 
-def _check(encoder: Encoder, config: DINOv2Config, grid: tuple[int, int]) -> None:
+def _check(encoder: Encoder, config: DINOv2Config) -> None:
     """Raise `ValueError` if the encoder does not support the settings, or two settings contradict each other."""
     name = type(encoder).__name__
+    rows, columns = encoder.grid(config.global_size, config.global_size)
     if getattr(encoder, "mask_token", None) is None:
         raise ValueError(f"{name} has no mask token, which replaces hidden tokens. Set encoder.mask_token to true.")
-    if grid[0] * grid[1] < 2:
+    if rows * columns < 2:
         raise ValueError(
             f"A global crop of {config.global_size} pixels is one token of {name}, so that hiding it would leave "
             f"nothing visible. Set global_size to at least {2 * encoder.stride}."

@@ -11,7 +11,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,12 @@ from tessera.data.collate import Transform
 from tessera.data.crops import MixedCrops, ResizedView
 from tessera.encoders.base import Encoder
 from tessera.pretrain.methods.base import Method, RunSize, full_precision
-from tessera.pretrain.methods.dinov2 import TERMS, DINOv2, DINOv2Config, second_head
-from tessera.pretrain.methods.losses import gram_loss
-from tessera.pretrain.methods.teacher_student import Centering
+from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config, second_head
+from tessera.pretrain.methods.losses import Centering, gram_loss
+from tessera.pretrain.methods.teacher_student import TERMS, default_momentum, head_defaults
+from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import linear
-from tessera.runtime.collectives import local
 from tessera.runtime.settings import Derived, derived
 
 
@@ -129,17 +129,14 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
     # Sinkhorn assigns the rows of a forward pass, over all processes, evenly to the prototypes.
     rows = 2 * size.batch_size // size.accumulate
     most = (32 if size.large else 8) * rows  # published: 262,144 prototypes for 8,192 rows
-    prototypes = 2 ** round(math.log2(min(max(size.images / 8, 256), 65536)))
-    defaults = {
-        "prototypes": min(prototypes, 2 ** round(math.log2(most))),
-        "hidden_dim": 2048 if size.large else 512,
-        "bottleneck_dim": 256 if size.large else 128,
-        "batch_norm": not size.large,
+    head = head_defaults(size)
+    defaults = head | {
+        "prototypes": min(head["prototypes"], 2 ** round(math.log2(most))),
         "linear_last_layer": size.large and not config.norm_last_layer,
         "freeze_steps": 0 if continued else steps // 100,
         "teacher_temperature": 0.07 if size.large else 0.04,
         "teacher_temperature_steps": 0 if continued else steps // 10,
-        "momentum": round(1 - 1 / min(max(steps / 6, 10), 500 / 3), 6),
+        "momentum": default_momentum(steps, 500 / 3),
         "gram_start": start,
         "gram_warmup_steps": max(steps - start, 0) // 200,
         "gram_refresh_steps": max((steps - start) // 20, 1),
@@ -158,8 +155,8 @@ class DINOv3(DINOv2):
 
     Config = DINOv3Config
     resolve = staticmethod(resolve)
-    section: ClassVar[str] = "dinov3"
-    rank_hint = "Try a lower optim.lr, a longer optim.warmup_steps, or a higher dinov3.momentum."
+    section = "dinov3"
+    config: DINOv3Config  # pyright: ignore[reportIncompatibleVariableOverride] - narrower, and never set again
 
     def __init__(self, encoder: Encoder, config: DINOv3Config, steps: int) -> None:
         """Build student, teacher and Gram teacher. `steps` is the length of the run.
@@ -173,11 +170,9 @@ class DINOv3(DINOv2):
             raise ValueError(
                 f"gram_size {config.gram_size} is less than global_size {config.global_size}. Raise gram_size."
             )
-        super().__init__(encoder, config, steps)  # pyright: ignore[reportArgumentType]
-        self.gram: DINOv3Config = config
+        super().__init__(encoder, config, steps)
         self.needs_start = config.gram_weight > 0 and config.gram_start == 0
         self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
-        self.train()
 
     @staticmethod
     def encoder_defaults(config: DINOv2Config, variant: str, size: RunSize) -> dict[str, Any]:
@@ -186,7 +181,7 @@ class DINOv3(DINOv2):
         return defaults | encoders.supported(variant, published)
 
     def transform(self) -> Transform:
-        c = self.gram
+        c = self.config
         if c.sizes is None:
             return self.crops_with_gram(c)
         combinations = [c.model_copy(update=CropSizes.parse(text)._asdict()) for text in c.sizes]
@@ -199,11 +194,10 @@ class DINOv3(DINOv2):
         larger = self.gram_teacher is not None and c.gram_size > c.global_size
         return ResizedView(crops, c.gram_size) if larger else crops
 
-    def train(self, mode: bool = True) -> "DINOv3":
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        gram_teacher = getattr(self, "gram_teacher", None)  # absent while `DINOv2` is constructed
-        if gram_teacher is not None:
-            gram_teacher.eval()
+        if self.gram_teacher is not None:
+            self.gram_teacher.eval()
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -213,7 +207,7 @@ class DINOv3(DINOv2):
 
         The loss is the sum of the metrics `dino_loss`, `ibot_loss`, `koleo_loss` and `gram_loss`.
         """
-        c, views = self.gram, batch.views
+        c, views = self.config, batch.views
         if c.gram_weight == 0:
             return super().forward(batch, step)
         larger = len(views) > 1 + (c.local_crops > 0)
@@ -231,8 +225,8 @@ class DINOv3(DINOv2):
 
     def gram_weight(self, step: int) -> float:
         """Return the weight of the Gram loss at a step: 0 before `gram_start`, then a linear rise."""
-        since = step - self.gram.gram_start
-        return linear(since, self.gram.gram_warmup_steps, 0.0, self.gram.gram_weight) if since >= 0 else 0.0
+        since = step - self.config.gram_start
+        return linear(since, self.config.gram_warmup_steps, 0.0, self.config.gram_weight) if since >= 0 else 0.0
 
     def _gram_loss(self, tokens: Tensor, view: View, seen: View) -> Tensor:
         """Return the Gram loss of the student's tokens (T, D) of the global crops in `view`, which the Gram teacher
@@ -261,17 +255,15 @@ class DINOv3(DINOv2):
     def after_skip(self, step: int) -> None:
         """Replace the Gram teacher when it is due, also after a skipped step."""
         if self.gram_teacher is not None and self.replaces_gram_teacher(step):
-            pairs = zip(self.gram_teacher.parameters(), self.teacher["encoder"].parameters(), strict=True)
-            for old, new in pairs:
-                local(old).copy_(local(new))
+            ema.copy(self.gram_teacher, self.teacher["encoder"])
 
     def replaces_gram_teacher(self, step: int) -> bool:
         """Return True if the Gram teacher becomes a copy of the teacher after a step."""
-        since = step + 1 - self.gram.gram_start
+        since = step + 1 - self.config.gram_start
         if since == 0:
             return True
-        number, rest = divmod(since, self.gram.gram_refresh_steps)
-        return rest == 0 and 0 < number <= self.gram.gram_refreshes
+        number, rest = divmod(since, self.config.gram_refresh_steps)
+        return rest == 0 and 0 < number <= self.config.gram_refreshes
 
     def start_from(self, other: Method) -> None:
         super().start_from(other)

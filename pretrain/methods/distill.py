@@ -22,7 +22,8 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
+from tessera.encoders.unused import freeze_unused
+from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -178,10 +179,7 @@ def make_projections(encoder: Encoder, width: int, config: DistillConfig) -> nn.
         width: width of the teacher.
         config: settings of distillation.
     """
-    unused = () if config.pooled_weight else ("attn_pool",)
-    uses = {"pooled": config.pooled_weight > 0, "tokens": config.token_weight > 0}
-    unused += unused_norms(encoder, **uses, packed=False)
-    freeze(encoder, ("mask_token", "pre_logits", "head", "head_dist", *unused))
+    freeze_unused(encoder, [config.size], pooled=config.pooled_weight > 0, tokens=config.token_weight > 0)
     weights = {"pooled": config.pooled_weight, "token": config.token_weight}
     return nn.ModuleDict(
         {kind: make_projection(encoder.dim, width, config) for kind, weight in weights.items() if weight}
@@ -205,7 +203,7 @@ class Student(nn.Module):
             config: settings of distillation.
 
         Raises:
-            EncoderError: the encoder does not support the settings, or `main` is of the same variant.
+            EncoderError: the encoder does not support the settings or the images, or `main` is of the same variant.
         """
         super().__init__()
         if main.settings["variant"] == variant:
@@ -217,7 +215,14 @@ class Student(nn.Module):
             except (EncoderError, TypeError) as error:
                 raise EncoderError(f"distill.students: {variant} cannot be built: {error}") from error
             self.encoder.preprocessing = main.preprocessing
-            self.projections = make_projections(self.encoder, width, config)
+            try:
+                self.encoder.check(torch.empty(1, main.channels, config.size, config.size))
+                self.projections = make_projections(self.encoder, width, config)
+            except EncoderError as error:
+                raise EncoderError(
+                    f"distill.students: {variant} does not support the images: {error} distill.size, their side, is "
+                    f"{config.size} pixels."
+                ) from error
 
 
 class Distill(Method):
@@ -268,7 +273,7 @@ class Distill(Method):
         losses, metrics = [], {}
         for start, (encoder, projections) in self._students().items():
             with restarted_draws():
-                features = self._features(start, encoder, images)
+                features = encoder(images)
             self._pooled[start] = features.pooled.detach().float()
             loss, found = self._loss(projections, features, wanted)
             losses.append(loss)
@@ -281,20 +286,6 @@ class Distill(Method):
         others = {name: cast(Student, student) for name, student in self.others.items()}
         own = {f"{name}/": (student.encoder, student.projections) for name, student in others.items()}
         return {"": (self.encoder, self.projections)} | own
-
-    def _features(self, start: str, encoder: Encoder, images: Tensor) -> Features:
-        """Return the features of a student. `start` is its key in `_students()`.
-
-        Raises:
-            EncoderError: the student does not support the images. The message names a student of `students`.
-        """
-        try:
-            return encoder(images)
-        except EncoderError as error:
-            if not start:
-                raise
-            name, hint = start.removesuffix("/"), f"distill.size, their side, is {self.config.size} pixels."
-            raise EncoderError(f"distill.students: {name} does not support the images: {error} {hint}") from error
 
     def _loss(self, projections: nn.ModuleDict, own: Features, wanted: Features) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one student as a float32 scalar, and its metrics."""

@@ -23,8 +23,9 @@ from tessera.encoders.base import Encoder, Preprocessing
 from tessera.encoders.images import Images
 from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
+from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
+from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section, SettingsError
 
@@ -122,8 +123,7 @@ class Finetune(Method):
         if not isinstance(side, int):
             raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one side.")
         self.config, self.image_size, self.classes = config, side, config.classes
-        norms = unused_norms(encoder, tokens=False, packed=False)
-        freeze(encoder, (*norms, "mask_token", "pre_logits", "head", "head_dist"))
+        freeze_unused(encoder, [side])
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
         self.encoder = encoder
         self.head = nn.Linear(encoder.dim, config.classes)

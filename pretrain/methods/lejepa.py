@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.data.augment import BLUR_SIGMA, Sigmas
 from tessera.data.batch import Batch
-from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size
-from tessera.encoders.base import Encoder
+from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size, sides
+from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision, unused_norms
-from tessera.pretrain.methods.teacher_student import BatchNorm, encode
+from tessera.encoders.unused import freeze_unused
+from tessera.pretrain.methods.base import Method, RunSize, full_precision
+from tessera.pretrain.methods.heads import BatchNorm
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_sum, world_size
@@ -199,9 +200,7 @@ class LeJEPA(Method):
         del steps
         self.config = config
         self.image_size = config.global_size
-        packed = config.global_size % encoder.stride == config.local_size % encoder.stride == 0
-        norms = unused_norms(encoder, tokens=False, packed=packed)
-        freeze(encoder, (*norms, "mask_token", "pre_logits", "head", "head_dist"))
+        freeze_unused(encoder, sides(config))
         self.encoder = encoder
         self.projector = Projector(encoder.dim, config)
         self._pooled: Tensor | None = None  # pooled features of the global crops in the last forward pass, for health()

@@ -1,19 +1,51 @@
 """Losses of DINO (2104.14294), iBOT (2111.07832), KoLeo (1806.03198) and Gram anchoring (2508.10104), in float32.
 
 Shape letters: B images per process; G global crops and S crops of an image; N crops; P tokens of a crop; M hidden
-tokens; D width of the encoder; K prototypes.
+tokens; D width of the encoder; K prototypes; N also rows of this process (images or tokens).
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.encoders.images import Mask
-from tessera.runtime.collectives import all_gather_rows, rank
+from tessera.runtime.collectives import all_gather_rows, all_reduce_max, all_reduce_sum, rank
 from tessera.runtime.errors import UserError
+
+Centering = Literal["mean", "sinkhorn"]
 
 NEAREST = 1e-4
 """smallest distance between normalised features that KoLeo distinguishes; the gradient of a smaller distance is 0"""
+
+
+def teacher_distribution(logits: Tensor, center: Tensor, temperature: float, centering: Centering) -> Tensor:
+    """Return the centred and sharpened distributions of a teacher with the given float32 logits: (N, K) -> (N, K)."""
+    if centering == "sinkhorn":
+        return sinkhorn(logits, temperature)
+    return F.softmax((logits - center) / temperature, dim=-1)
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
+    """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
+
+    Each row of the result is a distribution over the prototypes. Summed over all rows, all prototypes have about the
+    same weight.
+
+    Args:
+        logits: (N, K) float32; N may differ between processes, and may be 0.
+    """
+    scaled = logits / temperature
+    own_peak = scaled.max() if len(scaled) else scaled.new_full((), -torch.inf)
+    peak = all_reduce_max(own_peak)  # subtract the maximum, so that exp does not overflow
+    assignment = (scaled - peak).exp()  # (N, K)
+    rows = all_reduce_sum(scaled.new_full((), len(logits)))
+    for _ in range(iterations):
+        assignment = assignment / all_reduce_sum(assignment.sum(0)).clamp(min=1e-30) / logits.shape[1]
+        assignment = assignment / assignment.sum(1, keepdim=True).clamp(min=1e-30) / rows
+    return assignment * rows
 
 
 def dino_loss(student: Tensor, teacher: Tensor, local_weight: float = 1.0) -> Tensor:

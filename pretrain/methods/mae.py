@@ -23,8 +23,9 @@ from tessera.encoders.images import Images, Mask, PackedImages, patchify
 from tessera.encoders.narrow import NarrowTransformer
 from tessera.encoders.navit import NaViT
 from tessera.encoders.segments import copy_to_device
+from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, freeze, full_precision
+from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
@@ -160,11 +161,11 @@ class MAE(Method):
         self.image_size = config.size
         self.drop = encoder.can_drop if config.drop is None else config.drop
         _check(encoder, config, self.drop)
-        unused = ("mask_token",) if self.drop else ()
-        freeze(encoder, (*unused, "attn_pool", "cls_norm", "local_cls_norm", "pre_logits", "head", "head_dist"))
         self.encoder = encoder
         self.decoder = make_decoder(encoder, config, drop=self.drop)
-        self.class_token = getattr(encoder, "pool", None) == "class"  # the decoder then sees the pooled features, too
+        # the decoder then also sees the pooled features
+        self.class_token = getattr(encoder, "pool", None) == "class" and len(self.decoder.blocks) > 0
+        freeze_unused(encoder, [config.size], pooled=self.class_token, tokens=True, masked=True, drop=self.drop)
         # of the last forward pass, for health(): pooled features (B, D), and targets of some patches (N, P)
         self._pooled: Tensor | None = None
         self._some_targets: Tensor | None = None

@@ -1,155 +1,216 @@
-"""Parts of methods in which a student learns from a teacher, the moving average of the student (DINO, 2104.14294).
+"""Base of methods in which a student learns from a teacher, the moving average of the student (DINO, 2104.14294).
 
-Shape letters: N rows of this process (images or tokens); B images; S crops of an image; T tokens; D width of the
-encoder; K prototypes.
+Shape letters: N rows of this process (images or tokens); B images; G global crops and S crops of an image; T tokens; D
+width of the encoder; K prototypes.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
+from tessera.data.batch import View
+from tessera.data.crops import MultiCropConfig
 from tessera.encoders.base import Encoder
-from tessera.encoders.images import Images, Mask, can_pack, pack
-from tessera.pretrain.methods.base import full_precision
-from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
+from tessera.encoders.formats.checkpoint import load_weights
+from tessera.pretrain.methods.base import Method, RunSize, full_precision
+from tessera.pretrain.methods.losses import Centering, teacher_distribution
+from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.optim import ema
+from tessera.pretrain.optim.schedules import cosine, linear
+from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.settings import Derived, derived
 
-Centering = Literal["mean", "sinkhorn"]
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes and kinds of the layers of a head."""
-
-    prototypes: int
-    """Number of outputs (K)."""
-    hidden_dim: int
-    """Width of the hidden layers."""
-    bottleneck_dim: int
-    """Width of the last layer before the prototypes."""
-    layers: int = 3
-    """Number of linear layers before the prototypes."""
-    batch_norm: bool = False
-    """True for batch norm after each linear layer except the last."""
-    fixed_length: bool = True
-    """True to fix the norm of every prototype vector at 1."""
-    linear: bool = False
-    """True for prototypes without weight norm, as in DINOv3; `fixed_length` is then not used."""
+TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
+"""metrics that hold the terms of the loss, each as it is optimised"""
 
 
-class Prototypes(nn.Module):
-    """Weight-normed linear layer without bias: (N, D) -> (N, K).
+class TeacherStudentConfig(MultiCropConfig, frozen=True):
+    """Settings that DINO, DINOv2 and DINOv3 share."""
 
-    For an input of norm 1, each output is the cosine between the input and a learned direction, times a learned length.
-    The parameters are named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
+    prototypes: Derived[int] = derived(ge=2)
+    """number of prototypes, which is the number of outputs of the head (K)"""
+    hidden_dim: Derived[int] = derived(ge=1)
+    """width of the head's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
+    bottleneck_dim: Derived[int] = derived(ge=1)
+    """width of the head's bottleneck, the last layer before the prototypes; default: 256, or 128 for fewer than 100,000
+    images"""
+    head_layers: int = Field(default=3, ge=1)
+    """number of linear layers of the head before the prototypes"""
+    batch_norm: Derived[bool] = derived()
+    """use batch norm in the head, with statistics over one forward pass of all processes; default: true for fewer than
+    100,000 images"""
+    norm_last_layer: bool = True
+    """fix the norm of every prototype vector at 1"""
+    freeze_steps: Derived[int] = derived(ge=0)
+    """number of steps at the start of the run during which the prototypes are not trained"""
+    student_temperature: float = Field(default=0.1, gt=0)
+    """softmax temperature of the student"""
+    teacher_temperature: Derived[float] = derived(gt=0)
+    """softmax temperature of the teacher after the warm-up of the temperature"""
+    teacher_temperature_start: float = Field(default=0.04, gt=0)
+    """softmax temperature of the teacher at the start of the run"""
+    teacher_temperature_steps: Derived[int] = derived(ge=0)
+    """number of steps of the linear warm-up of the teacher's temperature"""
+    momentum: Derived[float] = derived(ge=0, le=1)
+    """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine"""
+    centering: Centering = "mean"
+    """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
+    SwAV, 2006.09882)"""
+    center_momentum: float = Field(default=0.9, ge=0, le=1)
+    """momentum of the running mean of the teacher's output; used if `centering` is mean"""
+
+
+def head_defaults(size: RunSize) -> dict[str, Any]:
+    """Return the default sizes of a head. The number of prototypes falls with the number of images."""
+    return {
+        "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
+        "hidden_dim": 2048 if size.large else 512,
+        "bottleneck_dim": 256 if size.large else 128,
+        "batch_norm": not size.large,
+    }
+
+
+def default_momentum(steps: int, horizon: float) -> float:
+    """Return a momentum whose average spans about a sixth of a short run, and `horizon` steps of a long run."""
+    return round(1 - 1 / min(max(steps / 6, 10), horizon), 6)
+
+
+class TeacherStudent(Method):
+    """A student and a teacher, each an encoder with one head or two, and the centres of the teacher's outputs.
+
+    After each step, the parameters of the teacher move towards those of the student, and so do its floating-point
+    buffers, such as the running statistics of BatchNorm. Other buffers, such as BatchNorm's number of batches, are
+    copied. The teacher is always in eval mode.
+
+    A second head, `ibot_head`, has an output, a centre and metrics of its own, whose names start with `ibot_`.
     """
 
-    def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
+    section: ClassVar[str]
+    """name of the method, with which the names of its settings start"""
+    config: Any
+    """settings of the method"""
+    small_settings: ClassVar[dict[str, Any]] = {
+        "global_size": 16,
+        "local_size": 12,
+        "local_crops": 2,
+        "hidden_dim": 32,
+        "bottleneck_dim": 16,
+        "prototypes": 64,
+    }
+
+    def __init__(self, student: Mapping[str, nn.Module], config: TeacherStudentConfig, steps: int) -> None:
+        """Take the modules of the student, and copy them to make the teacher.
+
+        Args:
+            student: `encoder`, `head`, and `ibot_head` if there is a second head.
+            config: settings with all values.
+            steps: length of the run.
+        """
         super().__init__()
-        self.weight_v = nn.Parameter(nn.Linear(dim, prototypes, bias=False).weight.detach().clone())
-        self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=not fixed_length)
+        self.config, self.steps, self.image_size = config, steps, config.global_size
+        self.rank_hint = f"Try a lower optim.lr, a longer optim.warmup_steps, or a higher {self.section}.momentum."
+        self.student = nn.ModuleDict(student)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False).eval()
+        self.center: Tensor
+        self._pending: dict[str, PendingCenter] = {}
+        self._add_center("", config.prototypes)
+        # the teacher's pooled features in the last forward pass, and the most probable prototype of each row of each
+        # output; for health()
+        self._last: tuple[Tensor, dict[str, Tensor]] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight_g * F.normalize(self.weight_v, dim=1))
+    def _add_center(self, output: str, prototypes: int) -> None:
+        """Add the centre of an output of the teacher. `output` starts the names of its buffer and metrics."""
+        self.register_buffer(f"{output}center", torch.zeros(prototypes))
+        self._pending[output] = PendingCenter()
 
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.teacher.eval()  # the teacher must not use drop path
+        return self
 
-class BatchNorm(nn.Module):
-    """Batch norm over the rows of all processes.
+    @torch.no_grad()
+    def crop_targets(self, pooled: Tensor, view: View, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the teacher's distributions of global crops (G, B, K) for its pooled features (G * B, D), and metrics.
 
-    This module always uses the statistics of the batch and keeps no running statistics, because heads are not used for
-    inference. Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm`, this module also runs on
-    the CPU.
-    """
+        `teacher_spread` is the standard deviation of the logits over the rows, averaged over the prototypes and divided
+        by the temperature.
+        """
+        logits = self.teacher["head"](pooled).float()  # (G * B, K)
+        temperature = self.temperature(step)
+        with full_precision(logits):
+            target = teacher_distribution(logits, self.center, temperature, self.config.centering)
+        self._pending[""].add(step, logits)
+        metrics = {
+            "teacher_entropy": -torch.special.xlogy(target, target).sum(-1).mean(),
+            "teacher_spread": (logits - self.center).std(0).mean() / temperature,
+        }
+        return target.unflatten(0, (view.crops, -1)), metrics
 
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
-        self.eps = eps
+    def temperature(self, step: int) -> float:
+        """Return the softmax temperature of the teacher at a step."""
+        c = self.config
+        return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with full_precision(x):
-            x32 = x.float()
-            # Without any row, the mean must not be 0 / 0, or the gradient of the weight would not be finite.
-            rows = all_reduce_sum(x32.new_full((), len(x))).clamp(min=1)
-            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 would cancel most digits of float32.
-            centred = x32 - all_reduce_sum(x32.sum(0)) / rows
-            variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
-            return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
+    def momentum(self, step: int) -> float:
+        """Return the momentum of the teacher's moving average at a step."""
+        return cosine(step, self.steps, self.config.momentum, 1.0)
 
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Move the teacher towards the student, and each centre towards the mean of this step's teacher logits."""
+        for output, pending in self._pending.items():
+            pending.move(getattr(self, f"{output}center"), self.config.center_momentum)
+        ema.update(self.teacher, self.student, self.momentum(step))
 
-class Head(nn.Module):
-    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K)."""
+    def start_from(self, other: Method) -> None:
+        for name in ("student", "teacher"):
+            own, theirs = getattr(self, name), getattr(other, name)
+            load_weights(own["encoder"], theirs["encoder"].state_dict(), "ours")
+            for part in set(own) - {"encoder"}:
+                # if the other method has no second head, copy its only head
+                own[part].load_state_dict(theirs[part if part in theirs else "head"].state_dict())
+        for output in self._pending:
+            getattr(self, f"{output}center").copy_(getattr(other, f"{output}center"))
 
-    def __init__(self, dim: int, shape: HeadShape) -> None:
-        super().__init__()
-        widths = [dim] + [shape.hidden_dim] * (shape.layers - 1) + [shape.bottleneck_dim]
-        layers: list[nn.Module] = []
-        for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
-            linear = nn.Linear(width_in, width_out)
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-            layers.append(linear)
-            if i < shape.layers - 1:
-                layers += [BatchNorm(width_out)] * shape.batch_norm + [nn.GELU()]
-        self.mlp = nn.Sequential(*layers)
-        if shape.linear:
-            self.last_layer = nn.Linear(shape.bottleneck_dim, shape.prototypes, bias=False)
-            nn.init.trunc_normal_(self.last_layer.weight, std=0.02)
-        else:
-            self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
+    def trained_encoder(self) -> Encoder:
+        return self.teacher["encoder"]  # pyright: ignore[reportReturnType]
 
-    def forward(self, x: Tensor) -> Tensor:
-        # The epsilon is larger in float16, in which 1e-12 is 0.
-        x = self.mlp(x)
-        return self.last_layer(F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12))
+    def trained_parts(self) -> list[nn.Module]:
+        return list(self.student.values())
 
+    def frozen(self) -> dict[str, int]:
+        heads = [name for name in self.student if name != "encoder"]
+        return {f"student.{head}.last_layer.": self.config.freeze_steps for head in heads}
 
-def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:
-    """Return the pooled features of all views, (S * B, D), and token features whose first rows are those of the first
-    view, (T, D).
+    @torch.no_grad()
+    def health(self) -> dict[str, float]:
+        if self._last is None:
+            return {}
+        pooled, assigned = self._last
+        found: dict[str, float] = {}
+        for output, best in assigned.items():
+            prototypes = len(getattr(self, f"{output}center"))
+            counts = all_reduce_sum(torch.bincount(best, minlength=prototypes).float())
+            found[f"{output}prototypes_used"] = int((counts > 0).sum())
+        return found | {"center_norm": self.center.norm().item(), "feature_rank": effective_rank(pooled)}
 
-    An encoder that takes packed images gets all views in one call, if its patches divide their sides. `mask` hides
-    tokens of the first view.
-    """
-    if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
-        packed = pack(views, encoder.stride)
-        features = encoder(packed, None if mask is None else mask.extended(packed.grids))
-        return features.pooled, features.tokens
-    first = encoder(views[0]) if mask is None else encoder(views[0], mask)
-    return torch.cat([first.pooled, *(encoder(view).pooled for view in views[1:])]), first.tokens
+    def advice(self, record: Mapping[str, float]) -> list[str]:
+        c = self.config
+        found = output_advice(self.section, record, c.prototypes, batch_norm=c.batch_norm, centering=c.centering)
+        rank = f"The rank of the features is {record['feature_rank']:.1f}."
+        if terms := ", ".join(f"{term} {record[term]:.3f}" for term in TERMS if term in record):
+            rank = f"The terms of the loss are {terms}. {rank}"
+        return [*found, rank, *super().advice(record)]
 
-
-def teacher_distribution(logits: Tensor, center: Tensor, temperature: float, centering: Centering) -> Tensor:
-    """Return the centred and sharpened distributions of a teacher with the given float32 logits: (N, K) -> (N, K)."""
-    if centering == "sinkhorn":
-        return sinkhorn(logits, temperature)
-    return F.softmax((logits - center) / temperature, dim=-1)
-
-
-@torch.no_grad()
-def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
-
-    Each row of the result is a distribution over the prototypes. Summed over all rows, all prototypes have about the
-    same weight.
-
-    Args:
-        logits: (N, K) float32; N may differ between processes, and may be 0.
-    """
-    scaled = logits / temperature
-    own_peak = scaled.max() if len(scaled) else scaled.new_full((), -torch.inf)
-    peak = all_reduce_max(own_peak)  # subtract the maximum, so that exp does not overflow
-    assignment = (scaled - peak).exp()  # (N, K)
-    rows = all_reduce_sum(scaled.new_full((), len(logits)))
-    for _ in range(iterations):
-        assignment = assignment / all_reduce_sum(assignment.sum(0)).clamp(min=1e-30) / logits.shape[1]
-        assignment = assignment / assignment.sum(1, keepdim=True).clamp(min=1e-30) / rows
-    return assignment * rows
+    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
+        # the share of ln K that the loss of a uniform output has, where local crops count less (DINOv3)
+        loss = record["dino_loss" if "dino_loss" in record else "loss"] / record.get("dino_share", 1.0)
+        return output_signs(self.section, "dino", loss, record["teacher_entropy"], math.log(self.config.prototypes))
 
 
 class PendingCenter:

@@ -67,6 +67,13 @@ class OptimConfig(Section, frozen=True):
             return self.lr * math.sqrt(batch_size / 1024)
         return self.lr
 
+    def scaling_rule(self, batch_size: int) -> str:
+        """Return how `scaled_lr` follows from `lr`, in words for the log. Empty if they are equal."""
+        if self.scaled_lr(batch_size) == self.lr:
+            return ""
+        factor = f"{batch_size} / 256" if self.lr_scaling == "linear" else f"sqrt({batch_size} / 1024)"
+        return f" (optim.lr {self.lr:.3g} * {factor}; see optim.lr_scaling)"
+
 
 def adamw(
     method: nn.Module, config: OptimConfig, frozen: Mapping[str, int], factors: Mapping[str, float]

@@ -1,18 +1,17 @@
 """Exponential moving average (EMA): the update of a teacher's weights from the student's weights."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.runtime.collectives import local
 
 
 @torch.no_grad()
-def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float) -> None:
-    """Update all weights of the teacher in place: `teacher <- momentum * teacher + (1 - momentum) * student`.
+def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
+    """Move a teacher in place: `teacher <- momentum * teacher + (1 - momentum) * student`.
 
-    If the engine shards teacher and student in the same way, each process updates its own shard.
+    Parameters and floating-point buffers move. Other buffers, such as BatchNorm's number of batches, are copied. If the
+    engine shards teacher and student in the same way, each process updates its own shard.
 
     The update is computed as `t + (1 - m)(s - t)`. Its float32 rounding error then scales with the distance between
     teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal to it.
@@ -21,12 +20,29 @@ def update(teacher: Iterable[Tensor], student: Iterable[Tensor], momentum: float
         TypeError: the teacher has lower precision than float32. In bfloat16 with momentum 0.996, most updates would be
             rounded to zero.
     """
-    teacher, student = [local(t) for t in teacher], [local(s) for s in student]
-    low = {t.dtype for t in teacher if torch.finfo(t.dtype).bits < 32}
+    pairs = _pairs(teacher, student)
+    moving = [(t, s) for t, s in pairs if t.is_floating_point()]
+    low = {t.dtype for t, _ in moving if torch.finfo(t.dtype).bits < 32}
     if low:
         raise TypeError(
             f"The teacher's weights are {', '.join(map(str, low))}. Keep them in float32, or most updates round to 0."
         )
     torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
-        teacher, [s.to(t.dtype) for s, t in zip(student, teacher, strict=True)], 1.0 - momentum
+        [t for t, _ in moving], [s.to(t.dtype) for t, s in moving], 1.0 - momentum
     )
+    for t, s in pairs:
+        if not t.is_floating_point():
+            t.copy_(s)
+
+
+@torch.no_grad()
+def copy(teacher: nn.Module, student: nn.Module) -> None:
+    """Copy all parameters and buffers of `student` to `teacher`, in place."""
+    for t, s in _pairs(teacher, student):
+        t.copy_(s)
+
+
+def _pairs(teacher: nn.Module, student: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return this process's part of each parameter and buffer of the teacher, with that of the student."""
+    theirs, own = ([*module.parameters(), *module.buffers()] for module in (teacher, student))
+    return [(local(t), local(s)) for t, s in zip(theirs, own, strict=True)]

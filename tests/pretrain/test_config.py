@@ -11,10 +11,11 @@ from tessera import encoders
 from tessera.data.shards import ShardError, open_sources
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.pretrain.command_line import PRESETS, expand_resume, from_values, load
-from tessera.pretrain.config import resolve, settings_model, to_yaml
+from tessera.pretrain.config import settings_model, to_yaml
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.mae import MAE
 from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tessera.runtime.errors import UserError
 from tessera.runtime.settings import SettingsError, settings_of

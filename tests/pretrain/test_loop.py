@@ -22,14 +22,14 @@ from tessera.data.batch import Batch, View
 from tessera.pretrain import loop
 from tessera.pretrain.checkpoints import manifest, resume, save
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import RunConfig, resolve
-from tessera.pretrain.job import make_accelerator
+from tessera.pretrain.config import RunConfig
 from tessera.pretrain.loop import NonFiniteError, Run, train, training_step
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.monitoring.collapse import CollapseError, effective_rank
 from tessera.pretrain.monitoring.metrics import Recorder
 from tessera.pretrain.optim import ema
+from tessera.pretrain.resolve import make_accelerator, resolve
 from tessera.runtime import preemption
 from tests.views import batch_of
 
@@ -81,7 +81,7 @@ class Quadratic(Method):
 
     def after_step(self, step: int) -> None:
         self.steps_after.append(step)
-        ema.update(self.teacher.parameters(), self.student.parameters(), MOMENTUM)
+        ema.update(self.teacher, self.student, MOMENTUM)
 
     def trained_parts(self) -> list[nn.Module]:
         return [self.student]

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from tessera.data.demo import demo_shards
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import resolve
 from tessera.pretrain.methods.dinov3 import DINOv3
 from tessera.pretrain.preflight import activation_bytes
 from tessera.pretrain.preview import crop_cells, first_images
+from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tests.launched import ROOT
 from tests.pretrain.test_pairs import numbers

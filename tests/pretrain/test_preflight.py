@@ -14,11 +14,12 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import RunConfig, resolve
+from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes
+from tessera.pretrain.resolve import resolve
 from tests.evaluation.conftest import write_shard
 from tests.pretrain import small
 from tests.views import batch_of

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from tessera import encoders
-from tessera.pretrain.build import build_method
+from tessera.pretrain.build import build_method, take_weights
 from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import resolve
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
-from tessera.pretrain.start import take_weights
 from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
 

@@ -16,8 +16,9 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.masking import random_mask
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask
+from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize, freeze
+from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 
@@ -93,7 +94,7 @@ class Toy(Method):
     def __init__(self, encoder: Encoder, config: ToyConfig, steps: int) -> None:
         super().__init__()
         self.config, self.image_size = config, config.size
-        freeze(encoder, ("pre_logits", "head", "head_dist"))
+        freeze_unused(encoder, [config.size], masked=True)
         self.encoder = encoder
         self.teacher = copy.deepcopy(encoder).requires_grad_(False)
         width = config.hidden_dim
@@ -119,7 +120,7 @@ class Toy(Method):
         return 1 - F.cosine_similarity(predicted, target).mean(), {}
 
     def after_step(self, step: int) -> None:
-        ema.update(self.teacher.parameters(), self.encoder.parameters(), 0.9)
+        ema.update(self.teacher, self.encoder, 0.9)
 
     def trained_encoder(self) -> Encoder:
         return self.encoder

@@ -202,6 +202,10 @@ def test_every_wrong_value_has_a_line() -> None:
     assert "unknown setting 'zzz'" in lines
 
 
+def test_capitals_do_not_hinder_a_suggestion() -> None:
+    assert suggestion("LeJEPA", ["dino", "lejepa"]) == "; did you mean 'lejepa'?"
+
+
 def test_suggestions_and_names() -> None:
     inner = ["inner.rate", "inner.pair", "inner.shards", "inner.fast", "inner.slow", "inner.size"]
     assert list(settings_of(Job)) == ["steps", "data", "on", *inner]

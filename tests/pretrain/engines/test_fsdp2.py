@@ -21,11 +21,12 @@ from tessera.data.collate import Collator, Sample
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import RunConfig, resolve
+from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines.fsdp2 import FSDP2
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.mae import MAE
+from tessera.pretrain.resolve import resolve
 from tessera.runtime.collectives import local
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import SettingsError

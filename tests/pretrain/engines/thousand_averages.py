@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from tessera.data.demo import demo_shards
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import resolve
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.job import make_accelerator
 from tessera.pretrain.optim import ema
+from tessera.pretrain.resolve import make_accelerator, resolve
 
 MOMENTUM = 0.9999
 SMALL = "--method dino --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.hidden_dim 24"
@@ -37,7 +36,7 @@ def run(folder: Path) -> None:
             own = local[f"method.student.{name}"]
             own.data.copy_(moved.view(-1)[own.offset : own.offset + len(own.data)])
             tensor.mul_(MOMENTUM).add_(moved.double(), alpha=1 - MOMENTUM)
-        ema.update(teacher.parameters(), student.parameters(), MOMENTUM)
+        ema.update(teacher, student, MOMENTUM)
     folder.mkdir(exist_ok=True)
     torch.save((start, full_weights(engine, teacher), exact), folder / f"{accelerator.process_index}.pt")
 

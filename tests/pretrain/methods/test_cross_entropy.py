@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten
 
 from tessera.pretrain.methods import cross_entropy
 from tessera.pretrain.methods.cross_entropy import CHUNK_BYTES, Sharpening, crop_loss, sinkhorn_offset, token_loss
-from tessera.pretrain.methods.losses import dino_loss
-from tessera.pretrain.methods.teacher_student import Head, HeadShape, sinkhorn
+from tessera.pretrain.methods.heads import Head, HeadShape
+from tessera.pretrain.methods.losses import dino_loss, sinkhorn
 from tests.pretrain.methods import test_dino, test_dinov2
 from tests.pretrain.small import on_processes
 

@@ -12,8 +12,8 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.dino import DINO, DINOConfig, resolve
+from tessera.pretrain.methods.heads import Head
 from tessera.pretrain.methods.losses import dino_loss
-from tessera.pretrain.methods.teacher_student import Head
 from tessera.pretrain.optim.adamw import OptimConfig, parameter_groups
 from tests.views import batch_of, crops_of
 

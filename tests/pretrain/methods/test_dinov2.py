@@ -33,7 +33,8 @@ def make(steps: int = 10, images: int = 4, variant: str = "vit_micro", **setting
     method = DINOv2(encoders.build(variant, mask_token=True, **narrow), config, steps)
     generator = torch.Generator().manual_seed(1)
     views = [torch.randn(n * images, 3, s, s, generator=generator) for n, s in ((2, 16), (config.local_crops, 8))]
-    tokens = method.grid[0] * method.grid[1]
+    rows, columns = method.trained_encoder().grid(16, 16)
+    tokens = rows * columns
     hidden = torch.rand(2 * images, tokens, generator=generator) < torch.linspace(0.1, 0.7, 2 * images)[:, None]
     hidden[::3] = False  # crops without hidden tokens
     return method, batch(views, hidden, method)
@@ -41,7 +42,8 @@ def make(steps: int = 10, images: int = 4, variant: str = "vit_micro", **setting
 
 def batch(views: list[Tensor], hidden: Tensor, method: DINOv2) -> Batch:
     """A batch of global and local crops, with `hidden` tokens of the global crops, (2 * B, tokens)."""
-    mask = Mask.from_hidden(hidden.flatten(), torch.tensor([method.grid]).expand(len(hidden), 2))
+    grid = method.trained_encoder().grid(16, 16)
+    mask = Mask.from_hidden(hidden.flatten(), torch.tensor([grid]).expand(len(hidden), 2))
     images = len(hidden) // 2
     return Batch([View(views[0], 2, (mask,)), View(views[1], len(views[1]) // images)])
 

@@ -1,5 +1,7 @@
 """DINOv3: the Gram loss in float64, the Gram teacher over a run, constant schedules, and a start from another run."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,9 @@ def make(steps: int = 60, variant: str = "vit_micro", **settings) -> tuple[DINOv
     method = DINOv3(encoders.build(variant, **narrow), config, steps)
     generator = torch.Generator().manual_seed(1)
     views = [torch.randn(n * 4, 3, s, s, generator=generator) for n, s in ((2, 16), (3, 8))]
-    given = batch(views, torch.rand(8, method.grid[0] * method.grid[1], generator=generator) < 0.3, method)
+    given = batch(
+        views, torch.rand(8, math.prod(method.trained_encoder().grid(16, 16)), generator=generator) < 0.3, method
+    )
     if config.gram_size > 16:
         size = config.gram_size
         given.views.append(View(torch.randn(8, 3, size, size, generator=generator), 2))
@@ -81,7 +85,9 @@ def test_the_gram_term_compares_masked_tokens_with_the_gram_teachers(variant: st
         anchors = method.gram_teacher(seen.images).tokens.unflatten(0, (8, -1))
     side = round(anchors.shape[1] ** 0.5)
     maps = anchors.mT.unflatten(2, (side, side))
-    small = torch.nn.functional.interpolate(maps, size=method.grid, mode="bicubic").flatten(2).mT
+    small = (
+        torch.nn.functional.interpolate(maps, size=method.trained_encoder().grid(16, 16), mode="bicubic").flatten(2).mT
+    )
     expected = 2.0 * naive_gram(tokens, small).item()
     assert metrics["gram_loss"].item() == pytest.approx(expected, rel=1e-4)
     total = sum(metrics[name].item() for name in ("dino_loss", "ibot_loss", "koleo_loss", "gram_loss"))
@@ -101,7 +107,7 @@ def test_local_crops_count_less_once_the_gram_loss_is_warm() -> None:
 
 def test_the_gram_teacher_is_replaced_when_it_is_due() -> None:
     method, given = make(steps=60, gram_refresh_steps=4, gram_refreshes=2)
-    assert method.gram.gram_start == 50
+    assert method.config.gram_start == 50
     assert [step for step in range(60) if method.replaces_gram_teacher(step)] == [49, 53, 57]
     method, given = make(gram_start=3, gram_refresh_steps=2, gram_refreshes=1, gram_warmup_steps=3, momentum=0.5)
     optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1e-2)

@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from tessera import encoders
+from tessera.encoders.base import encode
 from tessera.encoders.images import Mask
-from tessera.pretrain.methods.teacher_student import BatchNorm, Head, HeadShape, PendingCenter, encode, sinkhorn
+from tessera.pretrain.methods.heads import BatchNorm, Head, HeadShape
+from tessera.pretrain.methods.losses import sinkhorn
+from tessera.pretrain.methods.teacher_student import PendingCenter
 from tests.pretrain.small import on_processes
 
 

@@ -13,10 +13,11 @@ from sklearn.metrics import top_k_accuracy_score
 from tessera import encoders
 from tessera.evaluation.features import EvaluationError
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import EvaluationConfig, resolve
+from tessera.pretrain.config import EvaluationConfig
 from tessera.pretrain.methods.finetune import Finetune, FinetuneConfig
 from tessera.pretrain.monitoring.accuracy import Accuracy, accuracy_line, write_result
 from tessera.pretrain.monitoring.verdict import Scores
+from tessera.pretrain.resolve import resolve
 from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import write_shard
 

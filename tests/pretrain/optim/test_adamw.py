@@ -183,3 +183,16 @@ def test_scaling_of_the_learning_rate(rule: str, expected: float) -> None:
     config = OptimConfig.model_validate(RESOLVED.model_dump() | {"lr_scaling": rule})
     assert config.scaled_lr(1024) == pytest.approx(expected)
     assert config.scaled_lr(256) == pytest.approx({"linear": 1e-3, "sqrt": 5e-4, "none": 1e-3}[rule])
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("linear", " (optim.lr 0.002 * 64 / 256; see optim.lr_scaling)"),
+        ("sqrt", " (optim.lr 0.002 * sqrt(64 / 1024); see optim.lr_scaling)"),
+        ("none", ""),
+    ],
+)
+def test_the_log_says_how_the_learning_rate_is_scaled(rule: str, said: str) -> None:
+    config = OptimConfig.model_validate(RESOLVED.model_dump() | {"lr": 2e-3, "lr_scaling": rule})
+    assert config.scaling_rule(64) == said

@@ -1,15 +1,17 @@
-"""What processes must agree on before a run."""
+"""Settings of a run that follow from the machine, and the shards on which all processes must agree."""
 
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tessera.data.demo import demo_shards
 from tessera.data.shards import ShardError, ShardList, expand
 from tessera.data.shards.shard import Shard
-from tessera.pretrain import job
+from tessera.pretrain import resolve as resolving
+from tessera.pretrain.config import settings_model
 
 
 def listed(*names, unreadable=()):
@@ -20,16 +22,16 @@ def listed(*names, unreadable=()):
 def test_processes_that_see_other_shards(monkeypatch):
     both, one = listed("a.tar", "b.tar"), listed("a.tar", unreadable=["http://h/b.tar"])
     others = []
-    monkeypatch.setattr(job, "gather_objects", lambda own: [own, *others])
-    seen = job.agree([both], [1024])
-    others = [(job.fingerprint([both], [1024]), 6, [])]
-    assert job.agree([both], [1024]) == seen
-    others = [(job.fingerprint([one], [1024]), 3, ["http://h/b.tar"])]
+    monkeypatch.setattr(resolving, "gather_objects", lambda own: [own, *others])
+    seen = resolving.agree([both], [1024])
+    others = [(resolving.fingerprint([both], [1024]), 6, [])]
+    assert resolving.agree([both], [1024]) == seen
+    others = [(resolving.fingerprint([one], [1024]), 3, ["http://h/b.tar"])]
     with pytest.raises(
         ShardError,
         match=r"process 1 sees 3 images and process 0 sees 6.*Only one of the .* processes can read: http://h/b\.tar\.",
     ):
-        job.agree([both], [1024])
+        resolving.agree([both], [1024])
 
 
 # Each process has a disk of its own.
@@ -68,8 +70,28 @@ def test_two_processes_whose_disks_differ_stop(launch, tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_of_the_order():
     both = listed("a.tar", "b.tar")
-    known = job.fingerprint([both], [1024])
+    known = resolving.fingerprint([both], [1024])
     moved = ShardList([Shard(f"/disk/{n}", 99, "x") for n in ("a.tar", "b.tar")], both.counts, both.counts, both.counts)
-    assert job.fingerprint([moved], [1024]) == known  # elsewhere, but the same order
-    assert job.fingerprint([listed("b.tar", "a.tar")], [1024]) != known
-    assert job.fingerprint([both], [512]) != known
+    assert resolving.fingerprint([moved], [1024]) == known  # elsewhere, but the same order
+    assert resolving.fingerprint([listed("b.tar", "a.tar")], [1024]) != known
+    assert resolving.fingerprint([both], [512]) != known
+
+
+@pytest.mark.parametrize(
+    ("variant", "instructions", "launcher", "expected"),
+    [
+        ("vit_tiny", True, "no", "bf16"),
+        ("vit_tiny", False, "no", "fp32"),
+        ("vit_micro", True, "no", "fp32"),  # the conversions would take as long as they save
+        ("swin_tiny", True, "no", "bf16"),
+        ("vit_micro", False, "bf16", "bf16"),  # the user's choice
+    ],
+)
+def test_automatic_precision_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, variant: str, instructions: bool, launcher: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    config = settings_model(variant)()
+    assert resolving.chosen_precision(config) == expected

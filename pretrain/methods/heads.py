@@ -1,0 +1,102 @@
+"""Heads of methods: the projection head of DINO (2104.14294), and batch norm over all processes.
+
+Shape letters: N rows of this process (images or tokens); D width of the encoder; K prototypes.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.pretrain.methods.base import full_precision
+from tessera.runtime.collectives import all_reduce_sum
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes and kinds of the layers of a head."""
+
+    prototypes: int
+    """Number of outputs (K)."""
+    hidden_dim: int
+    """Width of the hidden layers."""
+    bottleneck_dim: int
+    """Width of the last layer before the prototypes."""
+    layers: int = 3
+    """Number of linear layers before the prototypes."""
+    batch_norm: bool = False
+    """True for batch norm after each linear layer except the last."""
+    fixed_length: bool = True
+    """True to fix the norm of every prototype vector at 1."""
+    linear: bool = False
+    """True for prototypes without weight norm, as in DINOv3; `fixed_length` is then not used."""
+
+
+class Prototypes(nn.Module):
+    """Weight-normed linear layer without bias: (N, D) -> (N, K).
+
+    For an input of norm 1, each output is the cosine between the input and a learned direction, times a learned length.
+    The parameters are named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
+    """
+
+    def __init__(self, dim: int, prototypes: int, *, fixed_length: bool) -> None:
+        super().__init__()
+        self.weight_v = nn.Parameter(nn.Linear(dim, prototypes, bias=False).weight.detach().clone())
+        self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=not fixed_length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight_g * F.normalize(self.weight_v, dim=1))
+
+
+class BatchNorm(nn.Module):
+    """Batch norm over the rows of all processes.
+
+    This module always uses the statistics of the batch and keeps no running statistics, because heads are not used for
+    inference. Processes may have different numbers of rows. Unlike `torch.nn.SyncBatchNorm`, this module also runs on
+    the CPU.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        with full_precision(x):
+            x32 = x.float()
+            # Without any row, the mean must not be 0 / 0, or the gradient of the weight would not be finite.
+            rows = all_reduce_sum(x32.new_full((), len(x))).clamp(min=1)
+            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 would cancel most digits of float32.
+            centred = x32 - all_reduce_sum(x32.sum(0)) / rows
+            variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
+            return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
+
+
+class Head(nn.Module):
+    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K)."""
+
+    def __init__(self, dim: int, shape: HeadShape) -> None:
+        super().__init__()
+        widths = [dim] + [shape.hidden_dim] * (shape.layers - 1) + [shape.bottleneck_dim]
+        layers: list[nn.Module] = []
+        for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
+            linear = nn.Linear(width_in, width_out)
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+            layers.append(linear)
+            if i < shape.layers - 1:
+                layers += [BatchNorm(width_out)] * shape.batch_norm + [nn.GELU()]
+        self.mlp = nn.Sequential(*layers)
+        if shape.linear:
+            self.last_layer = nn.Linear(shape.bottleneck_dim, shape.prototypes, bias=False)
+            nn.init.trunc_normal_(self.last_layer.weight, std=0.02)
+        else:
+            self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The epsilon is larger in float16, in which 1e-12 is 0.
+        x = self.mlp(x)
+        return self.last_layer(F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12))

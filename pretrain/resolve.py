@@ -1,0 +1,306 @@
+"""The settings of a run, from those that the user gave: open the data, measure it, and derive all missing values.
+
+`prepare` does this once, for a run, for `--dry_run`, for `tessera preview` and for `tessera.training_batches`.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+from tessera import encoders
+from tessera.data.augment import ColorConfig, colors_for
+from tessera.data.demo import demo_shards
+from tessera.data.sampler import bounded_buffers
+from tessera.data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
+from tessera.data.statistics import count_classes, pixel_statistics
+from tessera.encoders.base import Preprocessing
+from tessera.pretrain import engines
+from tessera.pretrain.checkpoints.resume import read_trainer
+from tessera.pretrain.config import EncoderConfig, RunConfig
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.export import find_on_main
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize
+from tessera.runtime import processes
+from tessera.runtime.allocator import keep_freed_memory
+from tessera.runtime.collectives import broadcast_object, first_of_node_first, gather_objects
+from tessera.runtime.settings import SettingsError, validate
+
+CONTINUED = 0.1
+"""Default of `optim.encoder_lr_factor` for a trained encoder with new heads (docs/methods.md)."""
+T = TypeVar("T")
+
+
+class Prepared(NamedTuple):
+    """The settings of a run and its opened data."""
+
+    config: RunConfig
+    """Settings in which all values are set."""
+    shards: WeightedShards
+    """SHARDS to train on: those of the user, or those of the embedded digits."""
+    sources: Sources
+    """The opened shards."""
+    fingerprint: str
+    """Hash of the data that determine the order of samples."""
+
+    @property
+    def images(self) -> int:
+        """Number of training images."""
+        return sum(source.images for source in self.sources.lists)
+
+
+def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
+    """Open the training data, and return it with the settings of the run. Collective.
+
+    Raises:
+        UserError: the shards cannot be read, or the settings do not fit together.
+    """
+    with first_of_node_first():  # the first process fills the caches that the others use
+        shards, given = training_shards(given)
+        sources = open_sources(shards, source=given.source)
+    sizes = [one.mean_bytes for one in sources.lists]
+    fingerprint = agree(sources.lists, bounded_buffers(sizes, given.stream.window, given.stream.window_gb))
+    statistics = measure_pixels(given, sources, accelerator)
+    images = sum(source.images for source in sources.lists)
+    config = resolve(given, images, statistics, measure_classes(given, sources, accelerator))
+    return Prepared(config, shards, sources, fingerprint)
+
+
+def resolve(
+    config: RunConfig, images: int, statistics: Preprocessing | None = None, classes: int | None = None
+) -> RunConfig:
+    """Return the settings with all derived values: steps, normalisation, and settings of the method and the encoder.
+
+    Args:
+        images: Number of training images.
+        statistics: Pixel statistics of the shards. They are required if `config.data.needs_statistics` is true.
+        classes: Number of classes of the training images. It is required if the method is supervised and has no number
+            of classes.
+
+    Raises:
+        SettingsError: a setting is invalid, or two settings contradict each other.
+    """
+    batch_size = config.batch_size or default_batch_size(images)
+    if config.steps and config.epochs:
+        raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
+    steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
+    method = METHODS[config.method]
+    size = RunSize(images, batch_size, steps, classes, config.accumulate)
+    optim = config.optim
+    if optim.encoder_lr_factor is None and not method.supervised and _has_new_heads(config, method):
+        optim = optim.model_copy(update={"encoder_lr_factor": CONTINUED})
+    method_config, optim = method.resolve(config.method_config, optim, size)
+    if optim.warmup_steps >= steps:
+        raise SettingsError(
+            f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
+        )
+    data = config.data.with_statistics(statistics)
+    if isinstance(method_config, ColorConfig):
+        try:
+            method_config = colors_for(method_config, data.channels)
+        except ValueError as error:
+            raise SettingsError(f"{config.method}: {error}") from error
+    defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
+    if config.init_from:
+        defaults.pop("layer_scale", None)  # a trained encoder with new factors near 0 would have to start again
+    encoder = _resolved_encoder(config, defaults, data.channels)
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
+    own["precision"] = chosen_precision(config)
+    own[config.method] = method_config
+    if method.supervised and config.evaluate_every is None:
+        own["evaluate_every"] = size.epoch
+    return validate(type(config), given | own)
+
+
+def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:
+    """Return True if the run starts from a trained encoder without heads."""
+    if config.init_from is None:
+        return False
+    return not gives_heads(config.init_from, method.continues)
+
+
+def default_batch_size(images: int) -> int:
+    """Return the power of two that is nearest to `images / 64`, but at least 64 and at most 512."""
+    return 2 ** round(math.log2(min(max(images / 64, 64), 512)))
+
+
+def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
+    """Return the encoder settings, completed by the method's defaults and the number of image channels."""
+    variant, started, given = config.encoder.variant, config.encoder.started, config.encoder_settings
+    unused = encoders.family(variant).unused_settings(encoders.VARIANTS[variant] | started | given)
+    given = started | {name: value for name, value in defaults.items() if name not in unused} | given
+    own = given.get("channels", getattr(config.encoder, "channels", channels))
+    if own != channels and "channels" in given:
+        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")
+    if own != channels:
+        given["channels"] = channels
+    return type(config.encoder)(**given)
+
+
+def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
+    """Return True if a run that starts from `init_from` takes its heads, too: it is a run of one of `methods`.
+    Collective."""
+    checkpoint = find_on_main(Path(init_from))  # None for a weight file, a name, or a folder without a checkpoint
+    return checkpoint is not None and read_trainer(checkpoint)["settings"]["method"] in methods
+
+
+def chosen_precision(config: RunConfig) -> str:
+    """Return the precision of the forward pass: fp32, bf16 or fp16.
+
+    `auto` becomes the launcher's precision if the launcher sets one. Otherwise it becomes bf16 where bf16 is faster,
+    and fp32 elsewhere; see `faster_in_bf16`.
+
+    Raises:
+        SettingsError: the precision is fp16, and the machine has no CUDA device; or `encoder.bf16_residuals` is true,
+            and the precision is not bf16.
+    """
+    precision = config.precision
+    if precision == "auto":
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if precision == "no" and faster_in_bf16(config):
+            precision = "bf16"
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise SettingsError("--precision fp16 needs a CUDA device, and this machine has none. Use bf16 or fp32")
+    precision = {"no": "fp32"}.get(precision, precision)
+    if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
+        raise SettingsError(
+            f"encoder.bf16_residuals needs --precision bf16, and the precision of this run is {precision}"
+        )
+    return precision
+
+
+def faster_in_bf16(config: RunConfig) -> bool:
+    """Return True if the device computes the encoder's matrix products faster in bf16 than in fp32.
+
+    This holds for a GPU that supports bf16. It also holds for a CPU with instructions for bf16 (AVX512-BF16 or AMX) and
+    an encoder whose output has 128 channels or more. In narrower encoders, the conversions take as long as they save.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    if not torch.cpu._is_avx512_bf16_supported():  # pyright: ignore[reportPrivateUsage]
+        return False
+    settings = config.encoder_settings
+    try:
+        with torch.device("meta"):
+            return encoders.build(settings.pop("variant"), **settings).dim >= 128
+    except ValueError:
+        return False  # invalid settings; `build_method` reports them
+
+
+def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
+    """Return an accelerator with the settings of the run, and the engine class that the launcher's settings choose.
+
+    Raises:
+        SettingsError: the engine's package is not installed, or the engine does not support the settings.
+    """
+    precision = chosen_precision(config)
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    accelerator = processes.make_accelerator(
+        # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
+        mixed_precision="no" if deepspeed or precision == "fp32" else precision,
+        # False, because accelerate does not prepare the loader and thus does not know where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.accumulate, sync_with_dataloader=False
+        ),
+        # gradients are then views of DDP's communication buckets and take no additional memory
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()  # each step allocates the same tensors
+    return accelerator, engines.select(accelerator, precision, config.accumulate)
+
+
+def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
+    """Return the SHARDS to train on, and the settings of the run.
+
+    Without --data, the run trains on the embedded digits. The returned settings then evaluate on the digits too, unless
+    the user gave other SHARDS for the evaluation.
+    """
+    if config.data.shards is not None:
+        return config.data.shards, config
+    train_shards, val_shards = demo_shards()
+    evaluation = config.evaluation.model_copy(
+        update={"train": config.evaluation.train or train_shards, "val": config.evaluation.val or val_shards}
+    )
+    return train_shards, config.model_copy(update={"evaluation": evaluation})
+
+
+def agree(opened: list[ShardList], buffers: list[int]) -> str:
+    """Check that all processes see the same shards, and return the fingerprint of the sample order.
+
+    Raises:
+        ShardError: two processes see different shards.
+    """
+    own = fingerprint(opened, buffers)
+    missing = [name for source in opened for name in source.unreadable]
+    seen = gather_objects((own, sum(source.images for source in opened), missing))
+    for rank, (other, images, lacking) in enumerate(seen):
+        if other != seen[0][0]:
+            message = (
+                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, "
+                "but all processes must see the same shards"
+            )
+            if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
+                message += f". Only one of the two processes can read: {', '.join(differ)}"
+            raise ShardError(f"{message}. Start again, or check the disks of the nodes")
+    return own
+
+
+def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
+    """Return a hash of the data that determine the sample order: the names, image counts and order of the shards, and
+    the sizes of the shuffle buffers."""
+    counts: list[Any] = [
+        [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
+    ]
+    return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
+
+
+def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:
+    """Return the pixel statistics of the shards, or None if the settings do not need statistics. Collective.
+
+    Raises:
+        ShardError: the shards cannot be read.
+    """
+    if not config.data.needs_statistics:
+        return None
+    return _measured(accelerator, lambda: pixel_statistics(opened, config.data.channels), "pixel statistics")
+
+
+def measure_classes(config: RunConfig, opened: Sources, accelerator: Accelerator) -> int | None:
+    """Return the number of classes of the training images. Collective.
+
+    Return None if the method uses no labels, or if the settings give the number of classes.
+
+    Raises:
+        ShardError: the shards cannot be read, or a label is missing.
+    """
+    if not METHODS[config.method].supervised or getattr(config.method_config, "classes", None) is not None:
+        return None
+    return _measured(accelerator, lambda: count_classes(opened), "number of classes")
+
+
+def _measured(accelerator: Accelerator, measure: Callable[[], T], name: str) -> T:
+    """Call `measure` on the main process, and return its result on all processes.
+
+    Raises:
+        ShardError: `measure` failed.
+    """
+    found: T | ShardError | None = None
+    if accelerator.is_main_process:
+        try:
+            found = measure()
+        except (ValueError, OSError) as error:  # broadcast the error, because the other processes wait for the result
+            found = ShardError(f"data: the {name} cannot be measured: {error}")
+    result = broadcast_object(found)
+    if isinstance(result, ShardError):
+        raise result
+    return result  # pyright: ignore[reportReturnType] - None only if `measure` returns None
