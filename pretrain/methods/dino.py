@@ -68,7 +68,7 @@ class DINO(TeacherStudent):
 
     def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
         """Build the student, and copy the student to make the teacher. `steps` is the length of the run."""
-        freeze_unused(encoder, sides(config))
+        freeze_unused(encoder, sides(config), packed=True)
         c = config
         widths = (c.prototypes, c.hidden_dim, c.bottleneck_dim)
         shape = HeadShape(*widths, c.head_layers, c.batch_norm, c.norm_last_layer)

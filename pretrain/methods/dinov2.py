@@ -133,7 +133,7 @@ class DINOv2(TeacherStudent):
                 head is given without a second head.
         """
         _check(encoder, config)
-        freeze_unused(encoder, sides(config), tokens=True, masked=True)
+        freeze_unused(encoder, sides(config), tokens=True, masked=True, packed=True)
         c, second = config, (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
         kinds = (c.head_layers, c.batch_norm, c.norm_last_layer, c.linear_last_layer)
         first = HeadShape(c.prototypes, c.hidden_dim, c.bottleneck_dim, *kinds)

@@ -199,7 +199,7 @@ class LeJEPA(Method):
         del steps
         self.config = config
         self.image_size = config.global_size
-        freeze_unused(encoder, sides(config))
+        freeze_unused(encoder, sides(config), packed=True)
         self.encoder = encoder
         self.projector = Projector(encoder.dim, config)
         self._pooled: Tensor | None = None  # pooled features of the global crops in the last forward pass, for health()

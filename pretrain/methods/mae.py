@@ -234,9 +234,8 @@ class MAE(Method):
         usual = (8 if len(encoder.blocks) >= 12 else 2) if self.drop else 0
         depth = usual if config.decoder_depth is None else config.decoder_depth
         class_token = getattr(encoder, "pool", None) == "class"
-        freeze_unused(
-            encoder, [config.size], pooled=class_token and depth > 0, tokens=True, masked=True, drop=self.drop
-        )
+        # A norm or a pooling that only makes the pooled features stays as it is, also if the decoder sees them.
+        freeze_unused(encoder, [config.size], pooled=False, tokens=True, masked=True, drop=self.drop)
         pixels = encoder.stride**2 * encoder.channels
         self.encoder = encoder
         self.decoder = Decoder(encoder.dim, pixels, config, depth, drop=self.drop, class_token=class_token)
