@@ -265,7 +265,6 @@ class LeJEPA(Method):
                 f"Views of one image differ much: view_difference is {record['view_difference']:.2f}. Try a lower "
                 "lejepa.sigreg_weight, or larger crops."
             )
-        found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
         return [*found, *super().advice(record)]
 
     @torch.no_grad()

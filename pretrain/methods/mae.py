@@ -287,13 +287,11 @@ class MAE(Method):
         return [*super().units(), list(self.decoder.blocks)]
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
-        found = [f"The rank of the features is {record['feature_rank']:.1f}."]
+        found = super().advice(record)
         if record["prediction_spread"] < 0.1:
-            found.append(
-                "The predictions hardly differ between patches "
-                f"(prediction_spread {record['prediction_spread']:.3f}). Try a higher optim.lr."
-            )
-        return [*found, *super().advice(record)]
+            spread = f"prediction_spread {record['prediction_spread']:.3f}"
+            found.insert(0, f"The predictions hardly differ between patches ({spread}). Try a higher optim.lr.")
+        return found
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         if record["target_contrast"] > NO_CONTRAST:
