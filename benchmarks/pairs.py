@@ -144,7 +144,7 @@ def take_turn(method_name: str, variant: str, batch_size: int, steps: int) -> Tu
     students = {"students": others} if others else {}
     method, optim, transform = build(method_name, main, batch_size, steps + 1, **students)
     method.to(device())
-    optimizer = adamw(method, optim, method.frozen(), method.lr_factors())
+    optimizer = adamw(method, optim, method.frozen())
     trainer = Trainer(method, optimizer, optim, steps + 1, bf16=device().type == "cuda")
     batch = random_batch(transform, batch_size, seed=0)
     weights = sum(t.nbytes for t in [*method.parameters(), *method.buffers()])

@@ -1,9 +1,10 @@
 """Parameters of an encoder that get no gradient from the features that a method uses.
 
-They are found by a backward pass on the meta device, on which no value is computed. A method freezes them, because DDP
+They are found by a forward pass on the meta device, on which no value is computed. A method freezes them, because DDP
 fails if a trainable parameter gets no gradient.
 """
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,13 @@ from torch import Tensor, nn
 
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.images import Mask
+from tessera.encoders.randomness import random_keys
+
+ON_META = re.compile(r"\b(register_)?meta\b")
+"""Found in the messages of operations that need the data of a tensor on the meta device. torch has no class for these
+errors."""
+IMAGES = 2
+"""Number of images of the forward pass. Batch norm cannot normalise one image."""
 
 
 def unused_parameters(
@@ -21,36 +29,41 @@ def unused_parameters(
     tokens: bool = False,
     masked: bool = False,
     drop: bool = False,
+    packed: bool = False,
 ) -> set[str]:
-    """Return the names of the trainable parameters that get no gradient.
+    """Return the names of the trainable parameters on which the used features of a training step do not depend.
+
+    The forward pass changes neither the encoder nor any random state. An encoder that reads the values of tensors
+    cannot run on the meta device. The forward pass is then computed on the device of its parameters.
 
     Args:
-        encoder: encoder on any device. It does not change.
-        sides: side in pixels of the crops of each view. Several views are encoded together, as `encode` does.
+        encoder: encoder on any device.
+        sides: side of the images of each view, in pixels.
         pooled: True if the method uses pooled features.
         tokens: True if the method uses the features of tokens.
         masked: True if tokens of the first view are hidden.
         drop: True if hidden tokens are dropped.
+        packed: True if the method calls `encode`, which packs the views for encoders that take packed images.
+
+    Raises:
+        EncoderError: the encoder does not support such images or such a mask.
     """
-    trained = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
-    leaves = {name: torch.empty_like(p, device="meta", requires_grad=True) for name, p in trained.items()}
-    others = [*encoder.named_parameters(), *encoder.named_buffers()]
-    state = {name: torch.empty_like(t, device="meta") for name, t in others if name not in trained} | leaves
-    views = [torch.empty(1, encoder.channels, side, side, device="meta") for side in sides]
-    training = encoder.training
+    use = _Use(encoder, pooled, tokens, drop, packed)
+    modes = {module: module.training for module in encoder.modules()}
+    encoder.train()
     # An export builds encoders on the meta device, on which the grids of images could not be read.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        mask = _first_token_hidden(encoder, sides[0]) if masked else None
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), random_keys(0, 0, torch.arange(IMAGES)):
+        views = [torch.zeros(IMAGES, encoder.channels, side, side) for side in sides]
+        mask = _half_hidden(encoder, sides[0]) if masked else None
         try:
-            features = torch.func.functional_call(
-                _Views(encoder.train()), {f"encoder.{name}": t for name, t in state.items()}, (views, mask, drop)
-            )
+            return _not_reached(use, views, mask, torch.device("meta"))
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if not ON_META.search(str(error)):
+                raise
+            return _not_reached(use, views, mask, next(encoder.parameters()).device)
         finally:
-            encoder.train(training)
-    used = [one for one, is_used in zip(features, (pooled, tokens), strict=True) if is_used]
-    total = torch.stack([one.sum() for one in used]).sum()
-    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None}
+            for module, mode in modes.items():
+                module.training = mode
 
 
 def freeze_unused(encoder: Encoder, sides: Sequence[int], **uses: bool) -> None:
@@ -59,21 +72,47 @@ def freeze_unused(encoder: Encoder, sides: Sequence[int], **uses: bool) -> None:
         encoder.get_parameter(name).requires_grad_(False)
 
 
-class _Views(nn.Module):
-    """`encode` as a module, so that `functional_call` can replace the encoder's parameters."""
+class _Use(nn.Module):
+    """The use that a method makes of an encoder, as a module for `functional_call`: views -> used features."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, pooled: bool, tokens: bool, drop: bool, packed: bool) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.pooled, self.tokens, self.drop, self.packed = encoder, pooled, tokens, drop, packed
 
-    def forward(self, views: Sequence[Tensor], mask: Mask | None, drop: bool) -> tuple[Tensor, Tensor]:
-        if len(views) == 1:
-            features = self.encoder(views[0], mask, drop=drop)
-            return features.pooled, features.tokens
-        return encode(self.encoder, views, mask)
+    def forward(self, views: Sequence[Tensor], mask: Mask | None) -> list[Tensor]:
+        if self.packed:
+            pooled, tokens = encode(self.encoder, views, mask)
+        else:
+            pooled, tokens, _ = self.encoder(*views, mask, drop=self.drop)
+        return [pooled] * self.pooled + [tokens] * self.tokens
 
 
-def _first_token_hidden(encoder: Encoder, side: int) -> Mask:
+def _not_reached(use: _Use, views: Sequence[Tensor], mask: Mask | None, device: torch.device) -> set[str]:
+    """Return the names of the encoder's trainable parameters that are not reached from the used features.
+
+    Autograd's graph is only walked. A backward pass could not recompute checkpointed blocks with other parameters.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in [*use.named_parameters(), *use.named_buffers()]:
+        copied = torch.empty_like(tensor, device=device) if device.type == "meta" else tensor.detach().clone()
+        state[name] = copied.requires_grad_(tensor.requires_grad)
+    trained = [name for name, tensor in state.items() if tensor.requires_grad]
+    with torch.enable_grad():
+        outputs = torch.func.functional_call(
+            use, state, ([view.to(device) for view in views], None if mask is None else mask.to(device))
+        )
+    seen, nodes = set(), [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    return {name.removeprefix("encoder.") for name in trained if id(state[name]) not in reached}
+
+
+def _half_hidden(encoder: Encoder, side: int) -> Mask:
+    """Return a mask that hides every second token of images with this side."""
     rows, columns = encoder.grid(side, side)
-    hidden = torch.arange(rows * columns) == 0
-    return Mask.from_hidden(hidden, torch.tensor([[rows, columns]])).to("meta")
+    hidden = torch.arange(rows * columns) % 2 == 0
+    return Mask.from_hidden(hidden.repeat(IMAGES), torch.tensor([[rows, columns]] * IMAGES))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tessera import encoders
+from tessera.encoders.unused import ON_META
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method
-from tessera.pretrain.preflight import ON_META, dry_forward
+from tessera.pretrain.preflight import dry_forward
 from tessera.runtime.collectives import broadcast_object, patient_group, rank
 from tessera.runtime.settings import SettingsError
 

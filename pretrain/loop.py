@@ -30,6 +30,7 @@ from tessera.pretrain.monitoring.collapse import CollapseAlarm
 from tessera.pretrain.monitoring.metrics import Progress, Recorder
 from tessera.pretrain.monitoring.online_knn import OnlineKNN
 from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
+from tessera.pretrain.optim.running_statistics import StepStatistics
 from tessera.runtime import preemption
 from tessera.runtime.collectives import all_reduce_sum, gather_objects, world_size
 from tessera.runtime.errors import UserError
@@ -95,6 +96,7 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
     """
     config, engine, method, step = run.config, run.engine, run.method, run.state.step
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
+    statistics = StepStatistics(method)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
         # Drop path is drawn from seed, step and sample, so that the result does not depend on the number of processes.
@@ -110,16 +112,19 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
     loss, norm, finite, stop, discarded = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device), discard)
     if discarded:
         engine.skip()
+        statistics.restore()
         return Step(loss, norm, updated=False, overflow=False, stop=True, discarded=True, metrics={})
     updated, scaler = finite == 1.0, run.accelerator.scaler
     if updated:
         engine.step()
+        statistics.average()
         method.after_step(step)
     # An overflow of float16 gradients at a finite loss is normal while the loss scale can still be lowered. Such a step
     # is therefore not counted in `skipped_in_a_row`.
     overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
     if not updated:
         engine.skip()
+        statistics.restore()
         method.after_skip(step)
     run.state.skipped_steps += not updated
     run.state.skipped_in_a_row = 0 if updated else run.state.skipped_in_a_row + (not overflow)

@@ -3,7 +3,6 @@
 import copy
 import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +21,10 @@ from tessera.data.crops import MixedCrops
 from tessera.data.shards import WeightedShards, plan
 from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
+from tessera.encoders.unused import ON_META
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.methods.base import Method
 from tessera.runtime.collectives import alone
-
-ON_META = re.compile(r"\b(register_)?meta\b")
-"""Found in the messages of operations that need the data of a tensor on the meta device."""
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +65,6 @@ def dry_forward(method: Method) -> None:
             for batch in batches:
                 phantom(batch, 0)
         except (NotImplementedError, RuntimeError, TypeError) as error:
-            # torch has no class for the errors of the meta device, but each message names it. Other errors pass.
             if not ON_META.search(str(error)):
                 raise
             name = type(method).__name__

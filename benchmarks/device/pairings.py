@@ -33,7 +33,7 @@ def agreement(name: str, variant: str, steps: int) -> Row:
     losses = []
     for place, bf16 in ((torch.device("cpu"), False), (device(), True)):
         twin = copy.deepcopy(method).to(place)
-        optimizer = adamw(twin, optim, twin.frozen(), twin.lr_factors())
+        optimizer = adamw(twin, optim, twin.frozen())
         trainer = Trainer(twin, optimizer, optim, steps, bf16)
         batches = [random_batch(transform, 16, seed) for seed in range(steps)]
         losses.append([trainer.step(batch, number).item() for number, batch in enumerate(batches)])

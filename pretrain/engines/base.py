@@ -101,7 +101,7 @@ class Engine(ABC):
 
 def build_optimizer(method: Method, optim: OptimConfig) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of `method`. Schedules set the learning rate before each step."""
-    return adamw(method, optim, method.frozen(), method.lr_factors())
+    return adamw(method, optim, method.frozen())
 
 
 def _updates(parameter: Tensor, count: int) -> Tensor:

@@ -21,8 +21,9 @@ class DDP(Engine):
         self.accelerator, self.method = accelerator, method.to(accelerator.device)
         self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
         if isinstance(self.wrapped, DistributedDataParallel):
-            # Buffers need no broadcast before each forward pass, because all processes compute equal buffers. The
-            # argument of this name is deprecated, and accelerate does not yet know the one that replaces it.
+            # Buffers need no broadcast before each forward pass, because they are equal at the start of each step: the
+            # training loop averages running statistics. The argument of this name is deprecated, and accelerate does
+            # not yet know the one that replaces it.
             self.wrapped.broadcast_buffers = False
         allocate_moments(self.adamw_state, trainable(method).values())
 

@@ -22,6 +22,7 @@ from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.optim.running_statistics import running_statistics
 from tessera.runtime.collectives import broadcast, local
 from tessera.runtime.settings import SettingsError
 
@@ -58,7 +59,9 @@ class FSDP2(Engine):
             trained = any(p.requires_grad for unit in sequence for p in unit.parameters())
             reshard = bool(plugin.reshard_after_forward) or not trained  # no backward pass needs a teacher's weights
             for unit in sequence:
-                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, mp_policy=precision)
+                # torch's batch norm needs weights in the precision of its running statistics
+                own = MixedPrecisionPolicy() if running_statistics(unit) else precision
+                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, mp_policy=own)
             for unit, following in pairwise(sequence):
                 cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
         fully_shard(method, mesh=mesh, offload_policy=policy)

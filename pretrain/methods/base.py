@@ -56,32 +56,26 @@ class RunSize:
 class Method(nn.Module):
     """A pretraining method as one module, which holds the encoder, the heads and, for some methods, a teacher.
 
-    `METHODS[name](encoder, config, steps)` builds a method from resolved settings. The engine distributes the whole
-    module over processes.
+    `METHODS[name](encoder, config, steps)` builds a method from an encoder, resolved settings of class `Config` and the
+    number of optimizer steps. The engine distributes the whole module over processes. Each process calls `forward` with
+    its own images, and the gradients are averaged over processes.
+
+    A method implements `Config`, `image_size`, `resolve`, `transform`, `forward`, `trained_encoder` and
+    `trained_parts`. All other attributes and functions have defaults. `tests/pretrain/toy.py` is a small example.
+
+    Every trainable parameter must get a gradient at each step. The constructor therefore freezes the parameters of the
+    encoder that the method does not use, with `encoders.unused.freeze_unused`.
+
+    Tensors of a method are parameters or buffers, so that engines move them and checkpoints hold them. A forward pass
+    changes only running statistics, which are buffers of modules with a true attribute `track_running_stats`, such as
+    torch's batch norm. The training loop averages them over processes after a step, and restores them after a skipped
+    step. A method changes other buffers in `after_step`.
     """
 
     Config: ClassVar[type[Section]]
-    """Class of the method's settings."""
+    """class of the method's settings, which become the flags `--NAME.setting`"""
     image_size: int
-    """side of the images in pixels for the k-NN evaluation during training"""
-    supervised: ClassVar[bool] = False
-    """True if the method trains a classifier with labels. Such a method has the setting `classes`, the attribute
-    `classes` and the function `logits`. Its classification accuracy is evaluated, and not its k-NN accuracy."""
-    classes: int | None = None
-    """number of classes of the labels in training batches; None if the method uses no labels"""
-    drop: bool = False
-    """True if the encoder drops hidden tokens, False if the encoder replaces hidden tokens by a mask token"""
-    needs_start: bool = False
-    """True if the settings are those of a later phase, which starts from the run of an earlier phase (`init_from`)"""
-    continues: ClassVar[tuple[str, ...]] = ()
-    """names of methods from whose runs `init_from` takes all weights (`start_from`), not only those of the encoder"""
-    small_settings: ClassVar[dict[str, Any]] = {}
-    """method settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
-    rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
-    """advice that the collapse alarm prints when the rank of the features falls"""
-    has_panels: bool = False
-    """True if `panels` returns pictures of the method's predictions. The full weights are then gathered on the main
-    process before each call."""
+    """side of the images in pixels for the evaluation during training"""
 
     @staticmethod
     def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, OptimConfig]:
@@ -96,33 +90,46 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
+    def transform(self) -> Transform:
+        """Return the transform with which the loader draws the crops, colours and masks of each sample."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of this process's images as a float32 scalar, and scalar metrics by name.
+
+        An implementation must not wait for the device. Under gradient accumulation, a step has several forward passes.
+
+        Args:
+            batch: Normalised images, one view for each entry of `transform().views`. A view with n crops of B images
+                is (n * B, C, H, W), where crop i of image j has the index i * B + j, or packed.
+            step: Number of optimizer steps before this one.
+        """
+        raise NotImplementedError
+
+    def trained_encoder(self) -> Encoder:
+        """Return the encoder that is evaluated and exported."""
+        raise NotImplementedError
+
+    def trained_parts(self) -> list[nn.Module]:
+        """Return the modules that the optimizer trains. If `optim.clip_by` is "module", the gradient of
+        each of these modules is clipped separately."""
+        raise NotImplementedError
+
+    # Defaults of settings, and the course of a run.
+
+    small_settings: ClassVar[dict[str, Any]] = {}
+    """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
+    continues: ClassVar[tuple[str, ...]] = ()
+    """names of methods from whose runs `init_from` takes all weights (`start_from`), not only those of the encoder"""
+    needs_start: bool = False
+    """True if the settings are those of a later phase, which starts from the run of an earlier phase (`init_from`)"""
+
     @staticmethod
     def encoder_defaults(config: Any, variant: str, size: RunSize) -> dict[str, Any]:
         """Return the method's defaults for settings of an encoder variant, which the user may override. `config` holds
         the method's resolved settings. `encoders.supported` leaves out the settings that the variant does not take."""
         del config, variant, size
         return {}
-
-    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of this process's images as a float32 scalar, and scalar metrics by name.
-
-        An implementation must not wait for the device.
-        """
-        raise NotImplementedError
-
-    def logits(self, images: Images) -> Tensor:
-        """Return the class scores of normalised images: (B, C, H, W) -> (B, classes)."""
-        raise NotImplementedError
-
-    def transform(self) -> Transform:
-        """Return the transform with which the loader draws the crops, colours and masks of each sample."""
-        raise NotImplementedError
-
-    def after_step(self, step: int) -> None:
-        """Update weights that the optimizer does not train, such as a teacher, after an optimizer step. Collective.
-
-        The training loop does not call this function after a skipped step.
-        """
 
     def start_from(self, other: "Method") -> None:
         """Take the weights of all parts from a method of `continues`.
@@ -133,22 +140,24 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
+    def after_step(self, step: int) -> None:
+        """Update weights that the optimizer does not train, such as a teacher, after an optimizer step. Collective.
+
+        The training loop does not call this function after a skipped step.
+        """
+
     def after_skip(self, step: int) -> None:
         """Do what is due after a step whose update was skipped. Collective."""
 
-    def trained_encoder(self) -> Encoder:
-        """Return the encoder that is evaluated and exported."""
-        raise NotImplementedError
+    def frozen(self) -> dict[str, int]:
+        """Return the parameters that are frozen at the start of the run, and for how long: prefix of parameter names ->
+        number of steps with learning rate 0."""
+        return {}
 
     def other_encoders(self) -> dict[str, Encoder]:
         """Return the encoders that a run trains and exports beside `trained_encoder`, by name. The run does not
         evaluate them."""
         return {}
-
-    def trained_parts(self) -> list[nn.Module]:
-        """Return the modules that the optimizer trains. If `optim.clip_by` is "module", the gradient of
-        each of these modules is clipped separately."""
-        raise NotImplementedError
 
     def units(self) -> list[list[nn.Module]]:
         """Return the blocks of each encoder, in the order in which they run.
@@ -157,20 +166,37 @@ class Method(nn.Module):
         """
         return [flat_blocks(part) for part in self.modules() if isinstance(part, Encoder)]
 
-    def frozen(self) -> dict[str, int]:
-        """Return the parameters that are frozen at the start of the run, and for how long: prefix of parameter names ->
-        number of steps with learning rate 0."""
-        return {}
+    # Training with labels.
 
-    def lr_factors(self) -> dict[str, float]:
-        """Return the factors by which the learning rate is multiplied: prefix of parameter names -> factor."""
+    supervised: ClassVar[bool] = False
+    """True if the method trains a classifier with labels. `Config` then has the setting `classes`, and the accuracy of
+    `logits` is evaluated in place of the k-NN accuracy."""
+    classes: int | None = None
+    """number of classes of the labels in training batches; None if the method uses no labels"""
+
+    def logits(self, images: Images) -> Tensor:
+        """Return the class scores of normalised images: (B, C, H, W) -> (B, classes)."""
+        raise NotImplementedError
+
+    # Observation of a run.
+
+    rank_hint: str = "Try a lower optim.lr, or a longer optim.warmup_steps."
+    """advice that the collapse alarm prints when the rank of the features falls"""
+    has_panels: bool = False
+    """True if `panels` returns pictures of the method's predictions. The full weights are then gathered on the main
+    process before each call."""
+
+    def health(self) -> dict[str, Any]:
+        """Return metrics that are too expensive for every step. Collective; all processes get equal values.
+
+        The collapse alarm and the advice read the effective rank of the features from the metric `feature_rank`.
+        """
         return {}
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         """Return the signs of collapse in the metrics of one step: kind of collapse -> message.
 
-        The message names settings to change. A method does not check the rank of its features, because the collapse
-        alarm itself checks the metric `feature_rank`.
+        The message names settings to change. The alarm itself checks the rank of the features.
         """
         return {}
 
@@ -179,11 +205,8 @@ class Method(nn.Module):
 
         Each reason comes with settings to try. The reasons are printed when the k-NN accuracy does not rise.
         """
-        return ["Try more steps, or another optim.lr."]
-
-    def health(self) -> dict[str, Any]:
-        """Return metrics that are too expensive for every step. Collective; all processes get equal values."""
-        return {}
+        rank = [f"The rank of the features is {record['feature_rank']:.1f}."] if "feature_rank" in record else []
+        return [*rank, "Try more steps, or another optim.lr."]
 
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
         """Return pictures of the method's predictions for the first `images` of a batch.

@@ -11,7 +11,7 @@ chunk; K prototypes.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,26 +25,6 @@ CHUNK_BYTES = 2**28
 
 Targets = Callable[[slice], Iterator[tuple[slice, Tensor]]]
 """Function from a chunk of rows to pairs: crops of equal weight, and the target of these crops, (n, K) float32."""
-
-
-class Sharpening(NamedTuple):
-    """How logits become distributions."""
-
-    student_temperature: float
-    teacher_temperature: float
-    center: Tensor
-    """Running mean of the teacher's logits: (K,). Used if `centering` is mean."""
-    centering: Centering
-
-
-class TokenLoss(NamedTuple):
-    """The iBOT loss, and properties of the teacher's distributions of the hidden tokens."""
-
-    loss: Tensor
-    entropies: Tensor
-    """Entropies of the distributions, in nats: (M,)."""
-    best: Tensor
-    """Most probable prototypes: (M,)."""
 
 
 def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
@@ -75,8 +55,18 @@ def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight:
     return _chunked(logits, weights, temperature, targets)
 
 
-def token_loss(student: Tensor, teacher: Tensor, weights: Tensor, sharpening: Sharpening) -> TokenLoss:
-    """Return the loss of `ibot_loss`. The values of `student` are lost. Collective if the centring is sinkhorn.
+def token_loss(
+    student: Tensor,
+    teacher: Tensor,
+    weights: Tensor,
+    center: Tensor,
+    *,
+    student_temperature: float,
+    teacher_temperature: float,
+    centering: Centering,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of `ibot_loss`, and of the teacher's distributions the entropies in nats (M,) and the most
+    probable prototypes (M,). The values of `student` are lost. Collective if the centring is sinkhorn.
 
     Processes may have different numbers of rows, also if only some of them compute in chunks.
 
@@ -84,15 +74,18 @@ def token_loss(student: Tensor, teacher: Tensor, weights: Tensor, sharpening: Sh
         student: (M, K) logits of the student for hidden tokens.
         teacher: (M, K) logits of the teacher.
         weights: (M,) weight of each token, as returned by `token_weights`.
+        center: (K,) running mean of the teacher's logits. Used if the centring is mean.
+        student_temperature: softmax temperature of the student.
+        teacher_temperature: softmax temperature of the teacher.
+        centering: centring of the teacher's logits.
     """
-    s = sharpening
     if _one_chunk(student):
-        target = teacher_distribution(teacher.float(), s.center, s.teacher_temperature, s.centering)
-        loss = ibot_loss(F.log_softmax(student.float() / s.student_temperature, dim=-1), target, weights)
-        return TokenLoss(loss, -torch.special.xlogy(target, target).sum(1), target.argmax(-1))
-    sinkhorn = s.centering == "sinkhorn"
-    offset = sinkhorn_offset(teacher, s.teacher_temperature) if sinkhorn else s.center / -s.teacher_temperature
-    scale = offset.new_full((1,), 1 / s.teacher_temperature)
+        target = teacher_distribution(teacher.float(), center, teacher_temperature, centering)
+        loss = ibot_loss(F.log_softmax(student.float() / student_temperature, dim=-1), target, weights)
+        return loss, -torch.special.xlogy(target, target).sum(1), target.argmax(-1)
+    sinkhorn = centering == "sinkhorn"
+    offset = sinkhorn_offset(teacher, teacher_temperature) if sinkhorn else center / -teacher_temperature
+    scale = offset.new_full((1,), 1 / teacher_temperature)
     entropies, best = torch.zeros_like(weights), torch.zeros_like(weights, dtype=torch.int64)
 
     def targets(rows: slice) -> Iterator[tuple[slice, Tensor]]:
@@ -101,8 +94,7 @@ def token_loss(student: Tensor, teacher: Tensor, weights: Tensor, sharpening: Sh
         torch.argmax(target, 1, out=best[rows])
         yield slice(0, 1), target
 
-    loss = _chunked(student[None], weights[None], s.student_temperature, targets)
-    return TokenLoss(loss, entropies, best)
+    return _chunked(student[None], weights[None], student_temperature, targets), entropies, best
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from tessera.encoders.base import Encoder, encode
 from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods.base import RunSize, full_precision
 from tessera.pretrain.methods.cross_entropy import crop_loss
-from tessera.pretrain.methods.heads import Head, HeadShape
+from tessera.pretrain.methods.heads import Head
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
     TeacherStudentConfig,
@@ -69,11 +69,11 @@ class DINO(TeacherStudent):
 
     def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
         """Build the student, and copy the student to make the teacher. `steps` is the length of the run."""
-        freeze_unused(encoder, sides(config))
+        freeze_unused(encoder, sides(config), packed=True)
         c = config
-        widths = (c.prototypes, c.hidden_dim, c.bottleneck_dim)
-        shape = HeadShape(*widths, c.head_layers, c.batch_norm, c.norm_last_layer)
-        super().__init__({"encoder": encoder, "head": Head(encoder.dim, shape)}, config, steps)
+        kinds: dict[str, Any] = {"layers": c.head_layers, "batch_norm": c.batch_norm, "fixed_length": c.norm_last_layer}
+        head = Head(encoder.dim, c.prototypes, c.hidden_dim, c.bottleneck_dim, **kinds)
+        super().__init__({"encoder": encoder, "head": head}, config, steps)
 
     @staticmethod
     def encoder_defaults(config: DINOConfig, variant: str, size: RunSize) -> dict[str, Any]:

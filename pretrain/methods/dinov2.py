@@ -26,8 +26,8 @@ from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods.base import RunSize, full_precision
-from tessera.pretrain.methods.cross_entropy import Sharpening, crop_loss, token_loss
-from tessera.pretrain.methods.heads import Head, HeadShape
+from tessera.pretrain.methods.cross_entropy import crop_loss, token_loss
+from tessera.pretrain.methods.heads import Head
 from tessera.pretrain.methods.losses import koleo_loss, token_weights
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
@@ -133,17 +133,44 @@ class DINOv2(TeacherStudent):
             ValueError: the encoder has no mask token, or global crops have only one token, or a setting of the second
                 head is given without a second head.
         """
-        _check(encoder, config)
-        freeze_unused(encoder, sides(config), tokens=True, masked=True)
-        c, second = config, (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
-        kinds = (c.head_layers, c.batch_norm, c.norm_last_layer, c.linear_last_layer)
-        first = HeadShape(c.prototypes, c.hidden_dim, c.bottleneck_dim, *kinds)
-        student: dict[str, nn.Module] = {"encoder": encoder, "head": Head(encoder.dim, first)}
-        if config.separate_head:
-            student["ibot_head"] = Head(encoder.dim, HeadShape(*second, *kinds))
+        self.check(encoder, config)
+        freeze_unused(encoder, sides(config), tokens=True, masked=True, packed=True)
+        c = config
+        kinds: dict[str, Any] = {
+            "layers": c.head_layers,
+            "batch_norm": c.batch_norm,
+            "fixed_length": c.norm_last_layer,
+            "linear": c.linear_last_layer,
+        }
+        head = Head(encoder.dim, c.prototypes, c.hidden_dim, c.bottleneck_dim, **kinds)
+        student: dict[str, nn.Module] = {"encoder": encoder, "head": head}
+        if c.separate_head:
+            second = (c.ibot_prototypes, c.ibot_hidden_dim, c.ibot_bottleneck_dim)
+            student["ibot_head"] = Head(encoder.dim, *second, **kinds)
         super().__init__(student, config, steps)
         self.ibot_center: Tensor
         self._add_center("ibot_", config.ibot_prototypes)
+
+    @staticmethod
+    def check(encoder: Encoder, config: Any) -> None:
+        """Raise `ValueError` if the encoder does not support the settings, or two settings contradict each other."""
+        name = type(encoder).__name__
+        rows, columns = encoder.grid(config.global_size, config.global_size)
+        if getattr(encoder, "mask_token", None) is None:
+            raise ValueError(f"{name} has no mask token, which replaces hidden tokens. Set encoder.mask_token to true.")
+        if rows * columns < 2:
+            raise ValueError(
+                f"A global crop of {config.global_size} pixels is one token of {name}, so that hiding it would leave "
+                f"nothing visible. Set global_size to at least {2 * encoder.stride}."
+            )
+        if config.linear_last_layer and config.norm_last_layer:
+            raise ValueError("norm_last_layer needs prototypes with weight norm. Set linear_last_layer to false.")
+        second = (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
+        if not config.separate_head and second != (config.prototypes, config.hidden_dim, config.bottleneck_dim):
+            raise ValueError(
+                "ibot_prototypes, ibot_hidden_dim and ibot_bottleneck_dim describe a second head. Set separate_head to "
+                "true, or remove them."
+            )
 
     @staticmethod
     def encoder_defaults(config: DINOv2Config, variant: str, size: RunSize) -> dict[str, Any]:
@@ -191,21 +218,28 @@ class DINOv2(TeacherStudent):
         pooled, tokens = encode(self.student["encoder"], [one.images for one in views], mask)
         logits = self.student["head"](pooled).unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
         token_logits = self._token_head(self.student)(tokens.index_select(0, mask.hidden_indices))  # (M, K)
-        sharpening = Sharpening(c.student_temperature, self.temperature(step), self.ibot_center, c.centering)
         with full_precision(logits):
-            hidden = token_loss(token_logits, wanted, weights, sharpening)
+            hidden_loss, entropies, best = token_loss(
+                token_logits,
+                wanted,
+                weights,
+                self.ibot_center,
+                student_temperature=c.student_temperature,
+                teacher_temperature=self.temperature(step),
+                centering=c.centering,
+            )
             terms = {
                 "dino_loss": crop_loss(logits, target, c.student_temperature, local_weight),
-                "ibot_loss": c.ibot_weight * hidden.loss,
+                "ibot_loss": c.ibot_weight * hidden_loss,
             }
             if c.koleo_weight > 0:
                 features = pooled.float().split(logits.shape[1])[: view.crops]  # G times (B, D)
                 terms["koleo_loss"] = c.koleo_weight * torch.stack([koleo_loss(crop) for crop in features]).sum()
             masked = weights.sum()  # share of the crops that have hidden tokens
             # weighted as the loss, so that the metric does not depend on the number of processes
-            entropy = (hidden.entropies * weights).sum() / masked.clamp(min=1e-6)
+            entropy = (entropies * weights).sum() / masked.clamp(min=1e-6)
         # Keep the indices instead of the distributions, which would occupy memory until the next step.
-        self._last = (seen.pooled.float(), {"": target.flatten(0, 1).argmax(-1), "ibot_": hidden.best})
+        self._last = (seen.pooled.float(), {"": target.flatten(0, 1).argmax(-1), "ibot_": best})
         metrics |= {name: term.detach() for name, term in terms.items()}
         metrics |= {"ibot_teacher_entropy": entropy, "masked_crops": masked}
         return terms, metrics, tokens[: len(mask.hidden)]
@@ -228,24 +262,3 @@ class DINOv2(TeacherStudent):
                 f"longer optim.warmup_steps, or a higher {self.section}.koleo_weight."
             )
         return signs
-
-
-def _check(encoder: Encoder, config: DINOv2Config) -> None:
-    """Raise `ValueError` if the encoder does not support the settings, or two settings contradict each other."""
-    name = type(encoder).__name__
-    rows, columns = encoder.grid(config.global_size, config.global_size)
-    if getattr(encoder, "mask_token", None) is None:
-        raise ValueError(f"{name} has no mask token, which replaces hidden tokens. Set encoder.mask_token to true.")
-    if rows * columns < 2:
-        raise ValueError(
-            f"A global crop of {config.global_size} pixels is one token of {name}, so that hiding it would leave "
-            f"nothing visible. Set global_size to at least {2 * encoder.stride}."
-        )
-    if config.linear_last_layer and config.norm_last_layer:
-        raise ValueError("norm_last_layer needs prototypes with weight norm. Set linear_last_layer to false.")
-    second = (config.ibot_prototypes, config.ibot_hidden_dim, config.ibot_bottleneck_dim)
-    if not config.separate_head and second != (config.prototypes, config.hidden_dim, config.bottleneck_dim):
-        raise ValueError(
-            "ibot_prototypes, ibot_hidden_dim and ibot_bottleneck_dim describe a second head. Set separate_head to "
-            "true, or remove them."
-        )

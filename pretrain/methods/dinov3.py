@@ -150,6 +150,11 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
     return config.filled(defaults | second_head(config, defaults)), filled
 
 
+def combinations(config: DINOv3Config) -> dict[str, DINOv3Config]:
+    """Return the settings of each combination of crop sizes, by its text in `sizes`."""
+    return {text: config.model_copy(update=CropSizes.parse(text)._asdict()) for text in config.sizes or ()}
+
+
 class DINOv3(DINOv2):
     """The DINOv3 method: DINOv2, and the Gram teacher, an encoder without heads."""
 
@@ -165,14 +170,36 @@ class DINOv3(DINOv2):
             ValueError: see `DINOv2`; the crops of the Gram teacher are smaller than those of the student; or `sizes`
                 does not fit the encoder or other settings.
         """
-        _check_sizes(encoder, config)
+        self.check_sizes(encoder, config)
+        super().__init__(encoder, config, steps)
+        self.needs_start = config.gram_weight > 0 and config.gram_start == 0
+        self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
+
+    @staticmethod
+    def check(encoder: Encoder, config: Any) -> None:
+        DINOv2.check(encoder, config)
         if config.gram_size < config.global_size:
             raise ValueError(
                 f"gram_size {config.gram_size} is less than global_size {config.global_size}. Raise gram_size."
             )
-        super().__init__(encoder, config, steps)
-        self.needs_start = config.gram_weight > 0 and config.gram_start == 0
-        self.gram_teacher = copy.deepcopy(self.teacher["encoder"]) if config.gram_weight > 0 else None
+
+    @classmethod
+    def check_sizes(cls, encoder: Encoder, config: DINOv3Config) -> None:
+        """Raise `ValueError` if the encoder cannot see the crops of `sizes`, or if other settings contradict them."""
+        for text, one in combinations(config).items():
+            try:
+                if any(side % encoder.stride for side in CropSizes.parse(text)):
+                    raise ValueError(f"A side is not a multiple of the {encoder.stride} pixels of a token.")
+                cls.check(encoder, one)
+            except ValueError as error:
+                raise ValueError(f"sizes {text}: {error}") from error
+        own = CropSizes(config.global_size, config.local_size, config.gram_size)
+        if config.sizes and own not in map(CropSizes.parse, config.sizes):
+            raise ValueError(
+                f"global_size {own.global_size}, local_size {own.local_size} and gram_size {own.gram_size} are not one "
+                f"of the combinations of sizes: {', '.join(config.sizes)}. Leave out the three settings, or give those "
+                "of one combination."
+            )
 
     @staticmethod
     def encoder_defaults(config: DINOv2Config, variant: str, size: RunSize) -> dict[str, Any]:
@@ -184,8 +211,7 @@ class DINOv3(DINOv2):
         c = self.config
         if c.sizes is None:
             return self.crops_with_gram(c)
-        combinations = [c.model_copy(update=CropSizes.parse(text)._asdict()) for text in c.sizes]
-        return MixedCrops([self.crops_with_gram(one) for one in combinations], list(c.sizes.values()))
+        return MixedCrops([self.crops_with_gram(one) for one in combinations(c).values()], list(c.sizes.values()))
 
     def crops_with_gram(self, c: DINOv3Config) -> Transform:
         """Return the transform for the crop sizes and masks of `c`, with the crops of the Gram teacher if they are
@@ -275,35 +301,6 @@ class DINOv3(DINOv2):
         if record.get("gram_loss", 0) > sum(record[term] for term in TERMS if term in record):
             found.insert(0, "The Gram loss is larger than all other terms. Try a lower dinov3.gram_weight.")
         return found
-
-
-def _check_sizes(encoder: Encoder, config: DINOv3Config) -> None:
-    """Raise `ValueError` if the encoder cannot see the crops of `sizes`, or if other settings contradict them."""
-    stride, name = encoder.stride, type(encoder).__name__
-    combinations = {text: CropSizes.parse(text) for text in config.sizes or ()}
-    for text, sizes in combinations.items():
-        if any(side % stride for side in sizes):
-            raise ValueError(
-                f"The combination {text} of sizes has a side that is not a multiple of {stride} pixels, the side of a "
-                f"token of {name}. Use multiples of {stride}."
-            )
-        if sizes.global_size < 2 * stride:
-            raise ValueError(
-                f"A global crop of the combination {text} of sizes is one token of {name}, so that hiding it would "
-                f"leave nothing visible. Use at least {2 * stride} pixels."
-            )
-        if sizes.gram_size < sizes.global_size:
-            raise ValueError(
-                f"The Gram teacher's crops of the combination {text} of sizes are smaller than the global crops. Write "
-                f"at least {sizes.global_size} as the third number, or leave it out."
-            )
-    own = CropSizes(config.global_size, config.local_size, config.gram_size)
-    if combinations and own not in combinations.values():
-        raise ValueError(
-            f"global_size {own.global_size}, local_size {own.local_size} and gram_size {own.gram_size} are not one of "
-            f"the combinations of sizes: {', '.join(combinations)}. Leave out the three settings, or give those of one "
-            "combination."
-        )
 
 
 def resized(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:

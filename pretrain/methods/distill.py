@@ -8,8 +8,10 @@ Shape letters: B images per process; N tokens of all images on the student's gri
 teacher; h and w rows and columns of tokens of an image.
 """
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,12 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import RandomCrop, RandomCropConfig
-from tessera.encoders.base import Encoder, Features
+from tessera.encoders.base import Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
 from tessera.encoders.unused import freeze_unused
+from tessera.encoders.weights import fitting
 from tessera.pretrain.methods.base import Method, RunSize, full_precision
-from tessera.pretrain.methods.frozen_teacher import load_teacher, teacher_file, teacher_hash
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import SettingsError
@@ -130,6 +132,101 @@ def student_defaults(config: DistillConfig, variant: str, size: RunSize) -> dict
     return encoders.supported(variant, {"image_size": config.size, "drop_path": 0.0} | small)
 
 
+def teacher_file(path: str | None) -> Path:
+    """Return the weight file of a teacher. `path` is a weight file, or the folder of a run or of a checkpoint.
+
+    Raises:
+        ValueError: there is no encoder at `path`, or `path` is None.
+    """
+    if path is None:
+        raise ValueError(
+            "The teacher is not set. Set distill.teacher to a run folder, an encoder.safetensors or a published weight "
+            "file."
+        )
+    given = Path(path).expanduser()
+    for file in (given, *encoders.places(given)):
+        if file.is_file():
+            return file
+    raise ValueError(f"No encoder found at {given}. Give a run folder, an encoder.safetensors or a weight file.")
+
+
+def teacher_hash(file: Path) -> str:
+    """Return the SHA-256 of a weight file and of the .json file beside it, if there is one."""
+    digest = hashlib.sha256()
+    for part in (file, file.with_suffix(".json")):
+        if part.is_file():
+            with part.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
+
+
+class Teacher:
+    """A frozen encoder that is loaded beside the method.
+
+    The teacher is not a module of the method. Engines therefore do not shard it, checkpoints do not store it, and each
+    process holds all of its weights.
+    """
+
+    def __init__(self, encoder: Encoder, size: int) -> None:
+        """Freeze `encoder`. `size` is the side in pixels of its input images."""
+        self.encoder, self.size = encoder.eval().requires_grad_(False), size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
+        return self  # copies of the method share the teacher, because its weights never change
+
+    @torch.no_grad()
+    def features(self, images: Tensor, preprocessing: Preprocessing) -> Features:
+        """Return the teacher's features of images (B, C, H, W) that are normalised by `preprocessing`.
+
+        Raises:
+            EncoderError: the teacher does not support images of its size.
+        """
+        if images.shape[-2:] != (self.size, self.size):
+            images = F.interpolate(images, size=(self.size, self.size), mode="bicubic", antialias=True)
+        images = renormalized(images, preprocessing, self.encoder.preprocessing)
+        try:
+            return self._encode(images)
+        except EncoderError as error:
+            hint = f"distill.teacher_size sets the size of these images, which is {self.size} pixels."
+            raise EncoderError(f"The teacher does not support its images: {error} {hint}") from error
+
+    def _encode(self, images: Tensor) -> Features:
+        if images.is_meta:  # the check before a run needs only the shapes
+            tensors = {**dict(self.encoder.named_parameters()), **dict(self.encoder.named_buffers())}
+            empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+            return torch.func.functional_call(self.encoder, empty, (images,))
+        if next(self.encoder.parameters()).device != images.device:
+            self.encoder.to(images.device)
+        return self.encoder(images)
+
+
+def load_teacher(path: str | None, size: int) -> Teacher:
+    """Return the encoder at `path` as a teacher for images of `size` pixels.
+
+    Raises:
+        ValueError: there is no encoder at `path`, its format is not recognised, or an image is smaller than a token.
+    """
+    with torch.device("cpu"):  # an export builds methods on the meta device
+        encoder, _ = fitting(teacher_file(path), None, {})
+    if min(encoder.grid(size, size)) < 1:
+        raise ValueError(
+            f"Images of {size} pixels are smaller than a token of the teacher, which has {encoder.stride} pixels. "
+            "Raise distill.teacher_size."
+        )
+    return Teacher(encoder, size)
+
+
+def renormalized(images: Tensor, given: Preprocessing, wanted: Preprocessing) -> Tensor:
+    """Return images (B, C, H, W) that are normalised by `given` as images that are normalised by `wanted`."""
+    if given == wanted:
+        return images
+    images = images.clone()
+    statistics = zip(given.mean, given.std, wanted.mean, wanted.std, strict=True)
+    for channel, (mean, std, other_mean, other_std) in enumerate(statistics):
+        images[:, channel].mul_(std / other_std).add_((mean - other_mean) / other_std)
+    return images
+
+
 def resized_tokens(features: Features, grid: tuple[int, int]) -> Tensor:
     """Return the tokens of B images of one size, resized to a grid of (h, w) tokens: (B * h * w, E) float32.
 
@@ -171,6 +268,12 @@ def make_projection(dim: int, width: int, config: DistillConfig) -> nn.Module:
     return nn.Sequential(nn.Linear(dim, hidden), nn.LayerNorm(hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
+def matches(config: DistillConfig) -> dict[str, tuple[float, Match]]:
+    """Return weight and loss of each kind of features that is matched: `pooled`, `token`, or both."""
+    kinds = {"pooled": (config.pooled_weight, config.pooled_loss), "token": (config.token_weight, config.token_loss)}
+    return {kind: (weight, loss) for kind, (weight, loss) in kinds.items() if weight}
+
+
 def make_projections(encoder: Encoder, width: int, config: DistillConfig) -> nn.ModuleDict:
     """Freeze the parts of a student that are not used, and return its projections by kind of features.
 
@@ -179,50 +282,46 @@ def make_projections(encoder: Encoder, width: int, config: DistillConfig) -> nn.
         width: width of the teacher.
         config: settings of distillation.
     """
-    freeze_unused(encoder, [config.size], pooled=config.pooled_weight > 0, tokens=config.token_weight > 0)
-    weights = {"pooled": config.pooled_weight, "token": config.token_weight}
-    return nn.ModuleDict(
-        {kind: make_projection(encoder.dim, width, config) for kind, weight in weights.items() if weight}
-    )
+    kinds = matches(config)
+    freeze_unused(encoder, [config.size], pooled="pooled" in kinds, tokens="token" in kinds)
+    return nn.ModuleDict({kind: make_projection(encoder.dim, width, config) for kind in kinds})
 
 
-class Student(nn.Module):
-    """A student beside that of `encoder`, with its own projections."""
+def make_student(
+    variant: str, settings: dict[str, Any], main: Encoder, width: int, config: DistillConfig
+) -> nn.ModuleDict:
+    """Return `encoder` and `projections` of a student beside that of `encoder`.
 
-    def __init__(
-        self, variant: str, settings: dict[str, Any], main: Encoder, width: int, config: DistillConfig
-    ) -> None:
-        """Build the student. Its initial weights follow from the seed of torch's generator, so that they do not depend
-        on other students. The state of the generator does not change.
+    Its initial weights follow from the seed of torch's generator, so that they do not depend on other students. The
+    state of the generator does not change.
 
-        Args:
-            variant: encoder variant of the student.
-            settings: encoder settings of the student.
-            main: the student of `encoder`, which takes the same images.
-            width: width of the teacher.
-            config: settings of distillation.
+    Args:
+        variant: encoder variant of the student.
+        settings: encoder settings of the student.
+        main: the student of `encoder`, which takes the same images.
+        width: width of the teacher.
+        config: settings of distillation.
 
-        Raises:
-            EncoderError: the encoder does not support the settings or the images, or `main` is of the same variant.
-        """
-        super().__init__()
-        if main.settings["variant"] == variant:
-            raise EncoderError(f"distill.students: {variant} is the encoder of the run already. Remove one of them.")
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(torch.initial_seed())
-            try:
-                self.encoder = encoders.build(variant, **({"channels": main.channels} | settings))
-            except (EncoderError, TypeError) as error:
-                raise EncoderError(f"distill.students: {variant} cannot be built: {error}") from error
-            self.encoder.preprocessing = main.preprocessing
-            try:
-                self.encoder.check(torch.empty(1, main.channels, config.size, config.size))
-                self.projections = make_projections(self.encoder, width, config)
-            except EncoderError as error:
-                raise EncoderError(
-                    f"distill.students: {variant} does not support the images: {error} distill.size, their side, is "
-                    f"{config.size} pixels."
-                ) from error
+    Raises:
+        EncoderError: the encoder does not support the settings or the images, or `main` is of the same variant.
+    """
+    if main.settings["variant"] == variant:
+        raise EncoderError(f"distill.students: {variant} is the encoder of the run already. Remove one of them.")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch.initial_seed())
+        try:
+            encoder = encoders.build(variant, **({"channels": main.channels} | settings))
+        except (EncoderError, TypeError) as error:
+            raise EncoderError(f"distill.students: {variant} cannot be built: {error}") from error
+        encoder.preprocessing = main.preprocessing
+        try:
+            encoder.check(torch.empty(1, main.channels, config.size, config.size))
+            return nn.ModuleDict({"encoder": encoder, "projections": make_projections(encoder, width, config)})
+        except EncoderError as error:
+            raise EncoderError(
+                f"distill.students: {variant} does not support the images: {error} distill.size, their side, is "
+                f"{config.size} pixels."
+            ) from error
 
 
 class Distill(Method):
@@ -252,7 +351,9 @@ class Distill(Method):
             )
         self.encoder, self.projections = encoder, make_projections(encoder, teacher.dim, config)
         others = student_settings(config).items()
-        self.others = nn.ModuleDict({v: Student(v, settings, encoder, teacher.dim, config) for v, settings in others})
+        self.others = nn.ModuleDict(
+            {variant: make_student(variant, own, encoder, teacher.dim, config) for variant, own in others}
+        )
         self._pooled: dict[str, Tensor] = {}  # pooled features (B, D) of the last forward pass, for health()
 
     @staticmethod
@@ -283,51 +384,34 @@ class Distill(Method):
     def _students(self) -> dict[str, tuple[Encoder, nn.ModuleDict]]:
         """Return the encoder and the projections of each student. The keys start the names of metrics: an empty text
         for the student of `encoder`, and `VARIANT/` for the others."""
-        others = {name: cast(Student, student) for name, student in self.others.items()}
-        own = {f"{name}/": (student.encoder, student.projections) for name, student in others.items()}
-        return {"": (self.encoder, self.projections)} | own
+        others = {f"{name}/": (one["encoder"], one["projections"]) for name, one in self.others.items()}
+        return {"": (self.encoder, self.projections)} | others
 
     def _loss(self, projections: nn.ModuleDict, own: Features, wanted: Features) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one student as a float32 scalar, and its metrics."""
-        c = self.config
-        loss, metrics = own.pooled.new_zeros((), dtype=torch.float32), {}
-        if c.pooled_weight:
-            term, found = self._match(projections, "pooled", own.pooled, wanted.pooled.float())
-            loss, metrics = loss + c.pooled_weight * term, metrics | found
-        if c.token_weight:
-            rows, columns = own.grids[0].tolist()
-            term, found = self._match(projections, "token", own.tokens, resized_tokens(wanted, (rows, columns)))
-            loss, metrics = loss + c.token_weight * term, metrics | found
-        return loss, metrics
-
-    def _match(
-        self, projections: nn.ModuleDict, kind: str, own: Tensor, target: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one kind of features, and its metrics.
-
-        Args:
-            projections: projections of the student.
-            kind: pooled or token.
-            own: features of the student, (N, D).
-            target: features of the teacher, (N, E) float32.
-        """
-        predicted = projections[kind](own).float()  # (N, E)
-        loss = self.config.pooled_loss if kind == "pooled" else self.config.token_loss
-        with full_precision(predicted):
-            term = match_loss(predicted, target, loss)
-        # Relative to the size of the features, because the cosine does not fix the size of the predictions.
-        spread, wanted = (
-            x.detach().std(0, correction=0).mean() / x.detach().abs().mean().clamp(min=1e-12)
-            for x in (predicted, target)
-        )
-        metrics = {"loss": term.detach(), "spread": (spread + 1e-6) / (wanted + 1e-6), "teacher_spread": wanted}
-        return term, {f"{kind}_{name}": value for name, value in metrics.items()}
+        total, metrics = own.pooled.new_zeros((), dtype=torch.float32), {}
+        for kind, (weight, match) in matches(self.config).items():
+            features = own.pooled if kind == "pooled" else own.tokens
+            predicted = projections[kind](features).float()  # (N, E)
+            target = wanted.pooled.float() if kind == "pooled" else resized_tokens(wanted, tuple(own.grids[0].tolist()))
+            with full_precision(predicted):
+                loss = match_loss(predicted, target, match)
+            # Relative to the size of the features, because the cosine does not fix the size of the predictions.
+            spread, teacher_spread = (
+                x.detach().std(0, correction=0).mean() / x.detach().abs().mean().clamp(min=1e-12)
+                for x in (predicted, target)
+            )
+            total = total + weight * loss
+            metrics[f"{kind}_loss"] = loss.detach()
+            metrics[f"{kind}_spread"] = (spread + 1e-6) / (teacher_spread + 1e-6)
+            metrics[f"{kind}_teacher_spread"] = teacher_spread
+        return total, metrics
 
     def trained_encoder(self) -> Encoder:
         return self.encoder
 
     def other_encoders(self) -> dict[str, Encoder]:
-        return {name: cast(Student, student).encoder for name, student in self.others.items()}
+        return {name: student["encoder"] for name, student in self.others.items()}
 
     def trained_parts(self) -> list[nn.Module]:
         return [part for student in self._students().values() for part in student]
@@ -349,7 +433,6 @@ class Distill(Method):
             for name, value in record.items()
             if name in ("pooled_teacher_spread", "token_teacher_spread") and value < 0.05
         ]
-        found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
         return [*found, *super().advice(record)]
 
     @torch.no_grad()

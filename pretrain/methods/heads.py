@@ -4,7 +4,6 @@ Shape letters: N rows of this process (images or tokens); D width of the encoder
 """
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,26 +11,6 @@ from torch import Tensor, nn
 
 from tessera.pretrain.methods.base import full_precision
 from tessera.runtime.collectives import all_reduce_sum
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes and kinds of the layers of a head."""
-
-    prototypes: int
-    """Number of outputs (K)."""
-    hidden_dim: int
-    """Width of the hidden layers."""
-    bottleneck_dim: int
-    """Width of the last layer before the prototypes."""
-    layers: int = 3
-    """Number of linear layers before the prototypes."""
-    batch_norm: bool = False
-    """True for batch norm after each linear layer except the last."""
-    fixed_length: bool = True
-    """True to fix the norm of every prototype vector at 1."""
-    linear: bool = False
-    """True for prototypes without weight norm, as in DINOv3; `fixed_length` is then not used."""
 
 
 class Prototypes(nn.Module):
@@ -76,25 +55,46 @@ class BatchNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K)."""
+    """Projection head: MLP with GELU, L2 normalisation, prototypes. (N, D) -> (N, K).
 
-    def __init__(self, dim: int, shape: HeadShape) -> None:
+    Args:
+        dim: width of the encoder (D).
+        prototypes: number of outputs (K).
+        hidden_dim: width of the hidden layers.
+        bottleneck_dim: width of the last layer before the prototypes.
+        layers: number of linear layers before the prototypes.
+        batch_norm: add batch norm after each linear layer except the last.
+        fixed_length: fix the norm of every prototype vector at 1.
+        linear: use prototypes without weight norm, as in DINOv3. `fixed_length` is then not used.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        prototypes: int,
+        hidden_dim: int,
+        bottleneck_dim: int,
+        *,
+        layers: int = 3,
+        batch_norm: bool = False,
+        fixed_length: bool = True,
+        linear: bool = False,
+    ) -> None:
         super().__init__()
-        widths = [dim] + [shape.hidden_dim] * (shape.layers - 1) + [shape.bottleneck_dim]
-        layers: list[nn.Module] = []
-        for i, (width_in, width_out) in enumerate(itertools.pairwise(widths)):
-            linear = nn.Linear(width_in, width_out)
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-            layers.append(linear)
-            if i < shape.layers - 1:
-                layers += [BatchNorm(width_out)] * shape.batch_norm + [nn.GELU()]
-        self.mlp = nn.Sequential(*layers)
-        if shape.linear:
-            self.last_layer = nn.Linear(shape.bottleneck_dim, shape.prototypes, bias=False)
+        mlp: list[nn.Module] = []
+        for width_in, width_out in itertools.pairwise([dim] + [hidden_dim] * (layers - 1) + [bottleneck_dim]):
+            if mlp:
+                mlp += [BatchNorm(width_in)] * batch_norm + [nn.GELU()]
+            layer = nn.Linear(width_in, width_out)
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+            mlp.append(layer)
+        self.mlp = nn.Sequential(*mlp)
+        if linear:
+            self.last_layer = nn.Linear(bottleneck_dim, prototypes, bias=False)
             nn.init.trunc_normal_(self.last_layer.weight, std=0.02)
         else:
-            self.last_layer = Prototypes(shape.bottleneck_dim, shape.prototypes, fixed_length=shape.fixed_length)
+            self.last_layer = Prototypes(bottleneck_dim, prototypes, fixed_length=fixed_length)
 
     def forward(self, x: Tensor) -> Tensor:
         # The epsilon is larger in float16, in which 1e-12 is 0.

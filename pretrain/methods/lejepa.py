@@ -200,7 +200,7 @@ class LeJEPA(Method):
         del steps
         self.config = config
         self.image_size = config.global_size
-        freeze_unused(encoder, sides(config))
+        freeze_unused(encoder, sides(config), packed=True)
         self.encoder = encoder
         self.projector = Projector(encoder.dim, config)
         self._pooled: Tensor | None = None  # pooled features of the global crops in the last forward pass, for health()
@@ -266,7 +266,6 @@ class LeJEPA(Method):
                 f"Views of one image differ much: view_difference is {record['view_difference']:.2f}. Try a lower "
                 "lejepa.sigreg_weight, or larger crops."
             )
-        found.append(f"The rank of the features is {record['feature_rank']:.1f}.")
         return [*found, *super().advice(record)]
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Losses of DINO (2104.14294), iBOT (2111.07832), KoLeo (1806.03198) and Gram anchoring (2508.10104), in float32.
 
-Shape letters: B images per process; G global crops and S crops of an image; N crops; P tokens of a crop; M hidden
-tokens; D width of the encoder; K prototypes; N also rows of this process (images or tokens).
+Shape letters: B images per process; G global crops and S crops of an image; P tokens of a crop; M hidden tokens; N rows
+of this process (images, crops or tokens); D width of the encoder; K prototypes.
 """
 
 from typing import Literal

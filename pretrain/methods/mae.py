@@ -165,7 +165,8 @@ class MAE(Method):
         self.decoder = make_decoder(encoder, config, drop=self.drop)
         # the decoder then also sees the pooled features
         self.class_token = getattr(encoder, "pool", None) == "class" and len(self.decoder.blocks) > 0
-        freeze_unused(encoder, [config.size], pooled=self.class_token, tokens=True, masked=True, drop=self.drop)
+        # a norm or a pooling that only makes the pooled features stays as it is, also if the decoder sees them
+        freeze_unused(encoder, [config.size], pooled=False, tokens=True, masked=True, drop=self.drop)
         # of the last forward pass, for health(): pooled features (B, D), and targets of some patches (N, P)
         self._pooled: Tensor | None = None
         self._some_targets: Tensor | None = None
@@ -226,13 +227,11 @@ class MAE(Method):
         return [*super().units(), list(self.decoder.blocks)]
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
-        found = [f"The rank of the features is {record['feature_rank']:.1f}."]
+        found = super().advice(record)
         if record["prediction_spread"] < 0.1:
-            found.append(
-                "The predictions hardly differ between patches "
-                f"(prediction_spread {record['prediction_spread']:.3f}). Try a higher optim.lr."
-            )
-        return [*found, *super().advice(record)]
+            spread = f"prediction_spread {record['prediction_spread']:.3f}"
+            found.insert(0, f"The predictions hardly differ between patches ({spread}). Try a higher optim.lr.")
+        return found
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         if record["target_contrast"] > NO_CONTRAST:

@@ -83,9 +83,8 @@ def default_momentum(steps: int, horizon: float) -> float:
 class TeacherStudent(Method):
     """A student and a teacher, each an encoder with one head or two, and the centres of the teacher's outputs.
 
-    After each step, the parameters of the teacher move towards those of the student, and so do its floating-point
-    buffers, such as the running statistics of BatchNorm. Other buffers, such as BatchNorm's number of batches, are
-    copied. The teacher is always in eval mode.
+    After each step, the parameters and running statistics of the teacher move towards those of the student (`ema`). The
+    teacher is always in eval mode.
 
     A second head, `ibot_head`, has an output, a centre and metrics of its own, whose names start with `ibot_`.
     """
@@ -200,12 +199,23 @@ class TeacherStudent(Method):
         return found | {"center_norm": self.center.norm().item(), "feature_rank": effective_rank(pooled)}
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
-        c = self.config
-        found = output_advice(self.section, record, c.prototypes, batch_norm=c.batch_norm, centering=c.centering)
-        rank = f"The rank of the features is {record['feature_rank']:.1f}."
+        c, found = self.config, []
+        if record["teacher_spread"] < 1:
+            norm = "" if c.batch_norm else f"{self.section}.batch_norm, "
+            found.append(
+                f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
+                f"and should be above 1. Try {norm}encoder.init xavier, encoder.position_init sincos, or a higher "
+                "optim.lr."
+            )
+        if record["prototypes_used"] < c.prototypes / 16:
+            sinkhorn = f", or {self.section}.centering sinkhorn" if c.centering == "mean" else ""
+            found.append(
+                f"The images of the batch fall on {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
+                f"fewer {self.section}.prototypes{sinkhorn}."
+            )
         if terms := ", ".join(f"{term} {record[term]:.3f}" for term in TERMS if term in record):
-            rank = f"The terms of the loss are {terms}. {rank}"
-        return [*found, rank, *super().advice(record)]
+            found.append(f"The terms of the loss are {terms}.")
+        return [*found, *super().advice(record)]
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         # the share of ln K that the loss of a uniform output has, where local crops count less (DINOv3)
@@ -239,35 +249,6 @@ class PendingCenter:
         sums = all_reduce_sum(self._sums[1])  # (K + 1,)
         center.lerp_(torch.where(sums[-1] > 0, sums[:-1] / sums[-1], center), 1 - momentum)
         self._sums = None
-
-
-def output_advice(
-    section: str, record: Mapping[str, float], prototypes: int, *, batch_norm: bool, centering: Centering
-) -> list[str]:
-    """Return what the metrics `teacher_spread` and `prototypes_used` of a run that does not learn show, and settings to
-    try.
-
-    Args:
-        section: name of the method, which starts the names of its settings.
-        record: metrics of a step.
-        prototypes: number of prototypes (K).
-        batch_norm: True if the head has batch norm.
-        centering: centring of the teacher's output.
-    """
-    found = []
-    if record["teacher_spread"] < 1:
-        settings = "encoder.init xavier, encoder.position_init sincos, or a higher optim.lr"
-        found.append(
-            f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
-            f"and should be above 1. Try {settings if batch_norm else f'{section}.batch_norm, {settings}'}."
-        )
-    if record["prototypes_used"] < prototypes / 16:
-        sinkhorn = f", or {section}.centering sinkhorn" if centering == "mean" else ""
-        found.append(
-            f"The images of the batch fall on {record['prototypes_used']:.0f} of {prototypes} prototypes. Try fewer "
-            f"{section}.prototypes{sinkhorn}."
-        )
-    return found
 
 
 def output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:

@@ -75,15 +75,13 @@ class OptimConfig(Section, frozen=True):
         return f" (optim.lr {self.lr:.3g} * {factor}; see optim.lr_scaling)"
 
 
-def adamw(
-    method: nn.Module, config: OptimConfig, frozen: Mapping[str, int], factors: Mapping[str, float]
-) -> torch.optim.AdamW:
+def adamw(method: nn.Module, config: OptimConfig, frozen: Mapping[str, int]) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of a method, grouped by `parameter_groups`.
 
     One kernel updates many parameters (`fused`). On a CPU, the update of a small encoder then takes a fraction of the
     time.
     """
-    groups = parameter_groups(method, frozen, learning_rate_factors(method, config, factors))
+    groups = parameter_groups(method, frozen, learning_rate_factors(method, config))
     return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -111,14 +109,8 @@ def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
         yield name, parameter, layer
 
 
-def learning_rate_factors(
-    method: nn.Module, config: OptimConfig, prefixes: Mapping[str, float]
-) -> dict[nn.Parameter, float]:
-    """Return the factor on the learning rate of each parameter whose factor is not 1.
-
-    Args:
-        prefixes: Factors from `Method.lr_factors()`: prefix of parameter names -> factor.
-    """
+def learning_rate_factors(method: nn.Module, config: OptimConfig) -> dict[nn.Parameter, float]:
+    """Return the factor on the learning rate of each parameter of an encoder whose factor is not 1."""
     factors: dict[nn.Parameter, float] = {}
     for encoder in (module for module in method.modules() if isinstance(module, Encoder)):
         last = len(flat_blocks(encoder)) + 1
@@ -126,10 +118,6 @@ def learning_rate_factors(
             factors[parameter] = config.encoder_lr_factor * config.layer_decay ** (last - layer)
             if name.startswith("patch_embed"):
                 factors[parameter] *= config.patch_embed_lr_factor
-    for name, parameter in method.named_parameters():
-        for prefix, factor in prefixes.items():
-            if name.startswith(prefix):
-                factors[parameter] = factors.get(parameter, 1.0) * factor
     return {parameter: factor for parameter, factor in factors.items() if factor != 1.0}
 
 

@@ -1,8 +1,9 @@
 """Exponential moving average (EMA): the update of a teacher's weights from the student's weights."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tessera.pretrain.optim.running_statistics import running_statistics
 from tessera.runtime.collectives import local
 
 
@@ -10,8 +11,9 @@ from tessera.runtime.collectives import local
 def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     """Move a teacher in place: `teacher <- momentum * teacher + (1 - momentum) * student`.
 
-    Parameters and floating-point buffers move. Other buffers, such as BatchNorm's number of batches, are copied. If the
-    engine shards teacher and student in the same way, each process updates its own shard.
+    Parameters and running statistics move (`running_statistics`); counts, which are integers, are copied. Other buffers
+    are constants and stay. If the engine shards teacher and student in the same way, each process updates its own
+    shard.
 
     The update is computed as `t + (1 - m)(s - t)`. Its float32 rounding error then scales with the distance between
     teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal to it.
@@ -20,7 +22,8 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
         TypeError: the teacher has lower precision than float32. In bfloat16 with momentum 0.996, most updates would be
             rounded to zero.
     """
-    pairs = _pairs(teacher, student)
+    theirs, own = ([*module.parameters(), *running_statistics(module)] for module in (teacher, student))
+    pairs = [(local(t), local(s)) for t, s in zip(theirs, own, strict=True)]
     moving = [(t, s) for t, s in pairs if t.is_floating_point()]
     low = {t.dtype for t, _ in moving if torch.finfo(t.dtype).bits < 32}
     if low:
@@ -38,11 +41,6 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
 @torch.no_grad()
 def copy(teacher: nn.Module, student: nn.Module) -> None:
     """Copy all parameters and buffers of `student` to `teacher`, in place."""
-    for t, s in _pairs(teacher, student):
-        t.copy_(s)
-
-
-def _pairs(teacher: nn.Module, student: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return this process's part of each parameter and buffer of the teacher, with that of the student."""
     theirs, own = ([*module.parameters(), *module.buffers()] for module in (teacher, student))
-    return [(local(t), local(s)) for t, s in zip(theirs, own, strict=True)]
+    for t, s in zip(theirs, own, strict=True):
+        local(t).copy_(local(s))

@@ -61,8 +61,9 @@ class Root(torch.autograd.Function):
 class Quadratic(Method):
     """Mean of (student(x) - 1)^2, with a teacher; a batch with the key `bad` has a gradient that is not finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_norm: bool = False) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(2) if batch_norm else nn.Identity()
         self.student = nn.Linear(3, 2)
         with torch.no_grad():  # numbers whose sums and products float32 holds exactly
             self.student.weight.copy_(torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.75, -0.5]]))
@@ -72,7 +73,7 @@ class Quadratic(Method):
         self.dtypes: set[torch.dtype] = set()
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        y = self.student(batch.views[0].images.flatten(1))
+        y = self.norm(self.student(batch.views[0].images.flatten(1)))
         self.dtypes.add(y.dtype)
         loss = (y.float() - 1).square().mean()
         if "bad" in batch.keys:
@@ -194,9 +195,10 @@ def test_weights_teacher_and_moments_stay_float32(precision: str, dtype: torch.d
     assert {t.dtype for t in [*method.parameters(), *moments]} == {torch.float32}
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
 @pytest.mark.parametrize("poison", ["gradient", "loss"])
-def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
-    run, twin = make(Quadratic(), settings()), make(Quadratic(), settings())
+def test_a_step_that_is_not_finite_leaves_no_trace(poison: str, batch_norm: bool) -> None:
+    run, twin = make(Quadratic(batch_norm), settings()), make(Quadratic(batch_norm), settings())
     bad = integers(8, 5, keys=["bad"])
     if poison == "loss":
         bad = batch_of([torch.full_like(bad.views[0].images, torch.nan)])
@@ -216,6 +218,16 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str) -> None:
         assert training_step(other, [integers(8, 1)]).updated
     assert equal(state(run.method), state(twin.method))
     assert run.method.steps_after == [0, 2]  # pyright: ignore
+
+
+def test_a_discarded_step_leaves_no_trace() -> None:
+    run = make(Quadratic(batch_norm=True), settings("--accumulate", "2"))
+    training_step(run, split(integers(8, 0), 2))
+    before = state(run.method)
+    result = training_step(run, split(integers(8, 1), 2), discard=True)
+    assert (result.discarded, result.updated, result.stop) == (True, False, True)
+    assert equal(state(run.method), before)
+    assert run.state.step == 1
 
 
 @pytest.mark.parametrize("compile", [False, True])

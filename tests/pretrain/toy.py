@@ -33,6 +33,7 @@ class ToyConv(Encoder):
         image_size: side of the images in pixels.
         channels: channels of an image.
         mask_token: make a token for hidden patches.
+        batch_norm: add batch norm to each block.
     """
 
     def __init__(
@@ -43,12 +44,16 @@ class ToyConv(Encoder):
         image_size: int = 16,
         channels: int = 3,
         mask_token: bool = False,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.dim, self.stride, self.channels = dim, patch_size, channels
         self.patch_embed = nn.Conv2d(channels, dim, patch_size, patch_size)
         self.mask_token = nn.Parameter(torch.zeros(dim)) if mask_token else None
-        self.blocks = nn.ModuleList(nn.Conv2d(dim, dim, 3, padding=1) for _ in range(depth))
+        blocks = [nn.Conv2d(dim, dim, 3, padding=1) for _ in range(depth)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(block, nn.BatchNorm2d(dim)) if batch_norm else block for block in blocks
+        )
 
     def forward(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Features:
         self.check(images, mask, drop=drop)

@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from tessera.pretrain.methods import cross_entropy
-from tessera.pretrain.methods.cross_entropy import CHUNK_BYTES, Sharpening, crop_loss, sinkhorn_offset, token_loss
-from tessera.pretrain.methods.heads import Head, HeadShape
+from tessera.pretrain.methods.cross_entropy import CHUNK_BYTES, crop_loss, sinkhorn_offset, token_loss
+from tessera.pretrain.methods.heads import Head
 from tessera.pretrain.methods.losses import dino_loss, sinkhorn
 from tests.pretrain.methods import test_dino, test_dinov2
 from tests.pretrain.small import on_processes
 
 S, B, K = 5, 6, 40
+TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_crops_in_chunks_equal_the_formula_in_float64(views: int, dtype: torch.d
 
 def test_weight_normed_prototypes_get_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    head, x = Head(12, HeadShape(K, 16, 8, fixed_length=False)), random(S * B, 12).requires_grad_()
+    head, x = Head(12, K, 16, 8, fixed_length=False), random(S * B, 12).requires_grad_()
     teacher = (4 * random(2, B, K, seed=1)).softmax(-1)
     found = []
     for size in (CHUNK_BYTES, 4 * K * 4):
@@ -69,14 +70,14 @@ def test_weight_normed_prototypes_get_the_same_gradient(monkeypatch: pytest.Monk
 def test_tokens_in_chunks_equal_those_in_one(centering: Any, dtype: torch.dtype, monkeypatch) -> None:
     student, teacher = random(21, K, dtype=dtype).requires_grad_(), random(21, K, dtype=dtype, seed=1)
     weights = random(21, seed=2).exp()
-    sharpening = Sharpening(0.1, 0.04, random(K, seed=3), centering)
-    whole = token_loss(student * 1, teacher, weights, sharpening)
+    center, given = random(K, seed=3), TEMPERATURES | {"centering": centering}
+    whole = token_loss(student * 1, teacher, weights, center, **given)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * K * 4)
-    chunked = token_loss(student * 1, teacher, weights, sharpening)
-    torch.testing.assert_close(chunked.loss, whole.loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(chunked.entropies, whole.entropies, rtol=1e-5, atol=1e-6)
-    assert torch.equal(chunked.best, whole.best)
-    (found,), (wanted,) = gradient(chunked.loss, student), gradient(whole.loss, student)
+    chunked = token_loss(student * 1, teacher, weights, center, **given)
+    torch.testing.assert_close(chunked[0], whole[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(chunked[1], whole[1], rtol=1e-5, atol=1e-6)
+    assert torch.equal(chunked[2], whole[2])
+    (found,), (wanted,) = gradient(chunked[0], student), gradient(whole[0], student)
     rounding = 2**-7 if dtype == torch.bfloat16 else 1e-6
     assert (found - wanted).abs().max() <= rounding * wanted.abs().max()
 
@@ -127,7 +128,7 @@ def test_only_a_chunk_is_in_float32(centering: Any, small_chunks: None) -> None:
     saved: list[Tensor] = []
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss = crop_loss(crops * 1, teacher, 0.1)
-        loss = loss + token_loss(tokens * 1, given, weights, Sharpening(0.1, 0.04, torch.zeros(K), centering)).loss
+        loss = loss + token_loss(tokens * 1, given, weights, torch.zeros(K), **TEMPERATURES, centering=centering)[0]
         torch.autograd.grad(loss, (crops, tokens))
     assert largest.values <= 4 * K
     assert all(t.numel() < 4 * K for t in saved if t.dtype == torch.float32)

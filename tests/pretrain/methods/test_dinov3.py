@@ -185,13 +185,10 @@ def test_sizes_set_the_sizes_that_are_not_given_and_are_sorted() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {"16/8/24": 1, "18/8/24": 1},
-            r"18/8/24 of sizes has a side that is not a multiple of 4 .* Use multiples of 4",
-        ),
-        ({"16/8/24": 1, "20/6/24": 1}, r"20/6/24 of sizes has a side that is not a multiple of 4"),
-        ({"16/8": 1, "24/8/20": 1}, r"24/8/20 of sizes are smaller than the global crops. Write at least 24"),
-        ({"4/4": 1, "16/8": 1}, r"4/4 of sizes is one token of ViT.* Use at least 8 pixels"),
+        ({"16/8/24": 1, "18/8/24": 1}, "sizes 18/8/24: A side is not a multiple of the 4 pixels of a token"),
+        ({"16/8/24": 1, "20/6/24": 1}, "sizes 20/6/24: A side is not a multiple of the 4 pixels of a token"),
+        ({"16/8": 1, "24/8/20": 1}, "sizes 24/8/20: gram_size 20 is less than global_size 24. Raise gram_size"),
+        ({"4/4": 1, "16/8": 1}, "sizes 4/4: .* is one token of ViT.* Set global_size to at least 8"),
         ({"16-8": 1}, r"'16-8' is no combination of crop sizes. Write global/local/gram"),
         ({"16/8/24/32": 1}, r"'16/8/24/32' is no combination"),
         ({"16/0": 1}, r"'16/0' is no combination"),

@@ -69,7 +69,7 @@ def test_loss_is_the_formula_in_float64_and_timms() -> None:
 def test_learning_rates_decay_by_layer_as_in_mae() -> None:
     method = make(encoder={"depth": 4})
     _, optim = resolve(FinetuneConfig(classes=3), OptimConfig(), IMAGENET_SIZE)
-    factors = learning_rate_factors(method, optim, method.lr_factors())
+    factors = learning_rate_factors(method, optim)
     layers = 4 + 1
     for name, parameter in method.named_parameters():
         inside = name.removeprefix("encoder.")

@@ -7,7 +7,7 @@ import torch
 from tessera import encoders
 from tessera.encoders.base import encode
 from tessera.encoders.images import Mask
-from tessera.pretrain.methods.heads import BatchNorm, Head, HeadShape
+from tessera.pretrain.methods.heads import BatchNorm, Head
 from tessera.pretrain.methods.losses import sinkhorn
 from tessera.pretrain.methods.teacher_student import PendingCenter
 from tests.pretrain.small import on_processes
@@ -42,7 +42,7 @@ def test_batch_norm_equals_torch() -> None:
 
 def test_a_head_may_have_prototypes_without_weight_norm() -> None:
     torch.manual_seed(0)
-    head, x = Head(6, HeadShape(9, 8, 5, layers=2, linear=True)), torch.randn(4, 6)
+    head, x = Head(6, 9, 8, 5, layers=2, linear=True), torch.randn(4, 6)
     weight = {name: p.detach().double() for name, p in head.named_parameters()}
     hidden = torch.nn.functional.gelu(x.double() @ weight["mlp.0.weight"].T + weight["mlp.0.bias"])
     hidden = hidden @ weight["mlp.2.weight"].T + weight["mlp.2.bias"]

@@ -134,7 +134,7 @@ def test_layer_decay_equals_timm() -> None:
     for group in param_groups_layer_decay(theirs, weight_decay=0.1, layer_decay=0.75):
         expected |= {names[p]: group["lr_scale"] for p in group["params"]}
     config = RESOLVED.model_copy(update={"layer_decay": 0.75})
-    optimizer = adamw(ours, config, {}, {})
+    optimizer = adamw(ours, config, {})
     names = {parameter: name for name, parameter in ours.named_parameters()}
     found = {names[p]: group["lr_factor"] for group in optimizer.param_groups for p in group["params"]}
     # timm counts the last norm to the last block; BEiT, MAE and DINOv2 count it to the head
@@ -157,23 +157,21 @@ def test_every_encoder_has_layers_from_0_to_depth_plus_1(variant: str) -> None:
     assert {layer for name, layer in found.items() if name.startswith("patch_embed")} == {0}
 
 
-def test_factors_of_prefixes_and_of_the_patch_embedding_multiply() -> None:
+def test_factors_of_the_encoder_and_of_its_patch_embedding_multiply() -> None:
     method = nn.ModuleDict({"encoder": encoders.build("vit_micro"), "head": nn.Linear(2, 2)})
-    config = RESOLVED.model_copy(update={"patch_embed_lr_factor": 0.2})
-    factors = learning_rate_factors(method, config, {"head.": 3.0, "encoder.": 0.5, "head.bias": 2.0})
-    named = {name: factors.get(p, 1.0) for name, p in method.named_parameters()}
-    assert named["head.weight"] == 3.0
-    assert named["head.bias"] == 6.0
-    assert named["encoder.norm.weight"] == 0.5
-    assert named["encoder.patch_embed.proj.weight"] == pytest.approx(0.1)
-    assert learning_rate_factors(method, RESOLVED, {}) == {}
-    slow = learning_rate_factors(method, RESOLVED.model_copy(update={"encoder_lr_factor": 0.1}), {})
+    assert learning_rate_factors(method, RESOLVED) == {}
+    slow = learning_rate_factors(method, RESOLVED.model_copy(update={"encoder_lr_factor": 0.1}))
     assert slow == dict.fromkeys(method["encoder"].parameters(), 0.1)
+    both = RESOLVED.model_copy(update={"encoder_lr_factor": 0.5, "patch_embed_lr_factor": 0.2})
+    factors = learning_rate_factors(method, both)
+    named = {name: factors.get(p, 1.0) for name, p in method.named_parameters()}
+    assert (named["head.weight"], named["encoder.norm.weight"]) == (1.0, 0.5)
+    assert named["encoder.patch_embed.proj.weight"] == pytest.approx(0.1)
 
 
 def test_default_settings_split_nothing() -> None:
     method = nn.ModuleDict({"encoder": encoders.build("vit_micro")})
-    plain, with_settings = parameter_groups(method, {}), adamw(method, RESOLVED, {}, {}).param_groups
+    plain, with_settings = parameter_groups(method, {}), adamw(method, RESOLVED, {}).param_groups
     assert [g["params"] for g in plain] == [g["params"] for g in with_settings]
     assert {g["lr_factor"] for g in plain} == {1.0}
 

@@ -1,0 +1,44 @@
+"""Running statistics of a method: buffers that a training forward pass changes, such as those of batch norm.
+
+They are the buffers of modules whose attribute `track_running_stats` is true, as in torch's batch norm. All other
+buffers are constants, or are changed by the method itself.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tessera.runtime.collectives import all_reduce_sum, world_size
+
+
+def running_statistics(module: nn.Module, *, training: bool = False) -> list[Tensor]:
+    """Return the running statistics of a module and its submodules. If `training` is true, leave out those of modules
+    in eval mode, such as teachers."""
+    parts = [part for part in module.modules() if getattr(part, "track_running_stats", False)]
+    return [buffer for part in parts if part.training or not training for buffer in part.buffers(recurse=False)]
+
+
+class StepStatistics:
+    """The running statistics that a training step changes, and their values at the start of the step."""
+
+    def __init__(self, method: nn.Module) -> None:
+        self.buffers = running_statistics(method, training=True)
+        self.before = [buffer.clone() for buffer in self.buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo the changes of the step, because its update was skipped."""
+        for buffer, before in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(before)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the statistics over processes, which saw different images. Collective.
+
+        The variance is the mean of the variances within processes. torch.nn.SyncBatchNorm computes one over all images.
+        """
+        buffers = [buffer for buffer in self.buffers if buffer.is_floating_point()]
+        if not buffers or world_size() == 1:
+            return
+        means = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers])) / world_size()
+        for buffer, mean in zip(buffers, means.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
