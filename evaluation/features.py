@@ -1,4 +1,4 @@
-"""Compute the features of images in shards: load the encoder, prepare the images and encode them.
+"""Features of the images in shards: load the encoder, prepare and encode the images, normalise the features.
 
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
@@ -20,8 +20,8 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Transform
 from tessera.data.crops import CenterCrop
-from tessera.data.loader import Reading, evaluation_batches, require_labels
-from tessera.data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
 from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
@@ -32,6 +32,8 @@ from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
 
 PIXELS = "pixels"
+EPSILON = 1e-6
+"""Epsilon of the batch norm in MAE's linear probe."""
 
 
 class EvaluationError(UserError, ValueError):
@@ -300,51 +302,6 @@ def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]
         raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
 
 
-def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:
-    """Open shards, and check that all samples have labels before any image is encoded.
-
-    Raises:
-        ShardError: a shard cannot be used, or a sample has no label.
-    """
-    opened = open_shards(shards, source=source, progress=accelerator.is_main_process)
-    require_labels(opened)
-    return opened
-
-
-def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = None) -> None:
-    """Check the labels of the training set and the validation set.
-
-    Args:
-        train: labels (N,) of the training images of all processes.
-        val: labels (M,) of the validation images of all processes.
-        classes: class names that both sets share. None if the classes have no names. In this case, both sets must have
-            the same largest label, because a set that lacks a class may have been numbered without this class.
-
-    Raises:
-        EvaluationError: a set is empty, a label is negative, a class of `val` is not in `train`, or the classes have no
-            names and the sets differ in their largest label.
-    """
-    for name, labels in (("train", train), ("val", val)):
-        if not len(labels):
-            raise EvaluationError(f"--{name} has no readable image. Check the shards with `tessera check_shards`.")
-        if int(labels.min()) < 0:
-            raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
-    missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
-    if missing:
-        example = str(missing[0]) if classes is None else repr(classes[missing[0]])
-        raise EvaluationError(
-            f"{len(missing)} classes of --val are not in --train, for example {example}. "
-            "Check that --train and --val belong to the same data set."
-        )
-    largest, other = int(train.max()), int(val.max())
-    if classes is None and largest != other:
-        raise EvaluationError(
-            f"The labels of --train end at {largest}, but those of --val end at {other}, and no classes.json names the "
-            "classes. The sets may number their classes differently. Write the class names of each set, a JSON list in "
-            "the order of the class numbers, to a classes.json beside its shards."
-        )
-
-
 def check_finite(train: Tensor, val: Tensor) -> None:
     """Check the training and validation features on all processes. Call this function on all processes.
 
@@ -356,3 +313,37 @@ def check_finite(train: Tensor, val: Tensor) -> None:
         raise EvaluationError(
             "Some features are NaN or infinite. Check whether the encoder has diverged, or try --precision fp32."
         )
+
+
+def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the mean of the training features of all processes from both sets of features: (N, D), (M, D)."""
+    count = all_reduce_sum(torch.tensor(len(train), dtype=torch.float64))
+    mean = all_reduce_sum(train.sum(0, dtype=torch.float64)) / count  # (D,)
+    return train - mean.float(), val - mean.float()
+
+
+def normaliser(train: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that normalises features in place with the mean and variance of the training features.
+
+    The mean and the variance are computed once, over the training features `train` (N, D) of all processes. Applied to
+    `train`, the function equals `BatchNorm1d(affine=False, eps=1e-6)` in training mode with all training features as
+    one batch.
+    """
+    count = all_reduce_sum(torch.tensor(len(train)))
+    mean = (all_reduce_sum(train.sum(0, dtype=torch.float64)) / count).float()  # (D,)
+    squares = torch.zeros_like(mean, dtype=torch.float64)
+    for rows in train.split(8192):
+        squares += (rows - mean).square().sum(0, dtype=torch.float64)
+    scale = (all_reduce_sum(squares) / count + EPSILON).rsqrt().float()  # (D,)
+    return lambda features: features.sub_(mean).mul_(scale)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Disable TF32 in matrix products within a `with` block, because its low precision would change the results."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

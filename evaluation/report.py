@@ -12,14 +12,14 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
+from tessera.evaluation.command import main
 from tessera.evaluation.reporting.features import Options, examine
 from tessera.evaluation.reporting.page import Page, render
 from tessera.evaluation.reporting.runs import ReportError, read_runs
 from tessera.evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
-from tessera.runtime import streams
 from tessera.runtime.files import atomic_write
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
-from tessera.runtime.settings import Positional, Settings, parse
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.settings import Positional, Settings
 
 
 class ReportSettings(Settings):
@@ -96,6 +96,4 @@ def write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(ReportSettings))
+    main(ReportSettings, run)

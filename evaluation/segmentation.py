@@ -30,9 +30,10 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.data.augment import Share, to_model_input
 from tessera.data.batches import Batches
@@ -41,31 +42,31 @@ from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import Reader, ShardError, ShardList, open_shards
+from tessera.data.shards import Reader, ShardError, ShardList
 from tessera.data.shards.tar import MAP
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
+from tessera.evaluation.command import main
 from tessera.evaluation.features import (
     EncoderSettings,
     EvaluationError,
     check_total,
     encoding,
+    full_float32,
     input_size,
     load_encoder,
     single_view,
 )
-from tessera.evaluation.labelled import full_float32
-from tessera.evaluation.overlap import check_contents, check_disjoint
-from tessera.evaluation.results import Evaluation, check_output, report
-from tessera.evaluation.segmentation_head import Head, backward, resized
-from tessera.runtime import streams
+from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.evaluation.splits import open_splits
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
-from tessera.runtime.settings import parse
 
 WARMUP = 1500 / 40_000
 """Share of the steps in which the learning rate rises, as in DINOv2."""
+RISE, EPSILON = 0.1, 1e-5
+"""Momentum of the running mean and variance, and epsilon, of torch's batch norm."""
 
 
 class SegmentationSettings(EncoderSettings):
@@ -98,7 +99,7 @@ class SegmentationSettings(EncoderSettings):
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
-class Scores(NamedTuple):
+class Segmentation(NamedTuple):
     """Quality of a segmentation."""
 
     mean_iou: float
@@ -119,6 +120,84 @@ def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
         features = encoder(images)
     rows, columns = features.grids[0].tolist()  # all images have one size
     return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
+
+
+class Head(nn.Module):
+    """Batch norm and 1 x 1 convolution: tokens (b, D, h, w) -> logits (b, K, h, w).
+
+    In training mode, the mean and the variance are those of the tokens of all processes. The tokens must not need a
+    gradient.
+    """
+
+    def __init__(self, dim: int, classes: int, seed: int) -> None:
+        """
+        Args:
+            dim: width D of the tokens.
+            classes: number of classes K.
+            seed: seed of the initial weights, which have the standard deviation 0.01.
+        """
+        super().__init__()
+        self.norm = nn.BatchNorm2d(dim, EPSILON)
+        self.classifier = nn.Conv2d(dim, classes, 1)
+        weight = 0.01 * torch.randn(classes, dim, 1, 1, generator=torch.Generator().manual_seed(seed))
+        self.classifier.load_state_dict({"weight": weight, "bias": torch.zeros(classes)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each token: (b, D, h, w) -> (b, K, h, w)."""
+        norm = self.norm
+        mean, variance = norm.running_mean, norm.running_var
+        if self.training:
+            mean, variance = self._update(tokens)
+        return self.classifier(F.batch_norm(tokens, mean, variance, norm.weight, norm.bias, eps=EPSILON))
+
+    @torch.no_grad()
+    def _update(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance (D,) of the tokens of all processes, and update the running values."""
+        x = tokens.double()
+        count = all_reduce_sum(torch.tensor(x.numel() / x.shape[1], dtype=torch.float64, device=x.device))
+        mean = all_reduce_sum(x.sum((0, 2, 3))) / count  # (D,)
+        variance = all_reduce_sum((x - mean[:, None, None]).square().sum((0, 2, 3))) / count  # (D,)
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        for running, new in ((self.norm.running_mean, mean), (self.norm.running_var, unbiased)):
+            assert running is not None
+            running.lerp_(new.to(running.dtype), RISE)
+        return mean.to(tokens.dtype), variance.to(tokens.dtype)
+
+
+def resized(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize logits bilinearly: (b, K, h, w) -> (b, K, *size).
+
+    The result is that of `F.interpolate(logits, size, mode="bilinear")`. Matrix products replace that function, because
+    its gradient on a GPU depends on the order of additions.
+    """
+    rows, columns = (
+        F.interpolate(torch.eye(side, device=logits.device)[None], length, mode="linear")[0]  # (side, length)
+        for side, length in zip(logits.shape[2:], size, strict=True)
+    )
+    return rows.T @ logits @ columns
+
+
+def backward(logits: Tensor, targets: Tensor) -> None:
+    """Compute the gradients of the mean cross-entropy over all pixels of all processes that are not ignored.
+
+    The logits are resized for one image at a time, which bounds the memory.
+
+    Args:
+        logits: logits (b, K, h, w) of this process's images.
+        targets: class of each pixel (b, S, S) int64, or 255 for ignored pixels.
+    """
+    pixels = all_reduce_sum((targets != IGNORED).sum()).clamp(min=1)
+    leaf = logits.detach().requires_grad_()
+    for image, target in zip(leaf.split(1), targets.split(1), strict=True):
+        (cross_entropy(resized(image, (target.shape[1], target.shape[2])), target) / pixels).backward()
+    logits.backward(leaf.grad)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropy over the pixels that are not ignored: (b, K, S, S), (b, S, S) -> ()."""
+    seen = targets != IGNORED
+    own = logits.gather(1, torch.where(seen, targets, 0)[:, None]).squeeze(1)  # (b, S, S)
+    return (logits.logsumexp(1) - own).masked_fill(~seen, 0).sum()
 
 
 def train_head(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, settings: SegmentationSettings) -> None:
@@ -184,7 +263,7 @@ def confusion(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, p
     return all_reduce_sum(counts).view(classes, classes), int(all_reduce_sum(torch.tensor(images)))
 
 
-def scores(matrix: Tensor) -> Scores:
+def scores(matrix: Tensor) -> Segmentation:
     """Return the scores of a confusion matrix (K, K), whose rows are the true classes.
 
     Raises:
@@ -197,7 +276,7 @@ def scores(matrix: Tensor) -> Scores:
     iou = correct / union  # NaN for a class without any pixel
     known = union > 0
     values = [float(value) if there else None for value, there in zip(iou, known, strict=True)]
-    return Scores(float(iou[known].mean()), float(correct.sum() / matrix.sum()), values)
+    return Segmentation(float(iou[known].mean()), float(correct.sum() / matrix.sum()), values)
 
 
 def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int:
@@ -285,52 +364,7 @@ def training_set(
         raise EvaluationError(str(error)) from error
 
 
-def run(settings: SegmentationSettings) -> None:
-    """Train the head, compute the mean IoU, print the result and write it to a file."""
-    accelerate = make_accelerator()
-    check_output(settings.output)
-    check_disjoint(settings.train, settings.val, settings.source)
-    train, val = (
-        open_shards(shards, source=settings.source, progress=accelerate.is_main_process)
-        for shards in (settings.train, settings.val)
-    )
-    check_contents(train, val)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerate.device).requires_grad_(False)
-    size = input_size(encoder, settings.image_size)
-    values = count_values(train, val, settings.classes, accelerate)
-    numbers = class_numbers(values, settings.ignore).to(accelerate.device)
-    workers = free_cores(accelerate.num_processes) if settings.workers is None else settings.workers
-    reading = Reading(workers, source=settings.source, preprocessing=encoder.preprocessing, maps=values)
-    training = training_set(train, settings, size, reading, accelerate)
-    test = evaluation_batches(
-        val,
-        WholeImage(size),
-        max(settings.batch_size // accelerate.num_processes, 1),
-        part=(accelerate.process_index, accelerate.num_processes),
-        labels=False,
-        reading=reading,
-    )
-    for batches in (training, test):
-        check_total(batches.total)
-    blank = torch.zeros(1, encoder.channels, size, size, device=accelerate.device)
-    width = patch_tokens(encoder, blank, settings.precision).shape[1]
-    classes = int((numbers != IGNORED).sum())
-    head = Head(width, classes, settings.seed).to(accelerate.device)
-    with full_float32():
-        train_head(head, encoder, training, numbers, settings)
-        matrix, images = confusion(head, encoder, test, numbers, settings.precision)
-    if accelerate.is_main_process:
-        facts = {"image_size": size, "steps": len(training), "processes": accelerate.num_processes}
-        result = describe(scores(matrix), matrix, numbers) | {"train_images": training.total, "val_images": images}
-        result["checkpoint"] = str(file or settings.checkpoint)
-        result["settings"] = settings.model_dump(mode="json") | facts
-        row = [classes, result["pixel_accuracy"], result["mean_iou"]]
-        columns = ["classes", "pixel accuracy", "mean IoU"]
-        report(Evaluation("segmentation", file, settings.val, settings.output), result, columns, [row])
-
-
-def describe(found: Scores, matrix: Tensor, numbers: Tensor) -> dict[str, Any]:
+def describe(found: Segmentation, matrix: Tensor, numbers: Tensor) -> dict[str, Any]:
     """Return the entries of the result file for the scores. `per_class` is keyed by the values of the maps."""
     values = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
     pixels = matrix.sum(1).tolist()
@@ -339,7 +373,52 @@ def describe(found: Scores, matrix: Tensor, numbers: Tensor) -> dict[str, Any]:
     return result | {"classes": len(values), "per_class": per_class}
 
 
+def run(settings: SegmentationSettings) -> dict[str, Any]:
+    """Train the head, compute the mean IoU, print the result and write it to a file.
+
+    Return what the file holds, or an empty dictionary on processes other than the main process.
+    """
+    accelerator = make_accelerator()
+    check_output(settings.output)
+    train, val = open_splits(settings.train, settings.val, settings.source, accelerator)
+    encoder, file = load_encoder(settings)
+    encoder.to(accelerator.device).requires_grad_(False)
+    size = input_size(encoder, settings.image_size)
+    values = count_values(train, val, settings.classes, accelerator)
+    numbers = class_numbers(values, settings.ignore).to(accelerator.device)
+    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
+    reading = Reading(workers, source=settings.source, preprocessing=encoder.preprocessing, maps=values)
+    training = training_set(train, settings, size, reading, accelerator)
+    test = evaluation_batches(
+        val,
+        WholeImage(size),
+        max(settings.batch_size // accelerator.num_processes, 1),
+        part=(accelerator.process_index, accelerator.num_processes),
+        labels=False,
+        reading=reading,
+    )
+    for batches in (training, test):
+        check_total(batches.total)
+    blank = torch.zeros(1, encoder.channels, size, size, device=accelerator.device)
+    width = patch_tokens(encoder, blank, settings.precision).shape[1]
+    classes = int((numbers != IGNORED).sum())
+    head = Head(width, classes, settings.seed).to(accelerator.device)
+    with full_float32():
+        train_head(head, encoder, training, numbers, settings)
+        matrix, images = confusion(head, encoder, test, numbers, settings.precision)
+    if not accelerator.is_main_process:
+        return {}
+    facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}
+    result = describe(scores(matrix), matrix, numbers) | {
+        "train_images": training.total,
+        "val_images": images,
+        "checkpoint": str(file or settings.checkpoint),
+        "settings": settings.model_dump(mode="json") | facts,
+    }
+    evaluation = Evaluation("segmentation", file, settings.val, settings.output)
+    row = [classes, result["pixel_accuracy"], result["mean_iou"]]
+    return write_result(evaluation, result, ["classes", "pixel accuracy", "mean IoU"], [row])
+
+
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(SegmentationSettings))
+    main(SegmentationSettings, run)

@@ -1,12 +1,25 @@
-"""Small labelled shards, and a cache of their own."""
+"""Small labelled shards with a cache of their own, and encoders of all families."""
 
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+
+from tessera import encoders
+
+FAMILIES = ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"]
+
+
+def save_encoder(path: Path, variant: str = "vit_micro", seed: int = 0, **settings: Any) -> str:
+    """Write an encoder with random weights, and return the path."""
+    torch.manual_seed(seed)
+    encoders.save(encoders.build(variant, **settings), path)
+    return str(path)
 
 
 def write_shard(path: Path, images: np.ndarray, labels: list[int] | None, prefix: str = "image") -> Path:

@@ -13,7 +13,6 @@ from tessera.evaluation.features import (
     Extraction,
     FeatureSettings,
     Pixels,
-    check_labels,
     extract,
     input_size,
     load_encoder,
@@ -128,13 +127,3 @@ def test_sizes_follow_the_encoder_and_dinos_ratio():
     assert resize_size(32, 40) == 40
     with pytest.raises(EvaluationError, match="--resize"):
         resize_size(224, 200)
-
-
-def test_classes_that_are_not_trained_on_are_refused():
-    check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 5, 0]))
-    with pytest.raises(EvaluationError, match="2 classes of --val are not in --train, for example 3"):
-        check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 7, 3, 3]))
-    with pytest.raises(EvaluationError, match="--train has the label -1"):
-        check_labels(torch.tensor([0, -1]), torch.tensor([0]))
-    with pytest.raises(EvaluationError, match="--val has no readable image"):
-        check_labels(torch.tensor([0]), torch.tensor([], dtype=torch.int64))

@@ -9,10 +9,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 
-from tessera import encoders
 from tessera.evaluation import few_shot
 from tessera.evaluation.features import LabelledFeatures
 from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
+from tests.evaluation.conftest import FAMILIES, save_encoder
 from tests.pretrain.small import on_processes
 
 
@@ -87,14 +87,12 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
     assert rows[0]["knn"]["top1_std"] > 0
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(shards, tmp_path, variant):
-    torch.manual_seed(0)
-    path = tmp_path / f"{variant}.safetensors"
-    encoders.save(encoders.build(variant), path)
+    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
     run(
         settings(
-            checkpoint=str(path),
+            checkpoint=path,
             train=str(shards / "train-{0..1}.tar"),
             val=str(shards / "val-0.tar"),
             shares=[10, 100],

@@ -5,10 +5,9 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from tessera import encoders
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
-from tests.evaluation.conftest import write_shard
+from tests.evaluation.conftest import FAMILIES, save_encoder, write_shard
 from tests.pretrain.small import on_processes
 
 
@@ -79,12 +78,10 @@ def test_a_query_without_a_relevant_image_is_left_out():
         retrieve(alone, None)
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(shards, tmp_path, variant):
-    torch.manual_seed(0)
-    path = tmp_path / f"{variant}.safetensors"
-    encoders.save(encoders.build(variant), path)
-    run(RetrievalSettings(checkpoint=str(path), train=str(shards / "train-{0..1}.tar"), workers=0))
+    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
+    run(RetrievalSettings(checkpoint=path, train=str(shards / "train-{0..1}.tar"), workers=0))
     (file,) = tmp_path.glob(f"{variant}-retrieval-shards*-train-*.json")
     found = json.loads(file.read_text())
     assert (found["queries"], found["left_out"], found["protocol"]) == (31, 0, "retrieval, leave one out")

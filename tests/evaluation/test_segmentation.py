@@ -10,11 +10,20 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 from torch import nn
 
-from tessera import encoders
 from tessera.data.shards import ShardError
 from tessera.evaluation.features import EvaluationError
-from tessera.evaluation.segmentation import SegmentationSettings, class_numbers, rate, run, scores
-from tessera.evaluation.segmentation_head import Head, backward, cross_entropy, resized
+from tessera.evaluation.segmentation import (
+    Head,
+    SegmentationSettings,
+    backward,
+    class_numbers,
+    cross_entropy,
+    rate,
+    resized,
+    run,
+    scores,
+)
+from tests.evaluation.conftest import FAMILIES, save_encoder
 from tests.pretrain.small import on_processes
 
 COLOURS = np.array([[30, 30, 30], [220, 40, 40], [40, 220, 40], [40, 40, 220]])
@@ -146,12 +155,10 @@ def test_pixels_segment_coloured_rectangles(scenes, tmp_path):
     assert {value: one["pixels"] for value, one in ignoring["per_class"].items()} == counts
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(scenes, tmp_path, variant):
-    torch.manual_seed(0)
-    path = tmp_path / f"{variant}.safetensors"
-    encoders.save(encoders.build(variant), path)
-    run(SegmentationSettings(checkpoint=str(path), **scenes, epochs=6, batch_size=8, lr=0.02))
+    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
+    run(SegmentationSettings(checkpoint=path, **scenes, epochs=6, batch_size=8, lr=0.02))
     (file,) = tmp_path.glob(f"{variant}-segmentation-scenes*-val-*.json")
     found = json.loads(file.read_text())
     # the background alone has a third of the pixels, and a mean IoU of 0.1
@@ -196,10 +203,8 @@ def _run(rank, options):
 
 @pytest.mark.medium
 def test_two_processes_give_the_same(scenes, tmp_path, free_port):
-    path = tmp_path / "encoder.safetensors"
-    torch.manual_seed(0)
-    encoders.save(encoders.build("vit_micro"), path)
-    options = scenes | {"checkpoint": str(path), "epochs": 4, "batch_size": 8, "lr": 0.01}
+    path = save_encoder(tmp_path / "encoder.safetensors")
+    options = scenes | {"checkpoint": path, "epochs": 4, "batch_size": 8, "lr": 0.01}
     on_processes(_run, free_port, options | {"output": str(tmp_path / "two.json")})
     one, two = result(tmp_path, **options), json.loads((tmp_path / "two.json").read_text())
     assert two["settings"]["processes"] == 2
