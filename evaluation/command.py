@@ -144,7 +144,7 @@ def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> Label
         opened = open_labelled_splits(settings.train, settings.val, settings.source, accelerator)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device)
-    parts = [extract(encoder, shards, accelerator, settings.extraction()) for shards in opened]
+    parts = [extract(encoder, shards, accelerator, **settings.options()) for shards in opened]
     train, val = parts[0], parts[-1]
     labels, targets = (torch.cat(all_gather(part.labels)) for part in (train, val))
     check_labels(labels, targets, opened[0].classes)

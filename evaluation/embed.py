@@ -7,7 +7,6 @@ samples. If all samples have labels, the file also holds the array `labels` (N,)
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +48,8 @@ def run(settings: EmbedSettings) -> None:
         encoder, _ = load_encoder(settings)
         shards = open_shards(settings.data, source=settings.source)
         labelled = shards.all_labelled()
-        extraction = replace(settings.extraction(), labels=labelled)
-        found = extract(encoder.to(accelerator.device), shards, accelerator, extraction)
+        encoder.to(accelerator.device)
+        found = extract(encoder, shards, accelerator, **settings.options(), labels=labelled)
         arrays = {"features": found.features.numpy(), "keys": np.array(found.keys)}
         if labelled:
             arrays["labels"] = found.labels.numpy()

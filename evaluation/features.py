@@ -5,9 +5,8 @@ Shape letters: B images of one batch, C channels, S x S pixels, N images of this
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -66,16 +65,10 @@ class FeatureSettings(EncoderSettings):
     """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
     image_size is at least 128, else image_size"""
 
-    def extraction(self) -> "Extraction":
-        """Return the settings as an argument for `extract`."""
-        return Extraction(
-            image_size=self.image_size,
-            resize=self.resize,
-            batch_size=self.batch_size,
-            workers=self.workers,
-            precision=self.precision,
-            source=self.source,
-        )
+    def options(self) -> dict[str, Any]:
+        """Return the settings as arguments for `extract`."""
+        names = ("image_size", "resize", "batch_size", "workers", "precision", "source")
+        return {name: getattr(self, name) for name in names}
 
 
 class LabelledFeatures(NamedTuple):
@@ -92,32 +85,6 @@ class LabelledFeatures(NamedTuple):
 def pooled(encoder: Encoder, images: Tensor) -> Tensor:
     """Return the encoder's pooled output: (B, C, S, S) -> (B, D)."""
     return encoder(images).pooled
-
-
-@dataclass(frozen=True)
-class Extraction:
-    """Options of `extract`."""
-
-    image_size: int | None = None
-    """Side of the images in pixels. None selects the size that the encoder was built for."""
-    resize: int | None = None
-    """Short side in pixels to which images are resized before the centre crop. None: the default of `resize_size`."""
-    batch_size: int = 256
-    """Number of images per forward pass."""
-    workers: int | None = None
-    """Number of loader workers per process. None selects one per free core, at most 8."""
-    precision: str = "fp32"
-    """Precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast."""
-    source: SourceConfig = DEFAULT
-    """Options for reading remote shards."""
-    feature: Callable[[Encoder, Tensor], Tensor] = pooled
-    """Function that maps the encoder and its input (B, C, S, S) to features (B, D)."""
-    transform: Transform | None = None
-    """Transform of the images. None selects the centre crop."""
-    labels: bool = True
-    """True if the labels are read. If False, all labels are -1."""
-    progress: bool = True
-    """True if the main process shows a progress bar."""
 
 
 class Pixels(Encoder):
@@ -218,45 +185,75 @@ def resize_size(size: int, resize: int | None) -> int:
 
 
 def extract(
-    encoder: Encoder, shards: Shards, accelerator: Accelerator, extraction: Extraction | None = None
+    encoder: Encoder,
+    shards: Shards,
+    accelerator: Accelerator,
+    *,
+    image_size: int | None = None,
+    resize: int | None = None,
+    batch_size: int = 256,
+    workers: int | None = None,
+    precision: str = "fp32",
+    source: SourceConfig = DEFAULT,
+    feature: Callable[[Encoder, Tensor], Tensor] = pooled,
+    transform: Transform | None = None,
+    labels: bool = True,
+    progress: bool = True,
 ) -> LabelledFeatures:
     """Encode this process's part of the images in `shards`, and return the features on the CPU.
 
     Each process takes a contiguous part of the images, in order of rank. Images are resized, cropped at the centre and
     normalised with `encoder.preprocessing`. The encoder's device and train or eval mode do not change.
 
+    Args:
+        encoder: encoder on the accelerator's device.
+        shards: SHARDS of the images, or opened shards.
+        accelerator: accelerator of all processes.
+        image_size: side of the images in pixels. None selects the size that the encoder was built for.
+        resize: short side in pixels to which images are resized before the centre crop. None: that of `resize_size`.
+        batch_size: number of images per forward pass.
+        workers: number of loader workers per process. None selects one per free core, at most 8.
+        precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
+        source: options for reading remote shards.
+        feature: function that maps the encoder and its input (B, C, S, S) to features (B, D).
+        transform: transform of the images. None selects the centre crop.
+        labels: True to read the labels. If False, all labels are -1.
+        progress: True to show a progress bar on the main process.
+
     Raises:
-        ShardError: the shards cannot be read, or `extraction.labels` is True and the shards have no labels.
+        ShardError: the shards cannot be read, or `labels` is True and the shards have no labels.
         EvaluationError: the encoder does not accept images of this size.
     """
-    extraction = extraction or Extraction()
-    size = input_size(encoder, extraction.image_size)
-    workers = free_cores(accelerator.num_processes) if extraction.workers is None else extraction.workers
+    size, device = input_size(encoder, image_size), accelerator.device
+    workers = free_cores(accelerator.num_processes) if workers is None else workers
     batches = evaluation_batches(
         shards,
-        extraction.transform or CenterCrop(size, resize=resize_size(size, extraction.resize)),
-        extraction.batch_size,
+        transform or CenterCrop(size, resize=resize_size(size, resize)),
+        batch_size,
         part=(accelerator.process_index, accelerator.num_processes),
-        labels=extraction.labels,
-        reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
+        labels=labels,
+        reading=Reading(workers=workers, source=source, preprocessing=encoder.preprocessing),
     )
     check_total(batches.total)
-    device = accelerator.device
-    features, labels, keys = [], [], []
-    shown = extraction.progress and accelerator.is_main_process
+
+    def encode(images: Tensor) -> Tensor:
+        """Return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
+        with torch.inference_mode(), encoding(encoder, images, precision):
+            return feature(encoder, images).float().cpu()
+
+    features, found, keys = [], [], []
+    shown = progress and accelerator.is_main_process
     for batch in track(batches, f"features of {batches.total:,} images, batches", total=len(batches), shown=shown):
-        images = single_view(to_model_input(batch.to(device, non_blocking=True)))  # (B, C, S, S)
-        features.append(_features(encoder, images, extraction))
-        labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
+        features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))))
+        found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
     # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In
     # this case, a black image is encoded, to get an empty tensor of the right width.
     if not features:
-        empty = torch.zeros(1, encoder.preprocessing.channels, size, size, device=device)
-        features = [_features(encoder, empty, extraction)[:0]]
-        labels = [torch.zeros(0, dtype=torch.int64)]
+        features = [encode(torch.zeros(1, encoder.preprocessing.channels, size, size, device=device))[:0]]
+        found = [torch.zeros(0, dtype=torch.int64)]
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
-    return LabelledFeatures(torch.cat(features), torch.cat(labels), keys)  # (N, D), (N,)
+    return LabelledFeatures(torch.cat(features), torch.cat(found), keys)  # (N, D), (N,)
 
 
 def check_total(images: int) -> None:
@@ -279,12 +276,6 @@ def single_view(batch: Batch) -> Tensor:
     if not isinstance(view.images, Tensor):
         raise TypeError("The batch holds packed images. A batch of centre crops must hold one tensor.")
     return view.images
-
-
-def _features(encoder: Encoder, images: Tensor, extraction: Extraction) -> Tensor:
-    """Encode images, and return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
-    with torch.inference_mode(), encoding(encoder, images, extraction.precision):
-        return extraction.feature(encoder, images).float().cpu()
 
 
 @contextmanager

@@ -2,14 +2,10 @@
 
     accelerate launch evaluation/few_shot.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-The features of all images are computed once, from centre crops. For each share (1, 2, 5, 10 and 100 % by default), the
-same share of the images of every class is drawn, but at least one image of each class. Each draw gives one accuracy of
-k-NN (`evaluation.knn`) and one of logistic regression (`evaluation.logistic`). The result is their mean and standard
-deviation over several draws. MSN (2204.07141) draws 1 % of the labels, or 1, 2 or 5 images of each class.
-
-The strength of the L2 penalty is fixed, as in MSN: 0.0025, the value in the README of its code. Nothing is chosen, so
-that no label is needed for a choice. (DINOv2, 2304.07193, tries 45 strengths on a tenth of the training images, which
-leaves no image of a class with one label.)
+The features of all images are computed once, from centre crops. For each share, the same share of the images of every
+class is drawn, but at least one image of each class, as in MSN (2204.07141). Each draw gives one accuracy of k-NN
+(`evaluation.knn`) and one of logistic regression (`evaluation.logistic`) with a fixed L2 penalty: nothing is chosen, so
+that no label is needed for a choice.
 
 Whether an image is drawn depends on the seed, the number of the draw, and the names and classes of the training images.
 It does not depend on the number of processes or workers. The images of a smaller share are among those of a larger one.

@@ -28,7 +28,7 @@ Shape letters: N images of this process, b of them in one step, D features per i
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -44,7 +44,7 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder
 from tessera.evaluation.accuracy import true_class_rank
 from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
-from tessera.evaluation.features import EvaluationError, Extraction, LabelledFeatures, extract, input_size, normaliser
+from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, input_size, normaliser
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
 from tessera.runtime.progress import track
 
@@ -79,9 +79,9 @@ class ProbeSettings(LabelledSettings, frozen=True):
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initial weights and of the order of the images"""
 
-    def extraction(self) -> Extraction:
-        """Return the settings as an argument for `extract`. The features hold the inputs of all classifiers."""
-        return replace(super().extraction(), feature=LastBlocks(max(self.blocks), self.average_pool != "no"))
+    def options(self) -> dict[str, Any]:
+        """Return the settings as arguments for `extract`. The features hold the inputs of all classifiers."""
+        return super().options() | {"feature": LastBlocks(max(self.blocks), self.average_pool != "no")}
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,10 @@ def probe(
     device: torch.device | None = None,
     features_of_epoch: Callable[[int], LabelledFeatures] | None = None,
 ) -> dict[str, Any]:
-    """Train all classifiers, choose one of them and return its accuracy on `val`. Call this function on all processes.
+    """Train all classifiers, and choose the one that is best on the held-out images. Call this function on all
+    processes.
+
+    Return the accuracies of the chosen classifier and of all classifiers on `val`, as entries of the result file.
 
     Args:
         train: this process's part of the training set, including the held-out images.
@@ -290,28 +293,23 @@ def probe(
         groups.append((choosing, ~everywhere))
     counts = [len(labels) for labels in train_labels]
     train_heads(features_of_epoch or (lambda _: train), counts, groups, settings)
-    by_val = [accuracy(heads, val) for heads in final]
     kept = LabelledFeatures(train.features[held], train.labels[held])
-    by_holdout = [accuracy(heads, kept)[:, 0] for heads in choosing] if choose else None
-    holdout_images = int(everywhere.sum()) if choose else 0
-    chosen = _chosen(tried, settings.rates, by_val, by_holdout)
-    return chosen | {"protocol": "linear probe", "holdout_images": holdout_images}
-
-
-def _chosen(
-    tried: Sequence[HeadInput], rates: Sequence[float], by_val: list[Tensor], by_holdout: list[Tensor] | None
-) -> dict[str, Any]:
-    """Return the accuracies of all classifiers, and the classifier that is best on the held-out images."""
     rows = []
-    for number, one in enumerate(tried):
-        for rate, (top1, top5) in zip(rates, by_val[number].tolist(), strict=True):
+    for one, heads, judged in zip(tried, final, choosing, strict=True):
+        by_holdout = accuracy(judged, kept)[:, 0].tolist() if choose else [None] * len(settings.rates)
+        by_val = accuracy(heads, val).tolist()
+        for rate, holdout_top1, (top1, top5) in zip(settings.rates, by_holdout, by_val, strict=True):
             rows.append({"blocks": one.blocks, "average_pool": one.average_pool, "rate": rate})
-            rows[-1] |= {"holdout_top1": None, "top1": top1, "top5": top5}
-    if by_holdout is not None:
-        for row, value in zip(rows, torch.cat(by_holdout).tolist(), strict=True):
-            row["holdout_top1"] = value
+            rows[-1] |= {"holdout_top1": holdout_top1, "top1": top1, "top5": top5}
     best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
-    return {"top1": best["top1"], "top5": best["top5"], "chosen": best, "all": rows}
+    return {
+        "top1": best["top1"],
+        "top5": best["top5"],
+        "chosen": best,
+        "all": rows,
+        "protocol": "linear probe",
+        "holdout_images": int(everywhere.sum()) if choose else 0,
+    }
 
 
 class EpochCrop:
@@ -330,12 +328,12 @@ class EpochCrop:
 
 def score(settings: ProbeSettings, data: LabelledData, accelerator: Accelerator) -> Result:
     """Return the accuracy of the chosen classifier, and those of all classifiers."""
-    extraction, size = settings.extraction(), input_size(data.encoder, settings.image_size)
+    size = input_size(data.encoder, settings.image_size)
     normalise = normaliser(data.train.features) if settings.batch_norm else lambda features: features
 
     def features_of_epoch(epoch: int) -> LabelledFeatures:
-        augmented = replace(extraction, transform=EpochCrop(size, settings.seed, epoch), progress=False)
-        found = extract(data.encoder, data.train_shards, accelerator, augmented)
+        options = settings.options() | {"transform": EpochCrop(size, settings.seed, epoch), "progress": False}
+        found = extract(data.encoder, data.train_shards, accelerator, **options)
         return found._replace(features=normalise(found.features))
 
     train, val = (part._replace(features=normalise(part.features)) for part in (data.train, data.val))

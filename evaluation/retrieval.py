@@ -7,15 +7,9 @@ the class of the query. The average precision of a query is the mean, over its r
 
     images that are relevant and at least as similar as i / images that are at least as similar as i
 
-Equally similar images therefore share a rank, as in scikit-learn's `average_precision_score`, and the result does not
-depend on their order. The result is the mean over the queries. DINO (2104.14294) retrieves images by the cosine
-similarity of frozen features, too.
-
-Without `--val`, every image of `--train` is a query, and its gallery consists of all other images. A query without any
-relevant image has no average precision, and is left out.
-
-The gallery is spread over all processes. The features of a process's part stay on its device, and the ranking is
-computed for a few queries at a time, so that no more than `CELLS` similarities are in memory.
+Equally similar images therefore share a rank, as in scikit-learn's `average_precision_score`. Without `--val`, every
+image of `--train` is a query, and its gallery consists of all other images. A query without any relevant image is left
+out. The gallery is spread over all processes, and no more than `CELLS` similarities are in memory.
 
 Shape letters: N gallery images of this process, Q queries per pass, D features per image, R relevant images of a query
 at most, over all processes.

@@ -9,16 +9,8 @@ trained: by AdamW, with a linear warm-up and then a linear decay to 0. The confu
 gives the IoU of each class, correct / (pixels of the class + pixels predicted as the class - correct), and their mean.
 
 Every training step encodes new images, and no features are kept, so that the memory does not depend on the number of
-images. A run of several processes computes what one process computes, up to rounding.
-
-There are four differences from DINOv2, whose linear evaluation uses mmsegmentation:
-
-- An image of `--val` is resized to a square and encoded once. DINOv2 slides a window over the image, which keeps its
-  aspect ratio, and scores the map in its own size. Here, all images weigh the same.
-- A training crop is a random box with 25 to 100 % of the image's area, resized to the square. DINOv2 resizes the image
-  by a factor of 0.5 to 2, and cuts a square.
-- Colours are not changed.
-- The length is given in epochs. 32 epochs of 16 images are the 40,000 steps of DINOv2 on ADE20K's 20,210 images.
+images. A run of several processes computes what one process computes, up to rounding. docs/evaluation.md lists the
+differences from DINOv2's own evaluation.
 
 Shape letters: b images of this process in a step, D features per token, h x w tokens and S x S pixels of an image, K
 classes that are not ignored.
@@ -26,9 +18,8 @@ classes that are not ignored.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -97,17 +88,6 @@ class SegmentationSettings(EncoderSettings):
     """seed of the initial weights, of the order of the images and of the crops"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
-
-
-class Segmentation(NamedTuple):
-    """Quality of a segmentation."""
-
-    mean_iou: float
-    """Mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction."""
-    pixel_accuracy: float
-    """Share of the pixels with the right class, without ignored pixels."""
-    iou: list[float | None]
-    """IoU of each class (K), or None for a class that neither occurs nor is predicted."""
 
 
 def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
@@ -263,20 +243,33 @@ def confusion(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, p
     return all_reduce_sum(counts).view(classes, classes), int(all_reduce_sum(torch.tensor(images)))
 
 
-def scores(matrix: Tensor) -> Segmentation:
-    """Return the scores of a confusion matrix (K, K), whose rows are the true classes.
+def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
+    """Return the entries of the result file for a confusion matrix (K, K), whose rows are the true classes.
+
+    `mean_iou` is the mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction.
+    `pixel_accuracy` is the share of the pixels with the right class, without ignored pixels. The IoU of a class that
+    neither occurs nor is predicted is None.
+
+    Args:
+        matrix: confusion matrix.
+        values: value of each class in the maps (K), by which `per_class` is keyed.
 
     Raises:
         EvaluationError: no pixel was counted.
     """
     if not int(matrix.sum()):
         raise EvaluationError("--val has no pixel that is scored. Check the maps with `tessera check_shards`.")
-    correct = matrix.diagonal().double()
-    union = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
+    correct, pixels = matrix.diagonal().double(), matrix.sum(1)
+    union = matrix.sum(0) + pixels - matrix.diagonal()
     iou = correct / union  # NaN for a class without any pixel
-    known = union > 0
-    values = [float(value) if there else None for value, there in zip(iou, known, strict=True)]
-    return Segmentation(float(iou[known].mean()), float(correct.sum() / matrix.sum()), values)
+    rows = zip(values, iou.tolist(), pixels.tolist(), union.tolist(), strict=True)
+    return {
+        "mean_iou": float(iou[union > 0].mean()),
+        "pixel_accuracy": float(correct.sum() / matrix.sum()),
+        "protocol": "linear segmentation",
+        "classes": len(values),
+        "per_class": {str(value): {"iou": one if seen else None, "pixels": n} for value, one, n, seen in rows},
+    }
 
 
 def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int:
@@ -287,13 +280,10 @@ def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int
     Raises:
         ShardError: a map is missing or damaged.
     """
-    reader, ends = Reader(opened), np.cumsum(opened.counts)
-    numbers = range(accelerator.process_index, opened.images, accelerator.num_processes)
-    found = -1
-    shown = track(numbers, f"classes of --{name}", total=len(numbers), shown=accelerator.is_main_process)
-    for number in shown:
-        shard = int(np.searchsorted(ends, number, side="right"))
-        sample = number - int(ends[shard] - opened.counts[shard])
+    reader, found = Reader(opened), -1
+    places = [(shard, sample) for shard, count in enumerate(opened.counts) for sample in range(count)]
+    own = places[accelerator.process_index :: accelerator.num_processes]
+    for shard, sample in track(own, f"classes of --{name}", total=len(own), shown=accelerator.is_main_process):
         encoded = reader.map(shard, sample)
         try:
             values = decode_map(encoded)
@@ -364,15 +354,6 @@ def training_set(
         raise EvaluationError(str(error)) from error
 
 
-def describe(found: Segmentation, matrix: Tensor, numbers: Tensor) -> dict[str, Any]:
-    """Return the entries of the result file for the scores. `per_class` is keyed by the values of the maps."""
-    values = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
-    pixels = matrix.sum(1).tolist()
-    per_class = {str(value): {"iou": found.iou[row], "pixels": pixels[row]} for row, value in enumerate(values)}
-    result = {"mean_iou": found.mean_iou, "pixel_accuracy": found.pixel_accuracy, "protocol": "linear segmentation"}
-    return result | {"classes": len(values), "per_class": per_class}
-
-
 def run(settings: SegmentationSettings) -> dict[str, Any]:
     """Train the head, compute the mean IoU, print the result and write it to a file.
 
@@ -401,22 +382,22 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
         check_total(batches.total)
     blank = torch.zeros(1, encoder.channels, size, size, device=accelerator.device)
     width = patch_tokens(encoder, blank, settings.precision).shape[1]
-    classes = int((numbers != IGNORED).sum())
-    head = Head(width, classes, settings.seed).to(accelerator.device)
+    kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
+    head = Head(width, len(kept), settings.seed).to(accelerator.device)
     with full_float32():
         train_head(head, encoder, training, numbers, settings)
         matrix, images = confusion(head, encoder, test, numbers, settings.precision)
     if not accelerator.is_main_process:
         return {}
     facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}
-    result = describe(scores(matrix), matrix, numbers) | {
+    result = scores(matrix, kept) | {
         "train_images": training.total,
         "val_images": images,
         "checkpoint": str(file or settings.checkpoint),
         "settings": settings.model_dump(mode="json") | facts,
     }
     evaluation = Evaluation("segmentation", file, settings.val, settings.output)
-    row = [classes, result["pixel_accuracy"], result["mean_iou"]]
+    row = [len(kept), result["pixel_accuracy"], result["mean_iou"]]
     return write_result(evaluation, result, ["classes", "pixel accuracy", "mean IoU"], [row])
 
 

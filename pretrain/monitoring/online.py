@@ -16,7 +16,6 @@ from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation import logistic
 from tessera.evaluation.features import (
     EvaluationError,
-    Extraction,
     LabelledFeatures,
     extract,
     pooled,
@@ -78,15 +77,11 @@ class OnlineEvaluation:
         """
         training = model.training
         model.eval()
-        extraction = Extraction(
-            image_size=self.image_size,
-            batch_size=self.config.batch_size,
-            progress=False,
-            source=self.source,
-            feature=feature,
-        )
+        options = {"image_size": self.image_size, "batch_size": self.config.batch_size, "source": self.source}
         with torch.random.fork_rng(devices=[]):
-            found = [extract(encoder, one, self.accelerator, extraction) for one in shards]
+            found = [
+                extract(encoder, one, self.accelerator, **options, feature=feature, progress=False) for one in shards
+            ]
         model.train(training)
         return found
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from tessera import encoders
 from tessera.encoders.base import Encoder, Features
 from tessera.evaluation.features import extract
-from tessera.evaluation.reporting.features import Options, common_colours, examine, principal_components
+from tessera.evaluation.reporting.features import common_colours, examine, principal_components
 from tessera.evaluation.reporting.runs import read_runs
+from tests.evaluation.conftest import save_encoder
 from tests.evaluation.reporting.made import make_run, record
 
 ENCODER = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}
@@ -28,17 +29,16 @@ def accelerator() -> Accelerator:
     return Accelerator()
 
 
-def run_with_encoder(folder: Path, val: str, seed: int = 0) -> Path:
+def run_with_encoder(folder: Path, val: str) -> Path:
     make_run(folder, [record(20, 1.0)], evaluation={"val": val, "k": 20})
-    torch.manual_seed(seed)
-    encoders.save(encoders.build("vit_micro", **ENCODER), folder / "encoder.safetensors")
+    save_encoder(folder / "encoder.safetensors", **ENCODER)
     return folder
 
 
 def test_neighbours_are_those_of_scikit_learn(tmp_path: Path, shards: Path, accelerator: Accelerator) -> None:
     val = str(shards / "train-*.tar")
     folder = run_with_encoder(tmp_path / "a", val)
-    (group,), problems = examine(read_runs([folder])[0], Options(images=4, neighbours=3), accelerator)
+    (group,), problems = examine(read_runs([folder])[0], accelerator, images=4, neighbours=3)
     assert problems == []
     assert (group.bank, group.shards) == (31, f"{shards.name}-train")
     found = extract(encoders.load(folder / "encoder.safetensors"), val, accelerator)
@@ -47,19 +47,18 @@ def test_neighbours_are_those_of_scikit_learn(tmp_path: Path, shards: Path, acce
     nearest = fitted.kneighbors(found.features[queries].numpy(), return_distance=False)
     labels = found.labels.numpy()
     for row, query, expected in zip(group.seen[0].rows, queries, nearest, strict=True):
-        assert row.query.label == str(labels[query])
-        assert expected[0] == query  # an image is its own nearest neighbour, and is not shown
-        assert [tile.label for tile in row.neighbours] == [str(labels[number]) for number in expected[1:]]
-        assert row.query.pixels.shape == (16, 16, 3)
+        assert expected[0] == query  # an image is its own nearest neighbour
+        assert [tile.label for tile in row] == [str(labels[number]) for number in expected]
+        assert row[0].pixels.shape == (16, 16, 3)
 
 
 def test_the_bank_is_spread_over_all_shards(tmp_path: Path, shards: Path, accelerator: Accelerator) -> None:
     folder = run_with_encoder(tmp_path / "a", str(shards / "train-*.tar"))
-    (group,), _ = examine(read_runs([folder])[0], Options(images=2, bank=16, neighbours=99), accelerator)
+    (group,), _ = examine(read_runs([folder])[0], accelerator, images=2, bank=16, neighbours=99)
     assert group.bank == 16
     rows = group.seen[0].rows
-    assert {len(row.neighbours) for row in rows} == {15}
-    assert [row.query.label for row in rows] == ["0", str(10 % 3)]  # the first image of all, and the last
+    assert {len(row) for row in rows} == {16}
+    assert [row[0].label for row in rows] == ["0", str(10 % 3)]  # the first image of all, and the last
 
 
 def test_runs_that_cannot_be_examined_are_named(tmp_path: Path, shards: Path, accelerator: Accelerator) -> None:
@@ -70,9 +69,9 @@ def test_runs_that_cannot_be_examined_are_named(tmp_path: Path, shards: Path, ac
     broken = run_with_encoder(tmp_path / "broken", str(shards / "bare-0.tar"))
     (broken / "encoder.json").write_text(json.dumps({"variant": "other"}))
     runs, _ = read_runs([good, no_encoder, no_shards, no_val, broken])
-    (group,), problems = examine(runs, Options(neighbours=2), accelerator)
+    (group,), problems = examine(runs, accelerator, neighbours=2)
     assert [seen.run for seen in group.seen] == ["good"]
-    assert group.seen[0].rows[0].query.label == ""  # the shards have no labels
+    assert group.seen[0].rows[0][0].label == ""  # the shards have no labels
     assert len(problems) == 4
     for name, word in {
         "no-encoder": "No encoder",
