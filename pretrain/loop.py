@@ -352,7 +352,7 @@ def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: Col
 
 def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
     if run.recorder:
-        run.recorder.pictures(shown, run.state.step)
+        run.recorder.pictures(run.state.step, shown)
 
 
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:

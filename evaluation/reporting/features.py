@@ -24,7 +24,7 @@ from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
 from tessera.data.shards import ShardError, ShardList, class_names, open_shards
 from tessera.encoders import EncoderError
-from tessera.encoders.base import Encoder, Preprocessing
+from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
     EvaluationError,
     FeatureSettings,
@@ -35,14 +35,13 @@ from tessera.evaluation.features import (
 )
 from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.results import data_name
+from tessera.evaluation.token_colours import common_colours, principal_components
 from tessera.runtime.settings import validate
 
 TILE = 64
 """Largest side in pixels of a shown image. Larger images are shrunk."""
 BATCH = 64
 """Number of images per forward pass."""
-COMMON = 16
-"""Side of the grid on which the tokens of two encoders are compared, in cells."""
 
 
 class Tile(NamedTuple):
@@ -205,41 +204,3 @@ def _neighbours(encoded: _Encoded, count: int) -> list[list[Tile]]:
     similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # comes first
     nearest = similarity.topk(min(count + 1, similarity.shape[1]), dim=1).indices.tolist()
     return [[encoded.tiles[number] for number in numbers] for numbers in nearest]
-
-
-@torch.inference_mode()
-def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
-    """Return the first three principal components of the tokens of all images, each with unit variance.
-
-    (Q, C, S, S) -> (Q, 3, h, w) float64. The components of tokens that are all alike are 0.
-    """
-    features = encoder(images)
-    rows, columns = features.grids[0].tolist()
-    tokens = features.tokens.double().cpu()  # (T, D)
-    left, values, _ = torch.linalg.svd(tokens - tokens.mean(0), full_matrices=False)
-    kept = left[:, :3] * (values[:3] > 1e-9 * max(values[0].item(), 1e-30)) * len(tokens) ** 0.5
-    kept = F.pad(kept, (0, 3 - kept.shape[1]))  # (T, 3)
-    return kept.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)
-
-
-def common_colours(projected: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
-
-    The axes of a principal component analysis are arbitrary for each encoder. The components of every encoder are
-    therefore rotated or reflected so that they are nearest to those of the first encoder at the same places of the
-    same images (orthogonal Procrustes problem, Schoenemann 1966). A rotation keeps all distances between tokens.
-    """
-    flat = [_common_grid(one) for one in projected]  # (Q * COMMON**2, 3) each
-    turned = []
-    for one, points in zip(projected, flat, strict=True):
-        left, _, right = torch.linalg.svd(points.T @ flat[0])
-        turned.append(torch.einsum("qchw,cd->qhwd", one, left @ right))  # (Q, h, w, 3)
-    reference = turned[0].flatten(0, 2)
-    low, high = reference.quantile(0.02, dim=0), reference.quantile(0.98, dim=0)
-    return [((one - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).numpy() for one in turned]
-
-
-def _common_grid(projected: Tensor) -> Tensor:
-    """Resample the tokens of an encoder to the common grid: (Q, 3, h, w) -> (Q * COMMON**2, 3)."""
-    resampled = F.interpolate(projected, size=(COMMON, COMMON), mode="bilinear", align_corners=False)
-    return resampled.permute(0, 2, 3, 1).flatten(0, 2)

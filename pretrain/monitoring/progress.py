@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
         """Set up the progress of a run of `steps` steps, of which `done` are done."""
         console = Console(stderr=True)
-        self.console, self.enabled, self.bar = console, enabled, enabled and console.is_terminal
+        self.enabled, self.bar = enabled, enabled and console.is_terminal
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),

@@ -44,7 +44,7 @@ class Recorder:
         for sink in self.sinks:
             sink.write(record["step"], values)
 
-    def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
+    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
         """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
 
         The PNG file replaces the earlier picture of that name.

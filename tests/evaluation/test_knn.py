@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.neighbors import KNeighborsClassifier
 
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.knn import KNNSettings, _nearest, _unpack, knn_accuracy, run
 from tessera.runtime.processes import exit_on_user_error
-from tests.evaluation.conftest import save_encoder
+from tests.evaluation.conftest import knn_oracle, save_encoder
 from tests.launched import ROOT
 
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
@@ -33,8 +32,7 @@ def test_accuracy_is_that_of_scikit_learn_for_any_chunks(pass_size, chunk):
     found = accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), pass_size=pass_size, chunk=chunk)
     assert list(found) == [1, 20, 5]
     for k, (top1, top5) in found.items():
-        oracle = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07))
-        chances = oracle.fit(train.double().numpy(), train_labels.numpy()).predict_proba(val.double().numpy())
+        chances = knn_oracle(k).fit(train.double().numpy(), train_labels.numpy()).predict_proba(val.double().numpy())
         right = chances[np.arange(len(val)), val_labels.numpy()]
         ahead = (chances > right[:, None]).sum(1)
         assert top1 == np.mean((ahead < 1) & (right > 0))

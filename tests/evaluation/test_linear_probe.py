@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from torch import nn
@@ -34,15 +33,6 @@ CPU = torch.device("cpu")
 
 def settings(**changed):
     return ProbeSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
-
-
-@pytest.fixture(scope="module")
-def digits():
-    images, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(images).float() / 16
-    labels = torch.from_numpy(labels)
-    keys = [f"digits.tar/{i}" for i in range(1200)]
-    return LabelledFeatures(images[:1200], labels[:1200], keys), LabelledFeatures(images[1200:], labels[1200:])
 
 
 def test_accuracy_of_digits_is_that_of_logistic_regression(digits):

@@ -7,8 +7,7 @@ from sklearn.metrics import average_precision_score
 
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
-from tests.evaluation.conftest import FAMILIES, save_encoder, write_shard
-from tests.pretrain.small import on_processes
+from tests.evaluation.conftest import FAMILIES, run_on_two_processes, save_encoder, write_shard
 
 
 def made_up(images, seed, dim=6, classes=5):
@@ -88,11 +87,6 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
     assert 0.3 < found["mean_average_precision"] < 1
 
 
-def _run(rank, options):
-    for number, one in enumerate(options):
-        run(RetrievalSettings(**one, output=f"{one['train']}-{number}.json"))
-
-
 @pytest.mark.medium
 def test_two_processes_give_the_same(shards, tmp_path, free_port):
     options = {"checkpoint": "pixels", "train": str(tmp_path / "train.tar"), "image_size": 16, "workers": 0}
@@ -101,12 +95,11 @@ def test_two_processes_give_the_same(shards, tmp_path, free_port):
     write_shard(tmp_path / "train.tar", gallery, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
     write_shard(tmp_path / "val.tar", images, [0, 1, 2, 0, 1, 2, 0, 1, 2])
     cases = [options | {"val": str(tmp_path / "val.tar"), "source": {"allow_overlap": True}}, options]
-    on_processes(_run, free_port, cases)
+    both = [RetrievalSettings(**case, output=str(tmp_path / f"two-{number}.json")) for number, case in enumerate(cases)]
+    run_on_two_processes(free_port, run, *both)
     for number, case in enumerate(cases):
         run(RetrievalSettings(**case, output=str(tmp_path / f"one-{number}.json")))
-        one, two = (
-            json.loads((tmp_path / name).read_text()) for name in (f"one-{number}.json", f"train.tar-{number}.json")
-        )
+        one, two = (json.loads((tmp_path / f"{name}-{number}.json").read_text()) for name in ("one", "two"))
         assert two["settings"]["processes"] == 2
         same = ("mean_average_precision", "queries", "left_out", "train_images", "val_images", "classes")
         assert {key: two[key] for key in same} == {key: one[key] for key in same}

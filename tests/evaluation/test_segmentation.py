@@ -23,8 +23,7 @@ from tessera.evaluation.segmentation import (
     run,
     scores,
 )
-from tests.evaluation.conftest import FAMILIES, save_encoder
-from tests.pretrain.small import on_processes
+from tests.evaluation.conftest import FAMILIES, run_on_two_processes, save_encoder
 
 COLOURS = np.array([[30, 30, 30], [220, 40, 40], [40, 220, 40], [40, 40, 220]])
 
@@ -198,15 +197,11 @@ def test_shards_without_maps_are_refused(scenes, shards):
         run(SegmentationSettings(**options | {"train": str(shards / "train-0.tar")}))
 
 
-def _run(rank, options):
-    run(SegmentationSettings(**options))
-
-
 @pytest.mark.medium
 def test_two_processes_give_the_same(scenes, tmp_path, free_port):
     path = save_encoder(tmp_path / "encoder.safetensors")
     options = scenes | {"checkpoint": path, "epochs": 4, "batch_size": 8, "lr": 0.01}
-    on_processes(_run, free_port, options | {"output": str(tmp_path / "two.json")})
+    run_on_two_processes(free_port, run, SegmentationSettings(**options, output=str(tmp_path / "two.json")))
     one, two = result(tmp_path, **options), json.loads((tmp_path / "two.json").read_text())
     assert two["settings"]["processes"] == 2
     assert {key: two[key] for key in ("val_images", "train_images", "classes")} == {

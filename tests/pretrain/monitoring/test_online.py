@@ -10,7 +10,6 @@ import torch
 import torch.multiprocessing as mp
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import top_k_accuracy_score
-from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import Normalizer, StandardScaler
 from threadpoolctl import threadpool_limits
@@ -25,7 +24,7 @@ from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accura
 from tessera.pretrain.monitoring.verdict import Scores, accuracy_line
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.processes import make_accelerator
-from tests.evaluation.conftest import write_shard
+from tests.evaluation.conftest import knn_oracle, write_shard
 from tests.pretrain.small import on_processes
 
 SIDE, K, CLASSES = 16, 5, 8
@@ -66,8 +65,7 @@ def test_knn_and_linear_probe_equal_scikit_learn(shards, preprocessing: Preproce
     with torch.no_grad():
         features = {part: encoder(normalised(images[part], preprocessing)).pooled.numpy() for part in images}
     labels = {part: np.arange(len(images[part])) % 3 for part in images}
-    votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731
-    oracle = KNeighborsClassifier(K, metric="cosine", weights=votes)
+    oracle = knn_oracle(K)
     expected = oracle.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
     assert 0.34 < expected < 1  # else the test could not see a mistake
     probe = make_pipeline(
@@ -90,8 +88,7 @@ def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypa
     monkeypatch.setattr("tessera.pretrain.monitoring.online.PIXEL_SIDE", 8)
     means = {part: found.reshape(len(found), 8, 2, 8, 2, 3).mean((2, 4)) for part, found in images.items()}  # 2 x 2
     flat = {part: normalised(found).flatten(1).double().numpy() for part, found in means.items()}
-    votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731
-    oracle = KNeighborsClassifier(K, metric="cosine", weights=votes)
+    oracle = knn_oracle(K)
     centre = flat["train"].mean(0)
     oracle.fit(flat["train"] - centre, np.arange(45) % 3)
     expected = oracle.score(flat["val"] - centre, np.arange(31) % 3)

@@ -36,7 +36,7 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
 
 def test_pictures_and_skipped_samples_are_written(tmp_path) -> None:
     recorder = Recorder(tmp_path, 0)
-    recorder.pictures({"crops": np.full((4, 6, 3), 7, dtype=np.uint8)}, 5)
+    recorder.pictures(5, {"crops": np.full((4, 6, 3), 7, dtype=np.uint8)})
     recorder.skipped(5, "loss nan", ["a.tar/1", "a.tar/2"])
     recorder.close()
     assert (tmp_path / "pictures" / "crops.png").read_bytes()[:4] == b"\x89PNG"

@@ -33,7 +33,7 @@ def stopped_and_resumed(output: Path, name: Any, **settings: Any) -> None:
             if step == 2:
                 record["loss"] = float("nan")
             if step in (0, 7):
-                recorder.pictures({"crops": PICTURE}, step)
+                recorder.pictures(step, {"crops": PICTURE})
                 record["knn_top1"] = 0.25
             recorder.scalars(record)
         recorder.close()
