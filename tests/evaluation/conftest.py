@@ -55,7 +55,7 @@ class Known(Encoder):
         super().__init__()
         self.tokens, self.attention = tokens, attention
 
-    def forward(self, images: Tensor, mask: object = None, *, drop: bool = False) -> Features:
+    def forward(self, images: Any, mask: object = None, *, drop: bool = False) -> Features:
         return Features(self.tokens[:, 0], self.tokens.flatten(0, 1), self.grids(images))
 
     def last_attention(self, images: Tensor) -> Tensor | None:

@@ -1,5 +1,6 @@
 import json
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class,
 from tests.evaluation.conftest import FAMILIES, knn_oracle, run_on_two_processes, save_encoder
 
 
-def settings(**changed):
+def settings(**changed: Any) -> FewShotSettings:
     return FewShotSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 

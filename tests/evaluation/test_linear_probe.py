@@ -1,5 +1,6 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from tests.launched import ROOT
 CPU = torch.device("cpu")
 
 
-def settings(**changed):
+def settings(**changed: Any) -> ProbeSettings:
     return ProbeSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 

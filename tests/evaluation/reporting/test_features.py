@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate import Accelerator, PartialState
@@ -14,7 +15,7 @@ from tessera.evaluation.reporting.runs import read_runs
 from tests.evaluation.conftest import save_encoder
 from tests.evaluation.reporting.made import make_run, record
 
-ENCODER = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}
+ENCODER: dict[str, Any] = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}
 
 
 @pytest.fixture
