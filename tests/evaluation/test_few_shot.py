@@ -10,11 +10,12 @@ from threadpoolctl import threadpool_limits
 
 from tessera.evaluation import few_shot
 from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
+from tessera.runtime.settings import validate
 from tests.evaluation.conftest import FAMILIES, knn_oracle, run_on_two_processes, save_encoder
 
 
 def settings(**changed: Any) -> FewShotSettings:
-    return FewShotSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
+    return validate(FewShotSettings, {"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 
 def test_every_class_gives_its_share_and_at_least_one_image():

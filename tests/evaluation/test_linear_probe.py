@@ -26,6 +26,7 @@ from tessera.evaluation.linear_probe import (
     train_heads,
 )
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import validate
 from tests.evaluation.conftest import save_encoder
 from tests.launched import ROOT
 
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def settings(**changed: Any) -> ProbeSettings:
-    return ProbeSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
+    return validate(ProbeSettings, {"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 
 def test_accuracy_of_digits_is_that_of_logistic_regression(digits):
