@@ -7,17 +7,15 @@ samples. If all samples have labels, the file also holds the array `labels` (N,)
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tessera.data.shards import open_shards
+from tessera.evaluation.command import main
 from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
-from tessera.runtime import streams
 from tessera.runtime.files import atomic_write
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
-from tessera.runtime.settings import parse
+from tessera.runtime.processes import make_accelerator
 
 
 class EmbedSettings(FeatureSettings):
@@ -41,8 +39,8 @@ def run(settings: EmbedSettings) -> None:
             temporary = stack.enter_context(atomic_write(output))
         except OSError as error:
             raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
-        accelerate = make_accelerator()
-        if accelerate.num_processes > 1:
+        accelerator = make_accelerator()
+        if accelerator.num_processes > 1:
             raise EvaluationError(
                 "embed.py was started with several processes, but it writes one file from one process. "
                 "Start it with `python evaluation/embed.py`."
@@ -50,8 +48,8 @@ def run(settings: EmbedSettings) -> None:
         encoder, _ = load_encoder(settings)
         shards = open_shards(settings.data, source=settings.source)
         labelled = shards.all_labelled()
-        extraction = replace(settings.extraction(), labels=labelled)
-        found = extract(encoder.to(accelerate.device), shards, accelerate, extraction)
+        encoder.to(accelerator.device)
+        found = extract(encoder, shards, accelerator, **settings.options(), labels=labelled)
         arrays = {"features": found.features.numpy(), "keys": np.array(found.keys)}
         if labelled:
             arrays["labels"] = found.labels.numpy()
@@ -63,6 +61,4 @@ def run(settings: EmbedSettings) -> None:
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(EmbedSettings))
+    main(EmbedSettings, run)

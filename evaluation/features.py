@@ -1,13 +1,12 @@
-"""Compute the features of images in shards: load the encoder, prepare the images and encode them.
+"""Features of the images in shards: load the encoder, prepare and encode the images, normalise the features.
 
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,8 +19,8 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Transform
 from tessera.data.crops import CenterCrop
-from tessera.data.loader import Reading, evaluation_batches, require_labels
-from tessera.data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
 from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
@@ -32,6 +31,8 @@ from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
 
 PIXELS = "pixels"
+EPSILON = 1e-6
+"""Epsilon of the batch norm in MAE's linear probe."""
 
 
 class EvaluationError(UserError, ValueError):
@@ -64,16 +65,10 @@ class FeatureSettings(EncoderSettings):
     """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
     image_size is at least 128, else image_size"""
 
-    def extraction(self) -> "Extraction":
-        """Return the settings as an argument for `extract`."""
-        return Extraction(
-            image_size=self.image_size,
-            resize=self.resize,
-            batch_size=self.batch_size,
-            workers=self.workers,
-            precision=self.precision,
-            source=self.source,
-        )
+    def options(self) -> dict[str, Any]:
+        """Return the settings as arguments for `extract`."""
+        names = ("image_size", "resize", "batch_size", "workers", "precision", "source")
+        return {name: getattr(self, name) for name in names}
 
 
 class LabelledFeatures(NamedTuple):
@@ -90,32 +85,6 @@ class LabelledFeatures(NamedTuple):
 def pooled(encoder: Encoder, images: Tensor) -> Tensor:
     """Return the encoder's pooled output: (B, C, S, S) -> (B, D)."""
     return encoder(images).pooled
-
-
-@dataclass(frozen=True)
-class Extraction:
-    """Options of `extract`."""
-
-    image_size: int | None = None
-    """Side of the images in pixels. None selects the size that the encoder was built for."""
-    resize: int | None = None
-    """Short side in pixels to which images are resized before the centre crop. None: the default of `resize_size`."""
-    batch_size: int = 256
-    """Number of images per forward pass."""
-    workers: int | None = None
-    """Number of loader workers per process. None selects one per free core, at most 8."""
-    precision: str = "fp32"
-    """Precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast."""
-    source: SourceConfig = DEFAULT
-    """Options for reading remote shards."""
-    feature: Callable[[Encoder, Tensor], Tensor] = pooled
-    """Function that maps the encoder and its input (B, C, S, S) to features (B, D)."""
-    transform: Transform | None = None
-    """Transform of the images. None selects the centre crop."""
-    labels: bool = True
-    """True if the labels are read. If False, all labels are -1."""
-    progress: bool = True
-    """True if the main process shows a progress bar."""
 
 
 class Pixels(Encoder):
@@ -216,45 +185,75 @@ def resize_size(size: int, resize: int | None) -> int:
 
 
 def extract(
-    encoder: Encoder, shards: Shards, accelerator: Accelerator, extraction: Extraction | None = None
+    encoder: Encoder,
+    shards: Shards,
+    accelerator: Accelerator,
+    *,
+    image_size: int | None = None,
+    resize: int | None = None,
+    batch_size: int = 256,
+    workers: int | None = None,
+    precision: str = "fp32",
+    source: SourceConfig = DEFAULT,
+    feature: Callable[[Encoder, Tensor], Tensor] = pooled,
+    transform: Transform | None = None,
+    labels: bool = True,
+    progress: bool = True,
 ) -> LabelledFeatures:
     """Encode this process's part of the images in `shards`, and return the features on the CPU.
 
     Each process takes a contiguous part of the images, in order of rank. Images are resized, cropped at the centre and
     normalised with `encoder.preprocessing`. The encoder's device and train or eval mode do not change.
 
+    Args:
+        encoder: encoder on the accelerator's device.
+        shards: SHARDS of the images, or opened shards.
+        accelerator: accelerator of all processes.
+        image_size: side of the images in pixels. None selects the size that the encoder was built for.
+        resize: short side in pixels to which images are resized before the centre crop. None: that of `resize_size`.
+        batch_size: number of images per forward pass.
+        workers: number of loader workers per process. None selects one per free core, at most 8.
+        precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
+        source: options for reading remote shards.
+        feature: function that maps the encoder and its input (B, C, S, S) to features (B, D).
+        transform: transform of the images. None selects the centre crop.
+        labels: True to read the labels. If False, all labels are -1.
+        progress: True to show a progress bar on the main process.
+
     Raises:
-        ShardError: the shards cannot be read, or `extraction.labels` is True and the shards have no labels.
+        ShardError: the shards cannot be read, or `labels` is True and the shards have no labels.
         EvaluationError: the encoder does not accept images of this size.
     """
-    extraction = extraction or Extraction()
-    size = input_size(encoder, extraction.image_size)
-    workers = free_cores(accelerator.num_processes) if extraction.workers is None else extraction.workers
+    size, device = input_size(encoder, image_size), accelerator.device
+    workers = free_cores(accelerator.num_processes) if workers is None else workers
     batches = evaluation_batches(
         shards,
-        extraction.transform or CenterCrop(size, resize=resize_size(size, extraction.resize)),
-        extraction.batch_size,
+        transform or CenterCrop(size, resize=resize_size(size, resize)),
+        batch_size,
         part=(accelerator.process_index, accelerator.num_processes),
-        labels=extraction.labels,
-        reading=Reading(workers=workers, source=extraction.source, preprocessing=encoder.preprocessing),
+        labels=labels,
+        reading=Reading(workers=workers, source=source, preprocessing=encoder.preprocessing),
     )
     check_total(batches.total)
-    device = accelerator.device
-    features, labels, keys = [], [], []
-    shown = extraction.progress and accelerator.is_main_process
+
+    def encode(images: Tensor) -> Tensor:
+        """Return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
+        with torch.inference_mode(), encoding(encoder, images, precision):
+            return feature(encoder, images).float().cpu()
+
+    features, found, keys = [], [], []
+    shown = progress and accelerator.is_main_process
     for batch in track(batches, f"features of {batches.total:,} images, batches", total=len(batches), shown=shown):
-        images = single_view(to_model_input(batch.to(device, non_blocking=True)))  # (B, C, S, S)
-        features.append(_features(encoder, images, extraction))
-        labels.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
+        features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))))
+        found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
     # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In
     # this case, a black image is encoded, to get an empty tensor of the right width.
     if not features:
-        empty = torch.zeros(1, encoder.preprocessing.channels, size, size, device=device)
-        features = [_features(encoder, empty, extraction)[:0]]
-        labels = [torch.zeros(0, dtype=torch.int64)]
+        features = [encode(torch.zeros(1, encoder.preprocessing.channels, size, size, device=device))[:0]]
+        found = [torch.zeros(0, dtype=torch.int64)]
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
-    return LabelledFeatures(torch.cat(features), torch.cat(labels), keys)  # (N, D), (N,)
+    return LabelledFeatures(torch.cat(features), torch.cat(found), keys)  # (N, D), (N,)
 
 
 def check_total(images: int) -> None:
@@ -279,12 +278,6 @@ def single_view(batch: Batch) -> Tensor:
     return view.images
 
 
-def _features(encoder: Encoder, images: Tensor, extraction: Extraction) -> Tensor:
-    """Encode images, and return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
-    with torch.inference_mode(), encoding(encoder, images, extraction.precision):
-        return extraction.feature(encoder, images).float().cpu()
-
-
 @contextmanager
 def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]:
     """Return a context for the forward pass of images (B, C, H, W): `fp32`, or `bf16` for bfloat16 autocast.
@@ -300,51 +293,6 @@ def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]
         raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
 
 
-def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:
-    """Open shards, and check that all samples have labels before any image is encoded.
-
-    Raises:
-        ShardError: a shard cannot be used, or a sample has no label.
-    """
-    opened = open_shards(shards, source=source, progress=accelerator.is_main_process)
-    require_labels(opened)
-    return opened
-
-
-def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = None) -> None:
-    """Check the labels of the training set and the validation set.
-
-    Args:
-        train: labels (N,) of the training images of all processes.
-        val: labels (M,) of the validation images of all processes.
-        classes: class names that both sets share. None if the classes have no names. In this case, both sets must have
-            the same largest label, because a set that lacks a class may have been numbered without this class.
-
-    Raises:
-        EvaluationError: a set is empty, a label is negative, a class of `val` is not in `train`, or the classes have no
-            names and the sets differ in their largest label.
-    """
-    for name, labels in (("train", train), ("val", val)):
-        if not len(labels):
-            raise EvaluationError(f"--{name} has no readable image. Check the shards with `tessera check_shards`.")
-        if int(labels.min()) < 0:
-            raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
-    missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
-    if missing:
-        example = str(missing[0]) if classes is None else repr(classes[missing[0]])
-        raise EvaluationError(
-            f"{len(missing)} classes of --val are not in --train, for example {example}. "
-            "Check that --train and --val belong to the same data set."
-        )
-    largest, other = int(train.max()), int(val.max())
-    if classes is None and largest != other:
-        raise EvaluationError(
-            f"The labels of --train end at {largest}, but those of --val end at {other}, and no classes.json names the "
-            "classes. The sets may number their classes differently. Write the class names of each set, a JSON list in "
-            "the order of the class numbers, to a classes.json beside its shards."
-        )
-
-
 def check_finite(train: Tensor, val: Tensor) -> None:
     """Check the training and validation features on all processes. Call this function on all processes.
 
@@ -356,3 +304,37 @@ def check_finite(train: Tensor, val: Tensor) -> None:
         raise EvaluationError(
             "Some features are NaN or infinite. Check whether the encoder has diverged, or try --precision fp32."
         )
+
+
+def subtract_mean(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the mean of the training features of all processes from both sets of features: (N, D), (M, D)."""
+    count = all_reduce_sum(torch.tensor(len(train), dtype=torch.float64))
+    mean = all_reduce_sum(train.sum(0, dtype=torch.float64)) / count  # (D,)
+    return train - mean.float(), val - mean.float()
+
+
+def normaliser(train: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that normalises features in place with the mean and variance of the training features.
+
+    The mean and the variance are computed once, over the training features `train` (N, D) of all processes. Applied to
+    `train`, the function equals `BatchNorm1d(affine=False, eps=1e-6)` in training mode with all training features as
+    one batch.
+    """
+    count = all_reduce_sum(torch.tensor(len(train)))
+    mean = (all_reduce_sum(train.sum(0, dtype=torch.float64)) / count).float()  # (D,)
+    squares = torch.zeros_like(mean, dtype=torch.float64)
+    for rows in train.split(8192):
+        squares += (rows - mean).square().sum(0, dtype=torch.float64)
+    scale = (all_reduce_sum(squares) / count + EPSILON).rsqrt().float()  # (D,)
+    return lambda features: features.sub_(mean).mul_(scale)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Disable TF32 in matrix products within a `with` block, because its low precision would change the results."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -2,14 +2,10 @@
 
     accelerate launch evaluation/few_shot.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-The features of all images are computed once, from centre crops. For each share (1, 2, 5, 10 and 100 % by default), the
-same share of the images of every class is drawn, but at least one image of each class. Each draw gives one accuracy of
-k-NN (`evaluation.knn`) and one of logistic regression (`evaluation.logistic`). The result is their mean and standard
-deviation over several draws. MSN (2204.07141) draws 1 % of the labels, or 1, 2 or 5 images of each class.
-
-The strength of the L2 penalty is fixed, as in MSN: 0.0025, the value in the README of its code. Nothing is chosen, so
-that no label is needed for a choice. (DINOv2, 2304.07193, tries 45 strengths on a tenth of the training images, which
-leaves no image of a class with one label.)
+The features of all images are computed once, from centre crops. For each share, the same share of the images of every
+class is drawn, but at least one image of each class, as in MSN (2204.07141). Each draw gives one accuracy of k-NN
+(`evaluation.knn`) and one of logistic regression (`evaluation.logistic`) with a fixed L2 penalty: nothing is chosen, so
+that no label is needed for a choice.
 
 Whether an image is drawn depends on the seed, the number of the draw, and the names and classes of the training images.
 It does not depend on the number of processes or workers. The images of a smaller share are among those of a larger one.
@@ -20,7 +16,6 @@ Shape letters: N training images of this process, A training images of all proce
 import hashlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -29,27 +24,23 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.evaluation import logistic
-from tessera.evaluation.features import FeatureSettings, LabelledFeatures
-from tessera.evaluation.knn import KNNProtocol, knn_accuracy
-from tessera.evaluation.labelled import described, labelled_features
-from tessera.evaluation.results import Evaluation, check_output, report
-from tessera.runtime import streams
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.features import LabelledFeatures
+from tessera.evaluation.knn import knn_accuracy
 from tessera.runtime.collectives import all_gather, rank
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.progress import track
-from tessera.runtime.settings import parse
 
 KNN, LOGISTIC = "knn", "logistic_regression"
 """Names of the two classifiers in the result."""
 
 
-class FewShotSettings(FeatureSettings):
+class FewShotSettings(LabelledSettings, frozen=True):
     """k-NN and logistic regression on frozen features, with a share of the training labels."""
 
     train: str | list[str]
     """labelled SHARDS from which the training images are drawn"""
     val: str | list[str]
-    """labelled SHARDS that are scored, and choose nothing"""
+    """labelled SHARDS that are scored"""
     shares: list[Annotated[float, Field(gt=0, le=100)]] = Field([1, 2, 5, 10, 100], min_length=1)
     """percentages of the training images of each class whose labels are used; at least one image of each class"""
     draws: int = Field(3, ge=1)
@@ -65,30 +56,6 @@ class FewShotSettings(FeatureSettings):
     """largest number of L-BFGS iterations of a logistic regression"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the draws"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
-
-
-@dataclass
-class Scores:
-    """Accuracies of one classifier with one share of the labels, one for each draw."""
-
-    top1: list[float] = field(default_factory=list)
-    top5: list[float] = field(default_factory=list)
-
-    def add(self, top1: float, top5: float) -> None:
-        """Add the accuracies of a draw."""
-        self.top1.append(top1)
-        self.top5.append(top5)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the means over the draws, the standard deviation of the top-1 accuracy, and all top-1 accuracies.
-
-        The standard deviation is that of a sample (divided by draws - 1). For a single draw it is 0.
-        """
-        deviation = statistics.stdev(self.top1) if len(self.top1) > 1 else 0.0
-        top1, top5 = statistics.fmean(self.top1), statistics.fmean(self.top5)
-        return {"top1": top1, "top1_std": deviation, "top5": top5, "top1_of_draws": self.top1}
 
 
 def places_in_class(keys: Sequence[str], labels: Tensor, seed: int, draw: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +96,7 @@ def drawn(places: Tensor, sizes: Tensor, share: float) -> Tensor:
 
 
 def few_shot(
-    train: LabelledFeatures, val: LabelledFeatures, settings: FewShotSettings, accelerator: Accelerator | None = None
+    train: LabelledFeatures, val: LabelledFeatures, settings: FewShotSettings, device: torch.device | None = None
 ) -> list[dict[str, Any]]:
     """Return the accuracies for each share of the labels. Call this function on all processes.
 
@@ -137,21 +104,20 @@ def few_shot(
         train: this process's part of the training set, with keys.
         val: this process's part of the images that are scored.
         settings: settings of the command.
-        accelerator: accelerator of all processes. None selects a single process on the device of the features.
+        device: device of the computation. None selects the device of the features.
 
     Raises:
         EvaluationError: a set is empty, a label is out of range, or a feature is not finite.
     """
-    device = train.features.device if accelerator is None else accelerator.device
+    device = device or train.features.device
     inputs, targets = (logistic.normalised(part.features.to(device)) for part in (train, val))
     labels, answers = train.labels.to(device), val.labels.to(device)
     classes = int(torch.cat(all_gather(train.labels)).max()) + 1
     shuffled = [places_in_class(train.keys, train.labels, settings.seed, draw) for draw in range(settings.draws)]
     rows = []
     shares = [(share, 1 if share == 100 else settings.draws) for share in dict.fromkeys(settings.shares)]
-    shown = accelerator is not None and accelerator.is_main_process
-    for share, draws in track(shares, "shares of the labels", total=len(shares), shown=shown):
-        scores = {KNN: Scores(), LOGISTIC: Scores()}
+    for share, draws in track(shares, "shares of the labels", total=len(shares), shown=rank() == 0):
+        accuracies: dict[str, list[tuple[float, float]]] = {KNN: [], LOGISTIC: []}
         images, k, iterations = 0, 0, []
         for places, sizes in shuffled[:draws]:
             mask = drawn(places, sizes, share)
@@ -159,48 +125,64 @@ def few_shot(
             # more neighbours than images of a class would be votes of other classes
             images, k = int(of_class.sum()), min(settings.k, int(of_class.max()))
             bank = LabelledFeatures(train.features[mask], train.labels[mask])
-            protocol = KNNProtocol([k], settings.temperature, classes)
-            scores[KNN].add(*knn_accuracy(bank, val, protocol, accelerator)[k])
+            knn = knn_accuracy(bank, val, [k], settings.temperature, classes=classes, device=device)
+            accuracies[KNN].append(knn[k])
             chosen = mask.to(device)
             classifier = logistic.fit(inputs[chosen], labels[chosen], classes, settings.strength, settings.iterations)
-            scores[LOGISTIC].add(*logistic.accuracy(classifier, targets, answers))
+            accuracies[LOGISTIC].append(logistic.accuracy(classifier, targets, answers))
             iterations.append(classifier.iterations)
         row = {"share": share, "images": images, "draws": draws, "k": k, "iterations": iterations}
-        rows.append(row | {name: one.summary() for name, one in scores.items()})
+        rows.append(row | {name: summary(found) for name, found in accuracies.items()})
     return rows
 
 
-def run(settings: FewShotSettings) -> None:
-    """Compute the accuracies with few labels, print the result and write it to a file."""
-    accelerate = make_accelerator()
-    check_output(settings.output)
-    found = labelled_features(settings, settings.train, settings.val, accelerate)
-    rows = few_shot(found.train, found.val, settings, accelerate)
-    facts = described(settings, found, accelerate)
-    if not accelerate.is_main_process:
-        return
+def summary(accuracies: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return the means over the draws, the standard deviation of the top-1 accuracy, and all top-1 accuracies.
+
+    The standard deviation is that of a sample (divided by draws - 1). For a single draw it is 0.
+
+    Args:
+        accuracies: top-1 and top-5 accuracy of each draw.
+    """
+    top1, top5 = zip(*accuracies, strict=True)
+    deviation = statistics.stdev(top1) if len(top1) > 1 else 0.0
+    return {
+        "top1": statistics.fmean(top1),
+        "top1_std": deviation,
+        "top5": statistics.fmean(top5),
+        "top1_of_draws": list(top1),
+    }
+
+
+def score(settings: FewShotSettings, data: LabelledData, accelerator: Accelerator) -> Result:
+    """Return the accuracies for each share of the labels. `top1` is that of logistic regression with the fewest."""
+    rows = few_shot(data.train, data.val, settings, accelerator.device)
     if any(count >= settings.iterations for row in rows for count in row["iterations"]):
-        print("A logistic regression ended after --iterations, before it had converged. Raise --iterations.")
+        accelerator.print("A logistic regression ended before it had converged. Raise --iterations.")
     fewest = min(rows, key=lambda row: row["share"])
-    result = {
+    entries = {
         "top1": fewest[LOGISTIC]["top1"],
         "top5": fewest[LOGISTIC]["top5"],
         "protocol": f"few-shot, logistic regression with {fewest['share']:g} % of the labels",
         "shares": rows,
     }
-    columns = ["labels", "images", "draws", "k", "k-NN", "logistic regression"]
-    cells = [[f"{row['share']:g} %", *(row[name] for name in ("images", "draws", "k"))] for row in rows]
-    cells = [[*cell, *(_cell(row[name]) for name in (KNN, LOGISTIC))] for cell, row in zip(cells, rows, strict=True)]
-    report(Evaluation("few_shot", found.file, settings.val, settings.output), result | facts, columns, cells)
+    cells = [
+        [f"{row['share']:g} %", row["images"], row["draws"], row["k"], _cell(row[KNN]), _cell(row[LOGISTIC])]
+        for row in rows
+    ]
+    return Result(entries, ["labels", "images", "draws", "k", "k-NN", "logistic regression"], cells)
 
 
-def _cell(summary: dict[str, Any]) -> str:
+def _cell(accuracy: dict[str, Any]) -> str:
     """Return the mean of the top-1 accuracy in percent, and its standard deviation if there are several draws."""
-    mean = f"{100 * summary['top1']:.2f}"
-    return f"{mean} ± {100 * summary['top1_std']:.2f} %" if len(summary["top1_of_draws"]) > 1 else f"{mean} %"
+    mean = f"{100 * accuracy['top1']:.2f}"
+    return f"{mean} ± {100 * accuracy['top1_std']:.2f} %" if len(accuracy["top1_of_draws"]) > 1 else f"{mean} %"
+
+
+def run(settings: FewShotSettings) -> dict[str, Any]:
+    """Compute the accuracies with few labels, print them and write them to a file. Return them; see `evaluate`."""
+    return evaluate("few_shot", settings, score)
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(FewShotSettings))
+    main(FewShotSettings, run)

@@ -15,7 +15,6 @@ features per image, K neighbours.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,10 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, check_finite
-from tessera.evaluation.labelled import described, full_float32, labelled_features
-from tessera.evaluation.results import UNRANKED, Evaluation, check_output, report, true_class_rank
-from tessera.runtime import streams
-from tessera.runtime.collectives import all_gather, all_reduce_sum
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
-from tessera.runtime.settings import parse
+from tessera.evaluation.accuracy import UNRANKED, true_class_rank
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.features import EvaluationError, LabelledFeatures, check_finite, full_float32
+from tessera.runtime.collectives import all_gather, all_reduce_sum, rank, world_size
 
 HEADLINE = 20
 """Number of neighbours k for which the accuracy is reported as `top1`."""
@@ -43,7 +39,7 @@ BLOCK_IMAGES = 16
 """Number of consecutive images of the bank that form a block."""
 
 
-class KNNSettings(FeatureSettings):
+class KNNSettings(LabelledSettings, frozen=True):
     """k-NN accuracy of an encoder's frozen features."""
 
     train: str | list[str]
@@ -54,73 +50,61 @@ class KNNSettings(FeatureSettings):
     """numbers of neighbours k; `top1` in the result is for k = 20, or for the first k if 20 is not among them"""
     temperature: float = Field(0.07, gt=0)
     """temperature of the vote; each neighbour has the weight exp(similarity / temperature)"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
-
-
-@dataclass(frozen=True)
-class KNNProtocol:
-    """Options of `knn_accuracy`."""
-
-    k: Sequence[int] = (10, 20, 100, 200)
-    """Numbers of neighbours k for which the accuracy is computed."""
-    temperature: float = 0.07
-    """Temperature of the vote. Each neighbour has the weight exp(similarity / temperature)."""
-    classes: int | None = None
-    """Number of classes. None selects the largest label plus one."""
-    queries: int = 2048
-    """Number of queries that are compared with the bank at a time."""
-    chunk: int = 8192
-    """Number of images of the bank that are compared with the queries at a time."""
 
 
 def knn_accuracy(
     train: LabelledFeatures,
     val: LabelledFeatures,
-    protocol: KNNProtocol | None = None,
-    accelerator: Accelerator | None = None,
+    k: Sequence[int],
+    temperature: float = 0.07,
+    *,
+    classes: int | None = None,
+    device: torch.device | None = None,
+    pass_size: int = 2048,
+    chunk: int = 8192,
 ) -> dict[int, tuple[float, float]]:
     """Return the top-1 and top-5 accuracy (0 to 1) for each k. Call this function on all processes.
 
     Each process passes its part of the bank and of the queries. The parts are joined in order of rank. The computation
-    is in float32 on the accelerator's device, and its memory does not grow with the bank. Ties between neighbours go to
-    the first image in the bank, and ties between classes go to the lowest class, so that the result does not depend on
-    the number of processes.
+    is in float32, and its memory does not grow with the bank. Ties between neighbours go to the first image in the
+    bank, and ties between classes go to the lowest class, so that the result does not depend on the number of
+    processes.
 
     Args:
         train: features (N, D) and labels (N,) of this process's part of the bank.
         val: features (M, D) and labels (M,) of this process's part of the queries.
-        protocol: numbers of neighbours and temperature.
-        accelerator: accelerator of all processes. None selects a single process on the device of the features.
+        k: numbers of neighbours.
+        temperature: temperature of the vote; each neighbour has the weight exp(similarity / temperature).
+        classes: number of classes. None selects the largest label plus one.
+        device: device of the computation. None selects the device of the features.
+        pass_size: number of queries that are compared with the bank at a time.
+        chunk: number of images of the bank that are compared with the queries at a time.
 
     Raises:
         EvaluationError: k is larger than the bank, a set is empty, a label is out of range, or a feature is not finite.
     """
-    protocol = protocol or KNNProtocol()
-    k, nearest = protocol.k, max(protocol.k)
-    device = train.features.device if accelerator is None else accelerator.device
-    labels = torch.cat(all_gather(train.labels.to(device)))
-    targets = torch.cat(all_gather(val.labels.to(device)))
-    classes = _check(labels, targets, protocol)
+    device, nearest = device or train.features.device, max(k)
+    parts = all_gather(train.labels.to(device))
+    offset = sum(len(part) for part in parts[: rank()])  # index in the bank of the first image of this process
+    labels, targets = torch.cat(parts), torch.cat(all_gather(val.labels.to(device)))
+    classes = _check(labels, targets, k, classes)
     check_finite(train.features, val.features)
     bank = train.features.float()
-    offset = _offset(train.labels, accelerator)
     correct = {n: torch.zeros(2, dtype=torch.int64) for n in k}
     with torch.no_grad(), torch.autocast(device.type, enabled=False), full_float32():
-        for query, target in queries(val, protocol.queries, device, accelerator):
-            keys = _nearest(query, bank, offset, nearest, protocol.chunk)
+        for query, target in queries(val, pass_size, device):
+            keys = _nearest(query, bank, offset, nearest, chunk)
             keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
             similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
-            ranks = _vote(similarity, labels[index], target, classes, protocol)
-            for n, rank in ranks.items():
-                correct[n] += torch.stack([(rank < 1).sum(), (rank < 5).sum()]).cpu()
+            votes = (similarity.double() - similarity[:, :1].double()) / temperature  # at most 0, so without overflow
+            for n, place in _vote(votes.exp(), labels[index], target, k, classes).items():
+                correct[n] += torch.stack([(place < 1).sum(), (place < 5).sum()]).cpu()
     return {n: (int(top1) / len(targets), int(top5) / len(targets)) for n, (top1, top5) in correct.items()}
 
 
-def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
+def _check(labels: Tensor, targets: Tensor, k: Sequence[int], classes: int | None) -> int:
     """Return the number of classes. Every process checks the labels of all processes, so that all processes raise the
     same error."""
-    k, classes = protocol.k, protocol.classes
     if not len(labels) or not len(targets):
         raise EvaluationError(
             f"The bank has {len(labels)} images, and there are {len(targets)} queries. Give at least one of each."
@@ -130,45 +114,29 @@ def _check(labels: Tensor, targets: Tensor, protocol: KNNProtocol) -> int:
             f"k is {list(k)}. Each k must be from 1 to {len(labels)}, the number of images in the bank."
         )
     both = torch.cat([labels, targets])
-    largest = int(both.max())
-    if int(both.min()) < 0 or (classes is not None and largest >= classes):
+    smallest, largest = int(both.min()), int(both.max())
+    if smallest < 0 or (classes is not None and largest >= classes):
         raise EvaluationError(
-            f"The labels run from {int(both.min())} to {largest}. They must be at least 0 and less than `classes` "
-            f"({classes})."
+            f"The labels run from {smallest} to {largest}. They must be at least 0 and less than `classes` ({classes})."
         )
     return largest + 1 if classes is None else classes
 
 
-def _offset(labels: Tensor, accelerator: Accelerator | None) -> int:
-    """Return the index that the first image of this process has in the bank of all processes."""
-    if accelerator is None:
-        return 0
-    counts = all_gather(torch.tensor([len(labels)], device=accelerator.device))
-    return int(torch.cat(counts)[: accelerator.process_index].sum())
-
-
-def queries(
-    val: LabelledFeatures, size: int, device: torch.device, accelerator: Accelerator | None
-) -> Iterator[tuple[Tensor, Tensor]]:
+def queries(val: LabelledFeatures, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the queries of all processes as unit vectors (Q, D) and labels (Q,), at most `size` queries at a time.
 
     Every process gets the same queries.
     """
     features = val.features.float()
-    rank, processes = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    counts = [len(labels) for labels in all_gather(val.labels)]
-    for owner, count in enumerate(counts):
-        for start in range(0, count, size):
-            many = min(size, count - start)
-            if owner == rank:
-                query = features[start : start + many].to(device).contiguous()
-                target = val.labels[start : start + many].to(device)
+    for owner, labels in enumerate(all_gather(val.labels)):
+        for start in range(0, len(labels), size):
+            target = labels[start : start + size].to(device)
+            if owner == rank():
+                query = features[start : start + size].to(device).contiguous()
             else:
-                query = torch.empty(many, features.shape[1], device=device)
-                target = torch.empty(many, dtype=torch.int64, device=device)
-            if processes > 1:
+                query = torch.empty(len(target), features.shape[1], device=device)
+            if world_size() > 1:
                 dist.broadcast(query, owner)
-                dist.broadcast(target, owner)
             yield F.normalize(query, dim=1), target
 
 
@@ -221,58 +189,55 @@ def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), LOW - (keys & LOW)
 
 
-def _vote(similarity: Tensor, labels: Tensor, target: Tensor, classes: int, protocol: KNNProtocol) -> dict[int, Tensor]:
+def _vote(votes: Tensor, labels: Tensor, target: Tensor, k: Sequence[int], classes: int) -> dict[int, Tensor]:
     """Return the rank of the true class (Q,) for each k.
 
-    `similarity` and `labels` (Q, K) are sorted: the nearest neighbour comes first.
+    Args:
+        votes: weights of the neighbours (Q, K), the nearest first.
+        labels: classes of the neighbours (Q, K).
+        target: true classes (Q,).
+        k: numbers of neighbours.
+        classes: number of classes.
     """
-    votes = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
-    # dividing all weights by the largest weight prevents overflow
-    relative = similarity.double() - similarity[:, :1].double()
-    weights = (relative / protocol.temperature).exp()
+    sums = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
     found = {}
-    for n in range(1, max(protocol.k) + 1):  # add one neighbour at a time, so that the order of the sums is fixed
-        votes.scatter_add_(1, labels[:, n - 1 : n], weights[:, n - 1 : n])
-        if n in protocol.k:
-            rank = true_class_rank(votes, target)
-            without_vote = votes.gather(1, target[:, None]).squeeze(1) == 0
-            found[n] = rank.masked_fill(without_vote, UNRANKED)
+    for n in range(1, max(k) + 1):  # add one neighbour at a time, so that the order of the sums is fixed
+        sums.scatter_add_(1, labels[:, n - 1 : n], votes[:, n - 1 : n])
+        if n in k:
+            without_vote = sums.gather(1, target[:, None]).squeeze(1) == 0
+            found[n] = true_class_rank(sums, target).masked_fill(without_vote, UNRANKED)
     return found
 
 
-def run(settings: KNNSettings) -> dict[str, Any]:
-    """Compute the k-NN accuracy, print the result and write it to a file.
+def score(settings: KNNSettings, data: LabelledData, accelerator: Accelerator) -> Result:
+    """Return the k-NN accuracies for each k that is at most the number of images in the bank.
 
-    Return the result, or an empty dictionary on processes other than the main process.
+    Raises:
+        EvaluationError: every k is larger than the bank.
     """
-    accelerate = make_accelerator()
-    check_output(settings.output)
-    found = labelled_features(settings, settings.train, settings.val, accelerate)
-    train, val = found.train, found.val
-    images = int(all_reduce_sum(torch.tensor(len(train.labels))))
+    images = int(all_reduce_sum(torch.tensor(len(data.train.labels))))
     asked = list(dict.fromkeys(settings.k))
     k, left_out = [n for n in asked if n <= images], [n for n in asked if n > images]
     if not k:
         raise EvaluationError(f"Every k is larger than the bank of {images} images. Give a smaller --k.")
     if left_out:
-        accelerate.print(f"k {left_out} left out: the bank has {images} images")
-    accuracy = knn_accuracy(train, val, KNNProtocol(k, settings.temperature), accelerate)
-    facts = described(settings, found, accelerate)
-    if not accelerate.is_main_process:
-        return {}
+        accelerator.print(f"k {left_out} left out: the bank has {images} images")
+    accuracy = knn_accuracy(data.train, data.val, k, settings.temperature, device=accelerator.device)
     headline = HEADLINE if HEADLINE in k else k[0]
-    result: dict[str, Any] = {
+    entries = {
         "top1": accuracy[headline][0],
         "top5": accuracy[headline][1],
         "protocol": f"{headline}-NN",
         "k": {str(n): {"top1": top1, "top5": top5} for n, (top1, top5) in accuracy.items()},
         "k_left_out": left_out,
     }
-    evaluation = Evaluation("knn", found.file, settings.val, settings.output)
-    return report(evaluation, result | facts, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
+    return Result(entries, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
+
+
+def run(settings: KNNSettings) -> dict[str, Any]:
+    """Compute the k-NN accuracy, print the result and write it to a file. Return the result; see `evaluate`."""
+    return evaluate("knn", settings, score)
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(KNNSettings))
+    main(KNNSettings, run)

@@ -19,16 +19,21 @@ classifiers on the test set, which is optimistic.) Published inputs:
 
 There are two differences from MAE. `--batch_norm` uses the mean and variance of the centre crops of the whole training
 set, and MAE uses those of each batch of 16,384 images. The optimizer here is SGD, and MAE uses LARS.
+
+The result does not depend on the number of processes.
+
+Shape letters: N images of this process, b of them in one step, D features per image, R learning rates, C classes.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
@@ -37,34 +42,22 @@ from tessera.data.batch import ViewParameters
 from tessera.data.collate import ViewShape
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder
-from tessera.evaluation.classes import open_labelled_pair
-from tessera.evaluation.features import (
-    EvaluationError,
-    FeatureSettings,
-    LabelledFeatures,
-    check_finite,
-    check_labels,
-    extract,
-    input_size,
-    load_encoder,
-    resize_size,
-)
-from tessera.evaluation.heads import Heads, HeadTraining, accuracy, normaliser, train_heads
-from tessera.evaluation.results import Evaluation, check_output, report
-from tessera.runtime import streams
-from tessera.runtime.collectives import all_gather
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
-from tessera.runtime.settings import parse
+from tessera.evaluation.accuracy import true_class_rank
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, input_size, normaliser
+from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
+from tessera.runtime.progress import track
 
 RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]
 """Grid of learning rates in DINOv2."""
+MOMENTUM = 0.9
 
 
-class ProbeSettings(FeatureSettings):
+class ProbeSettings(LabelledSettings, frozen=True):
     """Measure the accuracy of linear classifiers on an encoder's frozen features."""
 
-    train: str | list[str]
-    """labelled SHARDS to train on"""
+    centre_pixels: ClassVar[bool] = False
+
     val: str | list[str]
     """labelled test SHARDS; never used to choose hyperparameters"""
     blocks: list[int] = Field([1], min_length=1)
@@ -85,8 +78,10 @@ class ProbeSettings(FeatureSettings):
     """share of the training images that is held out to choose the learning rate and the input"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initial weights and of the order of the images"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+    def options(self) -> dict[str, Any]:
+        """Return the settings as arguments for `extract`. The features hold the inputs of all classifiers."""
+        return super().options() | {"feature": LastBlocks(max(self.blocks), self.average_pool != "no")}
 
 
 @dataclass(frozen=True)
@@ -147,18 +142,107 @@ def held_out(keys: Sequence[str], share: float) -> Tensor:
     return torch.tensor([int.from_bytes(digest) < share * 2**64 for digest in digests], dtype=torch.bool)
 
 
-class EpochCrop:
-    """Random crop that is determined by the seed, the epoch and the index of the image."""
+class Heads:
+    """R linear classifiers on the same features, one per learning rate.
 
-    packing = None
+    The weights are one tensor (R, D + 1, C). The last of the D + 1 rows is the bias. All classifiers start from equal
+    random weights with standard deviation 0.01. The method `step` computes the gradient of the mean cross-entropy in
+    closed form: x^T (softmax - one-hot) / images.
+    """
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        self.crop = RandomCrop(RandomCropConfig(size=size, scale=(0.08, 1.0)))
-        self.views, self.seed, self.epoch = (ViewShape(1, size),), seed, epoch
+    def __init__(self, columns: slice, classes: int, rates: Sequence[float], seed: int, device: torch.device) -> None:
+        """
+        Args:
+            columns: columns of the features that are the input of these classifiers.
+            classes: number of classes.
+            rates: learning rates, one per classifier.
+            seed: seed of the initial weights.
+            device: device of the weights.
+        """
+        self.columns = columns
+        width = columns.stop - columns.start
+        weight = 0.01 * torch.randn(width, classes, generator=torch.Generator().manual_seed(seed))
+        weight = torch.cat([weight, torch.zeros(1, classes)])  # (D + 1, C)
+        self.weight = weight.to(device).repeat(len(rates), 1, 1)  # (R, D + 1, C)
+        self.momentum = torch.zeros_like(self.weight)
+        self.rates = torch.tensor(rates, device=device)[:, None, None]
 
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        """Draw a random crop for an image of `size` (H, W)."""
-        return self.crop.draw(size, np.random.default_rng([self.seed, self.epoch, int(rng.integers(2**63))]))
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of all classifiers for features `x`: (b, all columns) -> (R, b, C)."""
+        return F.pad(x[:, self.columns], (0, 1), value=1.0) @ self.weight
+
+    def step(self, x: Tensor, labels: Tensor, images: int, factor: float) -> None:
+        """Take one step of SGD with momentum.
+
+        Args:
+            x: features (b, all columns) of the images that this process has in the step.
+            labels: labels (b,) of these images.
+            images: number of images in the step, over all processes.
+            factor: number by which the learning rates are multiplied.
+        """
+        error = self.logits(x).softmax(-1)  # (R, b, C)
+        error[:, torch.arange(len(labels), device=labels.device), labels] -= 1
+        gradient = F.pad(x[:, self.columns], (0, 1), value=1.0).T @ (error / images)  # (R, D + 1, C)
+        self.momentum.mul_(MOMENTUM).add_(all_reduce_sum(gradient))
+        self.weight.sub_(factor * self.rates * self.momentum)
+
+
+def epoch_order(images: int, epoch: int, seed: int) -> Tensor:
+    """Return the order of the images in one epoch: a permutation (images,) that depends only on the arguments."""
+    return torch.randperm(images, generator=torch.Generator().manual_seed(seed + 2**31 * (epoch + 1)))
+
+
+@torch.no_grad()
+def train_heads(
+    features_of_epoch: Callable[[int], LabelledFeatures],
+    counts: Sequence[int],
+    groups: Sequence[tuple[Sequence[Heads], Tensor]],
+    settings: ProbeSettings,
+) -> None:
+    """Train groups of heads, each group on the images that its mask selects. Call this function on all processes.
+
+    The images of a step do not depend on the number of processes. Each process computes the gradient for its own images
+    of the step, and the gradients are summed over the processes. The learning rates fall to 0 along a cosine.
+
+    Args:
+        features_of_epoch: function that returns the features and labels of this process's images for a given epoch
+            number. The tensors may be on any device.
+        counts: number of images of each process.
+        groups: pairs of a list of heads and a bool mask over the images of all processes. These heads are trained on
+            the images that the mask selects.
+        settings: settings of the command, of which `epochs`, `head_batch_size` and `seed` are used.
+    """
+    before = sum(counts[: rank()])
+    images, start, end = sum(counts), before, before + counts[rank()]
+    steps_per_epoch = math.ceil(images / settings.head_batch_size)
+    steps = settings.epochs * steps_per_epoch
+    epochs = range(settings.epochs)
+    for epoch in track(epochs, "epochs of the classifiers", total=settings.epochs, shown=rank() == 0):
+        part = features_of_epoch(epoch)
+        batches = epoch_order(images, epoch, settings.seed).split(settings.head_batch_size)
+        for step, batch in enumerate(batches, epoch * steps_per_epoch):
+            factor = settings.head_batch_size / 256 * 0.5 * (1 + math.cos(math.pi * step / steps))
+            own = batch[(batch >= start) & (batch < end)]
+            for heads_of_group, mask in groups:
+                if not mask[batch].any():
+                    continue
+                seen, count = own[mask[own]] - start, int(mask[batch].sum())
+                for heads in heads_of_group:
+                    x, labels = (t[seen].to(heads.weight.device) for t in (part.features, part.labels))
+                    heads.step(x, labels, count, factor)
+
+
+@torch.no_grad()
+def accuracy(heads: Heads, part: LabelledFeatures, chunk: int = 1024) -> Tensor:
+    """Return the top-1 and top-5 accuracy (0 to 1) of each classifier over all processes: (R, 2) float64."""
+    device = heads.weight.device
+    correct = torch.zeros(len(heads.rates), 2, dtype=torch.float64)
+    for features, labels in zip(part.features.split(chunk), part.labels.split(chunk), strict=True):
+        logits = heads.logits(features.to(device))  # (R, b, C)
+        place = true_class_rank(logits.flatten(0, 1), labels.to(device).repeat(len(logits)))  # (R * b,)
+        place = place.unflatten(0, (len(logits), -1))  # (R, b)
+        correct += torch.stack([(place < 1).sum(1), (place < 5).sum(1)], dim=1).cpu()
+    return all_reduce_sum(correct) / all_reduce_sum(torch.tensor(len(part.labels)))
 
 
 def probe(
@@ -166,17 +250,21 @@ def probe(
     val: LabelledFeatures,
     settings: ProbeSettings,
     dim: int,
-    accelerator: Accelerator | None,
+    *,
+    device: torch.device | None = None,
     features_of_epoch: Callable[[int], LabelledFeatures] | None = None,
 ) -> dict[str, Any]:
-    """Train all classifiers, choose one of them and return its accuracy on `val`. Call this function on all processes.
+    """Train all classifiers, and choose the one that is best on the held-out images. Call this function on all
+    processes.
+
+    Return the accuracies of the chosen classifier and of all classifiers on `val`, as entries of the result file.
 
     Args:
         train: this process's part of the training set, including the held-out images.
         val: this process's part of the test set.
         settings: settings of the command.
         dim: width of the encoder's output.
-        accelerator: accelerator of all processes. None selects a single process.
+        device: device of the computation. None selects the device of the features.
         features_of_epoch: function that returns `train` with the features of a given epoch. With None, every epoch uses
             the features in `train`.
 
@@ -196,93 +284,77 @@ def probe(
         )
     train_labels, val_labels = (all_gather(part.labels) for part in (train, val))
     classes = int(torch.cat([*train_labels, *val_labels]).max()) + 1
-    device = train.features.device if accelerator is None else accelerator.device
+    device = device or train.features.device
     final, choosing = (
         [Heads(one.columns, classes, settings.rates, settings.seed, device) for one in tried] for _ in range(2)
     )
     groups = [(final, torch.ones_like(everywhere))]
     if choose:
         groups.append((choosing, ~everywhere))
-    progress = accelerator is not None and accelerator.is_main_process
-    training = HeadTraining(settings.epochs, settings.head_batch_size, settings.seed, progress)
     counts = [len(labels) for labels in train_labels]
-    train_heads(features_of_epoch or (lambda _: train), counts, groups, training)
-    by_val = [accuracy(heads, val) for heads in final]
+    train_heads(features_of_epoch or (lambda _: train), counts, groups, settings)
     kept = LabelledFeatures(train.features[held], train.labels[held])
-    by_holdout = [accuracy(heads, kept)[:, 0] for heads in choosing] if choose else None
-    return _chosen(tried, settings.rates, by_val, by_holdout) | {
+    rows = []
+    for one, heads, judged in zip(tried, final, choosing, strict=True):
+        by_holdout = accuracy(judged, kept)[:, 0].tolist() if choose else [None] * len(settings.rates)
+        by_val = accuracy(heads, val).tolist()
+        for rate, holdout_top1, (top1, top5) in zip(settings.rates, by_holdout, by_val, strict=True):
+            rows.append({"blocks": one.blocks, "average_pool": one.average_pool, "rate": rate})
+            rows[-1] |= {"holdout_top1": holdout_top1, "top1": top1, "top5": top5}
+    best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
+    return {
+        "top1": best["top1"],
+        "top5": best["top5"],
+        "chosen": best,
+        "all": rows,
         "protocol": "linear probe",
-        "train_images": len(everywhere),
         "holdout_images": int(everywhere.sum()) if choose else 0,
-        "val_images": sum(len(labels) for labels in val_labels),
-        "classes": classes,
     }
 
 
-def _chosen(
-    tried: Sequence[HeadInput], rates: Sequence[float], by_val: list[Tensor], by_holdout: list[Tensor] | None
-) -> dict[str, Any]:
-    """Return the accuracies of all classifiers, and the classifier that is best on the held-out images."""
+class EpochCrop:
+    """Random crop that is determined by the seed, the epoch and the index of the image."""
+
+    packing = None
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        self.crop = RandomCrop(RandomCropConfig(size=size, scale=(0.08, 1.0)))
+        self.views, self.seed, self.epoch = (ViewShape(1, size),), seed, epoch
+
+    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
+        """Draw a random crop for an image of `size` (H, W)."""
+        return self.crop.draw(size, np.random.default_rng([self.seed, self.epoch, int(rng.integers(2**63))]))
+
+
+def score(settings: ProbeSettings, data: LabelledData, accelerator: Accelerator) -> Result:
+    """Return the accuracy of the chosen classifier, and those of all classifiers."""
+    size = input_size(data.encoder, settings.image_size)
+    normalise = normaliser(data.train.features) if settings.batch_norm else lambda features: features
+
+    def features_of_epoch(epoch: int) -> LabelledFeatures:
+        options = settings.options() | {"transform": EpochCrop(size, settings.seed, epoch), "progress": False}
+        found = extract(data.encoder, data.train_shards, accelerator, **options)
+        return found._replace(features=normalise(found.features))
+
+    train, val = (part._replace(features=normalise(part.features)) for part in (data.train, data.val))
+    augmented = features_of_epoch if settings.augment else None
+    entries = probe(train, val, settings, data.encoder.dim, device=accelerator.device, features_of_epoch=augmented)
+    columns = ["blocks", "average_pool", "rate", "holdout_top1", "top1", "top5"]
     rows = []
-    for number, one in enumerate(tried):
-        for rate, (top1, top5) in zip(rates, by_val[number].tolist(), strict=True):
-            rows.append({"blocks": one.blocks, "average_pool": one.average_pool, "rate": rate})
-            rows[-1] |= {"holdout_top1": None, "top1": top1, "top5": top5}
-    if by_holdout is not None:
-        for row, value in zip(rows, torch.cat(by_holdout).tolist(), strict=True):
-            row["holdout_top1"] = value
-    best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
-    return {"top1": best["top1"], "top5": best["top5"], "chosen": best, "all": rows}
+    for row in entries["all"]:
+        cells = [f"{row[column]:g}" if column == "rate" else row[column] for column in columns]
+        rows.append([*cells, "<- chosen" if row is entries["chosen"] else ""])
+    if entries["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
+        accelerator.print(
+            "The chosen rate is the smallest or largest of --rates. Other rates, or --batch_norm, may be better."
+        )
+    return Result(entries, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
 
 
 def run(settings: ProbeSettings) -> dict[str, Any]:
-    """Compute the linear-probe accuracy, print the result and write it to a file.
-
-    Return the result, or an empty dictionary on processes other than the main process.
-    """
-    accelerate = make_accelerator()
-    check_output(settings.output)
-    train_shards, val_shards = open_labelled_pair(settings.train, settings.val, settings.source, accelerate)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerate.device)
-    size = input_size(encoder, settings.image_size)
-    last_blocks = LastBlocks(max(settings.blocks), settings.average_pool != "no")
-    extraction = replace(settings.extraction(), image_size=size, feature=last_blocks)
-    train, val = (extract(encoder, shards, accelerate, extraction) for shards in (train_shards, val_shards))
-    train_labels, val_labels = (torch.cat(all_gather(part.labels)) for part in (train, val))
-    check_labels(train_labels, val_labels, train_shards.classes)
-    check_finite(train.features, val.features)
-    normalise = normaliser(train.features) if settings.batch_norm else lambda features: features
-
-    def features_of_epoch(epoch: int) -> LabelledFeatures:
-        augmented = replace(extraction, transform=EpochCrop(size, settings.seed, epoch), progress=False)
-        found = extract(encoder, train_shards, accelerate, augmented)
-        return found._replace(features=normalise(found.features))
-
-    train, val = (part._replace(features=normalise(part.features)) for part in (train, val))
-    result = probe(train, val, settings, encoder.dim, accelerate, features_of_epoch if settings.augment else None)
-    if not accelerate.is_main_process:
-        return {}
-    facts = {"image_size": size, "resize": resize_size(size, settings.resize)}
-    result["checkpoint"] = str(file or settings.checkpoint)
-    result["settings"] = settings.model_dump(mode="json") | facts | {"processes": accelerate.num_processes}
-    return show(result, settings, file)
-
-
-def show(result: dict[str, Any], settings: ProbeSettings, file: Path | None) -> dict[str, Any]:
-    """Print the result of the encoder in `file`, write it to a file, and return what the file holds."""
-    columns = ["blocks", "average_pool", "rate", "holdout_top1", "top1", "top5"]
-    rows = []
-    for row in result["all"]:
-        cells = [f"{row[column]:g}" if column == "rate" else row[column] for column in columns]
-        rows.append([*cells, "<- chosen" if row is result["chosen"] else ""])
-    if result["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
-        print("The chosen rate is the smallest or largest of --rates. Other rates, or --batch_norm, may be better.")
-    evaluation = Evaluation("linear_probe", file, settings.val, settings.output)
-    return report(evaluation, result, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
+    """Compute the accuracy of the linear probe, print it and write it to a file. Return the result; see `evaluate`."""
+    return evaluate("linear_probe", settings, score)
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(ProbeSettings))
+    main(ProbeSettings, run)

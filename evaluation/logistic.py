@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.evaluation.features import LabelledFeatures
-from tessera.evaluation.heads import normaliser
-from tessera.evaluation.labelled import full_float32
-from tessera.evaluation.results import true_class_rank
+from tessera.evaluation.accuracy import true_class_rank
+from tessera.evaluation.features import LabelledFeatures, full_float32, normaliser
 from tessera.runtime.collectives import all_gather, all_reduce_sum
 
 STRENGTH = 0.0025

@@ -12,14 +12,14 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from tessera.evaluation.reporting.features import Options, examine
-from tessera.evaluation.reporting.page import Page, render
+from tessera.evaluation.command import main
+from tessera.evaluation.reporting.features import examine
+from tessera.evaluation.reporting.page import render, run_pictures
 from tessera.evaluation.reporting.runs import ReportError, read_runs
 from tessera.evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
-from tessera.runtime import streams
 from tessera.runtime.files import atomic_write
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
-from tessera.runtime.settings import Positional, Settings, parse
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.settings import Positional, Settings
 
 
 class ReportSettings(Settings):
@@ -69,12 +69,19 @@ def run(settings: ReportSettings) -> None:
         write(settings.markdown, to_markdown(table))
     groups = []
     if settings.features:
-        options = Options(settings.images, settings.neighbours, settings.bank, settings.val)
-        groups, missing = examine(table.runs, options, make_accelerator())
+        groups, missing = examine(
+            table.runs,
+            make_accelerator(),
+            val=settings.val,
+            images=settings.images,
+            neighbours=settings.neighbours,
+            bank=settings.bank,
+        )
         problems += missing
-    page = Page(settings.title, table, groups, problems)
-    write(settings.output, render(page))
-    for problem in page.problems:
+    pictures, damaged = run_pictures(table.runs)
+    problems += damaged
+    write(settings.output, render(settings.title, table, groups, pictures, problems))
+    for problem in problems:
         console.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Page written to {settings.output}", markup=False, highlight=False, soft_wrap=True)
     if settings.open:
@@ -96,6 +103,4 @@ def write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(ReportSettings))
+    main(ReportSettings, run)

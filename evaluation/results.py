@@ -1,4 +1,4 @@
-"""Results of evaluations: rank of the true class, names of result files, and printed tables."""
+"""Results of evaluations: their files and the names of these files, and printed tables."""
 
 import datetime
 import itertools
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from tessera import encoders
 from tessera.runtime.errors import UserError
@@ -20,24 +19,10 @@ from tessera.runtime.machine import versions
 
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
 """File names that say which part of a data set a shard belongs to, but not which data set."""
-UNRANKED = 2**31
-"""Rank of a true class without a valid score. This rank is larger than any number of classes."""
 
 
 class ResultError(UserError, ValueError):
     """Raised when a result cannot be written where the user asked for it."""
-
-
-def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the rank of the true class: (B, classes), (B,) -> (B,) int64. The highest score has rank 0.
-
-    Among equal scores, the class with the smaller number ranks first. NaN ranks before all other scores, and a true
-    class whose score is NaN gets the rank `UNRANKED`. A diverged classifier is therefore never correct by accident.
-    """
-    own = scores.gather(1, labels[:, None])  # (B, 1)
-    lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (B, classes)
-    ahead = ~(scores <= own) | ((scores == own) & lower)
-    return ahead.sum(1).masked_fill(own.squeeze(1).isnan(), UNRANKED)
 
 
 class Evaluation(NamedTuple):
@@ -115,29 +100,20 @@ def _pattern_name(pattern: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", beginning)
 
 
-def environment(time: datetime.datetime) -> dict[str, Any]:
-    """Return the time, the versions of Python and of packages, and the name of the device."""
-    return {
-        "time": time.isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }
-
-
-def report(
+def write_result(
     evaluation: Evaluation, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
     """Print a result as a table, write it to a new file, and return what the file holds.
 
-    The file holds `result`, the name of the evaluation, the name of the data set, the step of the encoder, and the
-    return value of `environment`. In a run folder, a second file has a short name and always holds the newest result:
-    `evaluation/knn.json`. Call this function only on the main process.
+    The file holds `result`, the name of the evaluation, the name of the data set, the step of the encoder, the time,
+    the versions of Python and of packages, and the name of the device. In a run folder, a second file has a short name
+    and always holds the newest result: `evaluation/knn.json`. Call this function only on the main process.
 
     Args:
         evaluation: names the file.
-        result: numbers and settings of the evaluation.
+        result: scores and settings of the evaluation.
         columns: headings of the table.
-        rows: cells of the table. Floats are accuracies from 0 to 1, printed in percent.
+        rows: cells of the table. Floats are scores from 0 to 1, printed in percent.
     """
     console = Console()
     table = Table(*columns, title=f"{result['protocol']}, {result['val_images']:,} images")
@@ -145,18 +121,23 @@ def report(
         table.add_row(*(f"{100 * cell:.2f} %" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)
     time = datetime.datetime.now(datetime.UTC)
+    content = {
+        "evaluation": evaluation.name,
+        "data": data_name(evaluation.data),
+        "step": None if evaluation.encoder is None else encoders.read_step(evaluation.encoder),
+        **result,
+        "time": time.isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
     path = Path(evaluation.output) if evaluation.output else result_path(evaluation, time)
-    step = None if evaluation.encoder is None else encoders.read_step(evaluation.encoder)
-    named = {"evaluation": evaluation.name, "data": data_name(evaluation.data), "step": step}
-    content = named | result | environment(time)
     if path is None:
         console.print("The result was not written to a file. Give --output FILE to keep it.")
         return content
     text = json.dumps(content, indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    newest = path.with_name(f"{evaluation.name}.json")
     in_run = not evaluation.output and path.parent.name == "evaluation"
-    for file in (path, newest) if in_run else (path,):
+    for file in (path, path.with_name(f"{evaluation.name}.json")) if in_run else (path,):
         with atomic_write(file) as temporary:
             temporary.write_text(text)
     console.print(f"Result written to {path}", soft_wrap=True)

@@ -7,15 +7,9 @@ the class of the query. The average precision of a query is the mean, over its r
 
     images that are relevant and at least as similar as i / images that are at least as similar as i
 
-Equally similar images therefore share a rank, as in scikit-learn's `average_precision_score`, and the result does not
-depend on their order. The result is the mean over the queries. DINO (2104.14294) retrieves images by the cosine
-similarity of frozen features, too.
-
-Without `--val`, every image of `--train` is a query, and its gallery consists of all other images. A query without any
-relevant image has no average precision, and is left out.
-
-The gallery is spread over all processes. The features of a process's part stay on its device, and the ranking is
-computed for a few queries at a time, so that no more than `CELLS` similarities are in memory.
+Equally similar images therefore share a rank, as in scikit-learn's `average_precision_score`. Without `--val`, every
+image of `--train` is a query, and its gallery consists of all other images. A query without any relevant image is left
+out. The gallery is spread over all processes, and no more than `CELLS` similarities are in memory.
 
 Shape letters: N gallery images of this process, Q queries per pass, D features per image, R relevant images of a query
 at most, over all processes.
@@ -29,14 +23,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.features import EvaluationError, LabelledFeatures, full_float32
 from tessera.evaluation.knn import queries
-from tessera.evaluation.labelled import described, full_float32, labelled_features
-from tessera.evaluation.results import Evaluation, check_output, report
-from tessera.runtime import streams
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
-from tessera.runtime.settings import parse
 
 CELLS = 2**25
 """Largest number of similarities between queries and gallery images that are computed at a time, over all processes."""
@@ -47,15 +37,13 @@ EXCLUDED = -2 * STEPS
 """Similarity of an image that is not in the gallery of a query, in steps. It is smaller than any cosine."""
 
 
-class RetrievalSettings(FeatureSettings):
+class RetrievalSettings(LabelledSettings):
     """Mean average precision of image retrieval with an encoder's frozen features."""
 
     train: str | list[str]
     """labelled SHARDS of the gallery, whose images are ranked"""
     val: str | list[str] | None = None
     """labelled SHARDS of the queries; default: every image of --train, with all others as its gallery"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
 class Retrieval(NamedTuple):
@@ -73,29 +61,30 @@ class Retrieval(NamedTuple):
 def retrieve(
     gallery: LabelledFeatures,
     val: LabelledFeatures | None,
-    accelerator: Accelerator | None = None,
+    *,
+    device: torch.device | None = None,
     cells: int = CELLS,
 ) -> Retrieval:
     """Return the mean average precision. Call this function on all processes.
 
-    The computation is in float32 on the accelerator's device.
+    The computation is in float32.
 
     Args:
         gallery: features (N, D) and labels (N,) of this process's part of the gallery.
         val: this process's part of the queries. None selects the gallery itself, without the query.
-        accelerator: accelerator of all processes. None selects a single process on the device of the features.
+        device: device of the computation. None selects the device of the features.
         cells: largest number of similarities to compute at a time.
 
     Raises:
         EvaluationError: no query has a relevant image.
     """
-    device = gallery.features.device if accelerator is None else accelerator.device
+    device = device or gallery.features.device
     parts = [len(labels) for labels in all_gather(gallery.labels)]
     bank = F.normalize(gallery.features.to(device).float(), dim=1)  # (N, D)
     labels, start = gallery.labels.to(device), sum(parts[: rank()])
     found, seen = [], 0
     with torch.autocast(device.type, enabled=False), full_float32():
-        for query, target in queries(val or gallery, max(cells // sum(parts), 1), device, accelerator):
+        for query, target in queries(val or gallery, max(cells // sum(parts), 1), device):
             similarity = (query @ bank.T).mul_(STEPS).round_()  # (Q, N)
             relevant = labels == target[:, None]  # (Q, N)
             if val is None:
@@ -141,22 +130,18 @@ def _at_least(values: Tensor, thresholds: Tensor) -> Tensor:
     return values.shape[1] - torch.searchsorted(values, thresholds)
 
 
-def run(settings: RetrievalSettings) -> None:
-    """Compute the mean average precision, print the result and write it to a file."""
-    accelerate = make_accelerator()
-    check_output(settings.output)
-    found = labelled_features(settings, settings.train, settings.val, accelerate)
-    retrieval = retrieve(found.train, None if settings.val is None else found.val, accelerate)
-    facts = described(settings, found, accelerate)
-    if not accelerate.is_main_process:
-        return
+def score(settings: RetrievalSettings, data: LabelledData, accelerator: Accelerator) -> Result:
+    """Return the mean average precision of the queries in `data.val`, or of `data.train` without the query itself."""
+    found = retrieve(data.train, None if settings.val is None else data.val, device=accelerator.device)
     protocol = "retrieval, leave one out" if settings.val is None else "retrieval"
-    result: dict[str, Any] = {"protocol": protocol, **retrieval._asdict()}
-    evaluation = Evaluation("retrieval", found.file, settings.val or settings.train, settings.output)
-    report(evaluation, result | facts, ["queries", "left out", "mAP"], [[*retrieval[1:], retrieval[0]]])
+    row = [found.queries, found.left_out, found.mean_average_precision]
+    return Result({"protocol": protocol, **found._asdict()}, ["queries", "left out", "mAP"], [row])
+
+
+def run(settings: RetrievalSettings) -> dict[str, Any]:
+    """Compute the mean average precision, print it and write it to a file. Return the result; see `evaluate`."""
+    return evaluate("retrieval", settings, score)
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(RetrievalSettings))
+    main(RetrievalSettings, run)

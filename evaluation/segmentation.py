@@ -9,16 +9,8 @@ trained: by AdamW, with a linear warm-up and then a linear decay to 0. The confu
 gives the IoU of each class, correct / (pixels of the class + pixels predicted as the class - correct), and their mean.
 
 Every training step encodes new images, and no features are kept, so that the memory does not depend on the number of
-images. A run of several processes computes what one process computes, up to rounding.
-
-There are four differences from DINOv2, whose linear evaluation uses mmsegmentation:
-
-- An image of `--val` is resized to a square and encoded once. DINOv2 slides a window over the image, which keeps its
-  aspect ratio, and scores the map in its own size. Here, all images weigh the same.
-- A training crop is a random box with 25 to 100 % of the image's area, resized to the square. DINOv2 resizes the image
-  by a factor of 0.5 to 2, and cuts a square.
-- Colours are not changed.
-- The length is given in epochs. 32 epochs of 16 images are the 40,000 steps of DINOv2 on ADE20K's 20,210 images.
+images. A run of several processes computes what one process computes, up to rounding. docs/evaluation.md lists the
+differences from DINOv2's own evaluation.
 
 Shape letters: b images of this process in a step, D features per token, h x w tokens and S x S pixels of an image, K
 classes that are not ignored.
@@ -26,13 +18,13 @@ classes that are not ignored.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.data.augment import Share, to_model_input
 from tessera.data.batches import Batches
@@ -41,31 +33,31 @@ from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import Reader, ShardError, ShardList, open_shards
+from tessera.data.shards import Reader, ShardError, ShardList
 from tessera.data.shards.tar import MAP
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
+from tessera.evaluation.command import main
 from tessera.evaluation.features import (
     EncoderSettings,
     EvaluationError,
     check_total,
     encoding,
+    full_float32,
     input_size,
     load_encoder,
     single_view,
 )
-from tessera.evaluation.labelled import full_float32
-from tessera.evaluation.overlap import check_contents, check_disjoint
-from tessera.evaluation.results import Evaluation, check_output, report
-from tessera.evaluation.segmentation_head import Head, backward, resized
-from tessera.runtime import streams
+from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.evaluation.splits import open_splits
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
-from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
-from tessera.runtime.settings import parse
 
 WARMUP = 1500 / 40_000
 """Share of the steps in which the learning rate rises, as in DINOv2."""
+RISE, EPSILON = 0.1, 1e-5
+"""Momentum of the running mean and variance, and epsilon, of torch's batch norm."""
 
 
 class SegmentationSettings(EncoderSettings):
@@ -98,17 +90,6 @@ class SegmentationSettings(EncoderSettings):
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
-class Scores(NamedTuple):
-    """Quality of a segmentation."""
-
-    mean_iou: float
-    """Mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction."""
-    pixel_accuracy: float
-    """Share of the pixels with the right class, without ignored pixels."""
-    iou: list[float | None]
-    """IoU of each class (K), or None for a class that neither occurs nor is predicted."""
-
-
 def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
     """Return the tokens of normalised images on their grid: (b, C, S, S) -> (b, D, h, w) float32.
 
@@ -119,6 +100,84 @@ def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
         features = encoder(images)
     rows, columns = features.grids[0].tolist()  # all images have one size
     return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
+
+
+class Head(nn.Module):
+    """Batch norm and 1 x 1 convolution: tokens (b, D, h, w) -> logits (b, K, h, w).
+
+    In training mode, the mean and the variance are those of the tokens of all processes. The tokens must not need a
+    gradient.
+    """
+
+    def __init__(self, dim: int, classes: int, seed: int) -> None:
+        """
+        Args:
+            dim: width D of the tokens.
+            classes: number of classes K.
+            seed: seed of the initial weights, which have the standard deviation 0.01.
+        """
+        super().__init__()
+        self.norm = nn.BatchNorm2d(dim, EPSILON)
+        self.classifier = nn.Conv2d(dim, classes, 1)
+        weight = 0.01 * torch.randn(classes, dim, 1, 1, generator=torch.Generator().manual_seed(seed))
+        self.classifier.load_state_dict({"weight": weight, "bias": torch.zeros(classes)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each token: (b, D, h, w) -> (b, K, h, w)."""
+        norm = self.norm
+        mean, variance = norm.running_mean, norm.running_var
+        if self.training:
+            mean, variance = self._update(tokens)
+        return self.classifier(F.batch_norm(tokens, mean, variance, norm.weight, norm.bias, eps=EPSILON))
+
+    @torch.no_grad()
+    def _update(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance (D,) of the tokens of all processes, and update the running values."""
+        x = tokens.double()
+        count = all_reduce_sum(torch.tensor(x.numel() / x.shape[1], dtype=torch.float64, device=x.device))
+        mean = all_reduce_sum(x.sum((0, 2, 3))) / count  # (D,)
+        variance = all_reduce_sum((x - mean[:, None, None]).square().sum((0, 2, 3))) / count  # (D,)
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        for running, new in ((self.norm.running_mean, mean), (self.norm.running_var, unbiased)):
+            assert running is not None
+            running.lerp_(new.to(running.dtype), RISE)
+        return mean.to(tokens.dtype), variance.to(tokens.dtype)
+
+
+def resized(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize logits bilinearly: (b, K, h, w) -> (b, K, *size).
+
+    The result is that of `F.interpolate(logits, size, mode="bilinear")`. Matrix products replace that function, because
+    its gradient on a GPU depends on the order of additions.
+    """
+    rows, columns = (
+        F.interpolate(torch.eye(side, device=logits.device)[None], length, mode="linear")[0]  # (side, length)
+        for side, length in zip(logits.shape[2:], size, strict=True)
+    )
+    return rows.T @ logits @ columns
+
+
+def backward(logits: Tensor, targets: Tensor) -> None:
+    """Compute the gradients of the mean cross-entropy over all pixels of all processes that are not ignored.
+
+    The logits are resized for one image at a time, which bounds the memory.
+
+    Args:
+        logits: logits (b, K, h, w) of this process's images.
+        targets: class of each pixel (b, S, S) int64, or 255 for ignored pixels.
+    """
+    pixels = all_reduce_sum((targets != IGNORED).sum()).clamp(min=1)
+    leaf = logits.detach().requires_grad_()
+    for image, target in zip(leaf.split(1), targets.split(1), strict=True):
+        (cross_entropy(resized(image, (target.shape[1], target.shape[2])), target) / pixels).backward()
+    logits.backward(leaf.grad)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropy over the pixels that are not ignored: (b, K, S, S), (b, S, S) -> ()."""
+    seen = targets != IGNORED
+    own = logits.gather(1, torch.where(seen, targets, 0)[:, None]).squeeze(1)  # (b, S, S)
+    return (logits.logsumexp(1) - own).masked_fill(~seen, 0).sum()
 
 
 def train_head(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, settings: SegmentationSettings) -> None:
@@ -184,20 +243,33 @@ def confusion(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, p
     return all_reduce_sum(counts).view(classes, classes), int(all_reduce_sum(torch.tensor(images)))
 
 
-def scores(matrix: Tensor) -> Scores:
-    """Return the scores of a confusion matrix (K, K), whose rows are the true classes.
+def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
+    """Return the entries of the result file for a confusion matrix (K, K), whose rows are the true classes.
+
+    `mean_iou` is the mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction.
+    `pixel_accuracy` is the share of the pixels with the right class, without ignored pixels. The IoU of a class that
+    neither occurs nor is predicted is None.
+
+    Args:
+        matrix: confusion matrix.
+        values: value of each class in the maps (K), by which `per_class` is keyed.
 
     Raises:
         EvaluationError: no pixel was counted.
     """
     if not int(matrix.sum()):
         raise EvaluationError("--val has no pixel that is scored. Check the maps with `tessera check_shards`.")
-    correct = matrix.diagonal().double()
-    union = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
+    correct, pixels = matrix.diagonal().double(), matrix.sum(1)
+    union = matrix.sum(0) + pixels - matrix.diagonal()
     iou = correct / union  # NaN for a class without any pixel
-    known = union > 0
-    values = [float(value) if there else None for value, there in zip(iou, known, strict=True)]
-    return Scores(float(iou[known].mean()), float(correct.sum() / matrix.sum()), values)
+    rows = zip(values, iou.tolist(), pixels.tolist(), union.tolist(), strict=True)
+    return {
+        "mean_iou": float(iou[union > 0].mean()),
+        "pixel_accuracy": float(correct.sum() / matrix.sum()),
+        "protocol": "linear segmentation",
+        "classes": len(values),
+        "per_class": {str(value): {"iou": one if seen else None, "pixels": n} for value, one, n, seen in rows},
+    }
 
 
 def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int:
@@ -208,13 +280,10 @@ def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int
     Raises:
         ShardError: a map is missing or damaged.
     """
-    reader, ends = Reader(opened), np.cumsum(opened.counts)
-    numbers = range(accelerator.process_index, opened.images, accelerator.num_processes)
-    found = -1
-    shown = track(numbers, f"classes of --{name}", total=len(numbers), shown=accelerator.is_main_process)
-    for number in shown:
-        shard = int(np.searchsorted(ends, number, side="right"))
-        sample = number - int(ends[shard] - opened.counts[shard])
+    reader, found = Reader(opened), -1
+    places = [(shard, sample) for shard, count in enumerate(opened.counts) for sample in range(count)]
+    own = places[accelerator.process_index :: accelerator.num_processes]
+    for shard, sample in track(own, f"classes of --{name}", total=len(own), shown=accelerator.is_main_process):
         encoded = reader.map(shard, sample)
         try:
             values = decode_map(encoded)
@@ -285,61 +354,52 @@ def training_set(
         raise EvaluationError(str(error)) from error
 
 
-def run(settings: SegmentationSettings) -> None:
-    """Train the head, compute the mean IoU, print the result and write it to a file."""
-    accelerate = make_accelerator()
+def run(settings: SegmentationSettings) -> dict[str, Any]:
+    """Train the head, compute the mean IoU, print the result and write it to a file.
+
+    Return what the file holds, or an empty dictionary on processes other than the main process.
+    """
+    accelerator = make_accelerator()
     check_output(settings.output)
-    check_disjoint(settings.train, settings.val, settings.source)
-    train, val = (
-        open_shards(shards, source=settings.source, progress=accelerate.is_main_process)
-        for shards in (settings.train, settings.val)
-    )
-    check_contents(train, val)
+    train, val = open_splits(settings.train, settings.val, settings.source, accelerator)
     encoder, file = load_encoder(settings)
-    encoder.to(accelerate.device).requires_grad_(False)
+    encoder.to(accelerator.device).requires_grad_(False)
     size = input_size(encoder, settings.image_size)
-    values = count_values(train, val, settings.classes, accelerate)
-    numbers = class_numbers(values, settings.ignore).to(accelerate.device)
-    workers = free_cores(accelerate.num_processes) if settings.workers is None else settings.workers
+    values = count_values(train, val, settings.classes, accelerator)
+    numbers = class_numbers(values, settings.ignore).to(accelerator.device)
+    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
     reading = Reading(workers, source=settings.source, preprocessing=encoder.preprocessing, maps=values)
-    training = training_set(train, settings, size, reading, accelerate)
+    training = training_set(train, settings, size, reading, accelerator)
     test = evaluation_batches(
         val,
         WholeImage(size),
-        max(settings.batch_size // accelerate.num_processes, 1),
-        part=(accelerate.process_index, accelerate.num_processes),
+        max(settings.batch_size // accelerator.num_processes, 1),
+        part=(accelerator.process_index, accelerator.num_processes),
         labels=False,
         reading=reading,
     )
     for batches in (training, test):
         check_total(batches.total)
-    blank = torch.zeros(1, encoder.channels, size, size, device=accelerate.device)
+    blank = torch.zeros(1, encoder.channels, size, size, device=accelerator.device)
     width = patch_tokens(encoder, blank, settings.precision).shape[1]
-    classes = int((numbers != IGNORED).sum())
-    head = Head(width, classes, settings.seed).to(accelerate.device)
+    kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
+    head = Head(width, len(kept), settings.seed).to(accelerator.device)
     with full_float32():
         train_head(head, encoder, training, numbers, settings)
         matrix, images = confusion(head, encoder, test, numbers, settings.precision)
-    if accelerate.is_main_process:
-        facts = {"image_size": size, "steps": len(training), "processes": accelerate.num_processes}
-        result = describe(scores(matrix), matrix, numbers) | {"train_images": training.total, "val_images": images}
-        result["checkpoint"] = str(file or settings.checkpoint)
-        result["settings"] = settings.model_dump(mode="json") | facts
-        row = [classes, result["pixel_accuracy"], result["mean_iou"]]
-        columns = ["classes", "pixel accuracy", "mean IoU"]
-        report(Evaluation("segmentation", file, settings.val, settings.output), result, columns, [row])
-
-
-def describe(found: Scores, matrix: Tensor, numbers: Tensor) -> dict[str, Any]:
-    """Return the entries of the result file for the scores. `per_class` is keyed by the values of the maps."""
-    values = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
-    pixels = matrix.sum(1).tolist()
-    per_class = {str(value): {"iou": found.iou[row], "pixels": pixels[row]} for row, value in enumerate(values)}
-    result = {"mean_iou": found.mean_iou, "pixel_accuracy": found.pixel_accuracy, "protocol": "linear segmentation"}
-    return result | {"classes": len(values), "per_class": per_class}
+    if not accelerator.is_main_process:
+        return {}
+    facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}
+    result = scores(matrix, kept) | {
+        "train_images": training.total,
+        "val_images": images,
+        "checkpoint": str(file or settings.checkpoint),
+        "settings": settings.model_dump(mode="json") | facts,
+    }
+    evaluation = Evaluation("segmentation", file, settings.val, settings.output)
+    row = [len(kept), result["pixel_accuracy"], result["mean_iou"]]
+    return write_result(evaluation, result, ["classes", "pixel accuracy", "mean IoU"], [row])
 
 
 if __name__ == "__main__":
-    streams.protect()
-    with exit_on_user_error():
-        run(parse(SegmentationSettings))
+    main(SegmentationSettings, run)

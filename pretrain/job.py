@@ -23,10 +23,8 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.loop import Run, train
 from tessera.pretrain.methods.base import Method
-from tessera.pretrain.monitoring.accuracy import Accuracy, write_result
-from tessera.pretrain.monitoring.machine import record_start
-from tessera.pretrain.monitoring.metrics import Recorder
-from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
+from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.preflight import Plan, report
 from tessera.pretrain.resolve import Prepared, make_accelerator, prepare
@@ -229,7 +227,7 @@ def finish_run(run: Run) -> None:
     evaluation, scores = run.config.evaluation, Scores(run.state.scores)
     if run.method.supervised:
         if scores.history:
-            write_result(run.config, run.output, scores)
+            write_accuracy(run.config, run.output, scores)
         print(f"encoder: {paths}")
         return
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val

@@ -25,10 +25,10 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.monitoring import pictures, verdict
-from tessera.pretrain.monitoring.accuracy import Accuracy, accuracy_line
 from tessera.pretrain.monitoring.collapse import CollapseAlarm
-from tessera.pretrain.monitoring.metrics import Progress, Recorder
-from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
+from tessera.pretrain.monitoring.progress import Progress
+from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
 from tessera.pretrain.optim.running_statistics import StepStatistics
 from tessera.runtime import preemption
@@ -338,7 +338,7 @@ def _classify(run: Run, evaluation: Accuracy) -> dict[str, float]:
     scores = verdict.Scores(run.state.scores)
     scores.add(run.state.step, found)
     scores.memory["last"] = found
-    log.info("%s", accuracy_line(scores, found))
+    log.info("%s", verdict.accuracy_line(scores, found))
     return found
 
 
@@ -357,7 +357,7 @@ def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: Col
 
 def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
     if run.recorder:
-        run.recorder.pictures(shown, run.state.step)
+        run.recorder.pictures(run.state.step, shown)
 
 
 def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:

@@ -25,14 +25,7 @@ from tessera.data.resample import cut
 from tessera.data.shards import open_shards
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
-from tessera.evaluation.features import (
-    Extraction,
-    LabelledFeatures,
-    extract,
-    input_size,
-    resize_size,
-    resolve_checkpoint,
-)
+from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from tessera.pretrain import job
 from tessera.pretrain.command_line import from_values
 from tessera.runtime import preemption
@@ -108,8 +101,13 @@ def load(path: str | Path) -> Encoder:
     return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
 
 
-def embed(encoder: Encoder, data: Any, extraction: Extraction | None = None) -> LabelledFeatures:
+def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
     """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Labels are -1 without labels.
+
+    Args:
+        encoder: encoder of the images.
+        data: SHARDS of the images.
+        options: arguments of `evaluation.features.extract`, such as `batch_size`.
 
     Raises:
         ShardError: the shards cannot be read.
@@ -117,8 +115,8 @@ def embed(encoder: Encoder, data: Any, extraction: Extraction | None = None) -> 
     """
     accelerator = make_accelerator()
     shards = open_shards(data)
-    extraction = extraction or Extraction(labels=shards.all_labelled())
-    return extract(encoder.to(accelerator.device), shards, accelerator, extraction)
+    options = {"labels": shards.all_labelled()} | options
+    return extract(encoder.to(accelerator.device), shards, accelerator, **options)
 
 
 def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:

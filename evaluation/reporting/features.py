@@ -6,7 +6,7 @@ the shown images, h x w grid of tokens, S x S pixels.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
 from tessera.data.shards import ShardError, ShardList, class_names, open_shards
 from tessera.encoders import EncoderError
-from tessera.encoders.base import Encoder, Preprocessing
+from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
     EvaluationError,
     FeatureSettings,
@@ -33,30 +33,15 @@ from tessera.evaluation.features import (
     resize_size,
     single_view,
 )
-from tessera.evaluation.reporting.runs import Run
+from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.results import data_name
+from tessera.evaluation.token_colours import common_colours, principal_components
 from tessera.runtime.settings import validate
 
 TILE = 64
 """Largest side in pixels of a shown image. Larger images are shrunk."""
 BATCH = 64
 """Number of images per forward pass."""
-COMMON = 16
-"""Side of the grid on which the tokens of two encoders are compared, in cells."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the pictures that need the encoders."""
-
-    images: int = 6
-    """Number of shown images (Q)."""
-    neighbours: int = 5
-    """Number of neighbours per image."""
-    bank: int = 2000
-    """Maximum number of images in which neighbours are searched (N)."""
-    val: str | list[str] | None = None
-    """SHARDS of the images. None selects the validation shards of each run."""
 
 
 class Tile(NamedTuple):
@@ -68,25 +53,17 @@ class Tile(NamedTuple):
     """Name of the class, or an empty string."""
 
 
-class Row(NamedTuple):
-    """A shown image with its nearest neighbours, the nearest first."""
-
-    query: Tile
-    neighbours: list[Tile]
-
-
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """Pictures of the features of one run."""
 
     run: str
-    rows: list[Row]
+    rows: list[list[Tile]]
+    """Shown images, each with its nearest neighbours behind it, the nearest first."""
     tokens: list[np.ndarray]
     """Colours of the tokens of each shown image, (h, w, 3) uint8."""
 
 
-@dataclass
-class Group:
+class Group(NamedTuple):
     """Runs that were given the same images."""
 
     shards: str
@@ -96,30 +73,31 @@ class Group:
     seen: list[Seen]
 
 
-class _Encoded(NamedTuple):
-    """Output of one encoder."""
-
-    run: str
-    features: Tensor
-    """L2-normalised features of the bank, (N, D)."""
-    queries: list[int]
-    """Rows of the shown images in the bank."""
-    tiles: list[Tile]
-    """The images of the bank (N)."""
-    projected: Tensor
-    """First three principal components of the tokens of the shown images, (Q, 3, h, w)."""
-
-
-def examine(runs: Sequence[Run], options: Options, accelerator: Accelerator) -> tuple[list[Group], list[str]]:
+def examine(
+    runs: Sequence[RunFolder],
+    accelerator: Accelerator,
+    *,
+    val: str | list[str] | None = None,
+    images: int = 6,
+    neighbours: int = 5,
+    bank: int = 2000,
+) -> tuple[list[Group], list[str]]:
     """Encode validation images with the encoders of all runs, on one process.
 
     Return one group for each set of images, and sentences about the runs that are left out.
+
+    Args:
+        runs: runs to show.
+        accelerator: accelerator of the process.
+        val: SHARDS of the images. None selects the validation shards of each run.
+        images: number of shown images (Q).
+        neighbours: number of neighbours per image.
+        bank: maximum number of images in which neighbours are searched (N).
     """
-    by_shards: dict[str, list[Run]] = {}
+    by_shards: dict[str, list[RunFolder]] = {}
     problems = []
     for run in runs:
-        shards = options.val or run.settings.get("evaluation.val")
-        if shards:
+        if shards := val or run.settings.get("evaluation.val"):
             by_shards.setdefault(json.dumps(shards), []).append(run)
         else:
             problems.append(f"{run.name}: neighbours are not shown, because the run has no evaluation.val. Give --val.")
@@ -128,25 +106,23 @@ def examine(runs: Sequence[Run], options: Options, accelerator: Accelerator) -> 
         shards = json.loads(key)
         try:
             opened = open_shards(shards, progress=False)
-            labelled = opened.all_labelled()
-            names = class_names(opened) if labelled else None
+            opened = replace(opened, classes=class_names(opened) if opened.all_labelled() else None)
         except ShardError as error:
             problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {error}")
             continue
-        opened = replace(opened, classes=names)
-        encoded = []
+        encoded: dict[str, _Encoded] = {}
         for run in some:
             try:
-                encoded.append(_encode(run, opened, labelled, options, accelerator))
+                encoded[run.name] = _encode(run, opened, images, bank, accelerator)
             except (EvaluationError, EncoderError, ShardError) as error:
                 problems.append(f"{run.name}: neighbours are not shown. {error}")
         if encoded:
-            maps = common_colours([one.projected for one in encoded])
+            colours_of_runs = common_colours([one.projected for one in encoded.values()])
             seen = [
-                Seen(one.run, _neighbours(one, options.neighbours), [_bytes(image) for image in map_])
-                for one, map_ in zip(encoded, maps, strict=True)
+                Seen(name, _neighbours(one, neighbours), [_bytes(image) for image in tokens])
+                for (name, one), tokens in zip(encoded.items(), colours_of_runs, strict=True)
             ]
-            groups.append(Group(data_name(shards), len(encoded[0].tiles), seen))
+            groups.append(Group(data_name(shards), len(next(iter(encoded.values())).tiles), seen))
     return groups, problems
 
 
@@ -158,9 +134,22 @@ def evenly_spaced(count: int, total: int) -> np.ndarray:
     return np.linspace(0, total - 1, min(count, total)).round().astype(np.int64)
 
 
+class _Encoded(NamedTuple):
+    """Output of one encoder."""
+
+    features: Tensor
+    """L2-normalised features of the bank, (N, D)."""
+    tiles: list[Tile]
+    """The images of the bank (N)."""
+    queries: list[int]
+    """Rows of the shown images in the bank (Q)."""
+    projected: Tensor
+    """First three principal components of the tokens of the shown images, (Q, 3, h, w)."""
+
+
 @torch.inference_mode()
-def _encode(run: Run, opened: ShardList, labelled: bool, options: Options, accelerator: Accelerator) -> _Encoded:
-    """Encode the images of the bank.
+def _encode(run: RunFolder, opened: ShardList, images: int, bank: int, accelerator: Accelerator) -> _Encoded:
+    """Encode the images of the bank, and project the tokens of the shown images.
 
     Raises:
         EvaluationError: the run has no encoder, or no image can be decoded.
@@ -169,9 +158,9 @@ def _encode(run: Run, opened: ShardList, labelled: bool, options: Options, accel
     encoder.to(accelerator.device)
     size = input_size(encoder, None)
     crop = CenterCrop(size, resize=resize_size(size, None))
-    dataset = EvaluationDataset(opened, crop, labelled, Decoding(encoder.preprocessing.channels))
+    dataset = EvaluationDataset(opened, crop, opened.all_labelled(), Decoding(encoder.preprocessing.channels))
     collator = Collator(crop, BATCH, encoder.preprocessing)
-    numbers = evenly_spaced(options.bank, opened.images)
+    numbers = evenly_spaced(bank, opened.images)
     features: list[Tensor] = []
     tiles: list[Tile] = []
     used: list[int] = []  # indices of the images that are not corrupt
@@ -188,10 +177,10 @@ def _encode(run: Run, opened: ShardList, labelled: bool, options: Options, accel
         tiles += _tiles(view, labels, encoder.preprocessing, opened.classes)
     if not features:
         raise EvaluationError("No image of the validation shards can be decoded. Check them with data.check_shards.")
-    queries = evenly_spaced(options.images, len(tiles))
+    queries = evenly_spaced(images, len(tiles)).tolist()
     batch = collator(dataset.__getitems__([used[query] for query in queries]))
     shown = single_view(to_model_input(batch.to(accelerator.device)))  # (Q, C, S, S)
-    return _Encoded(run.name, torch.cat(features), queries.tolist(), tiles, principal_components(encoder, shown))
+    return _Encoded(torch.cat(features), tiles, queries, principal_components(encoder, shown))
 
 
 def _tiles(
@@ -208,50 +197,10 @@ def _bytes(image: np.ndarray) -> np.ndarray:
     return (image * 255).round().astype(np.uint8)
 
 
-def _neighbours(encoded: _Encoded, count: int) -> list[Row]:
-    """Return the shown images with their nearest neighbours by cosine similarity. An image is not its own neighbour."""
+def _neighbours(encoded: _Encoded, count: int) -> list[list[Tile]]:
+    """Return the shown images, each with its nearest neighbours by cosine similarity behind it. An image is not its own
+    neighbour."""
     similarity = encoded.features[encoded.queries] @ encoded.features.T  # (Q, N)
-    similarity[torch.arange(len(encoded.queries)), encoded.queries] = -torch.inf
-    nearest = similarity.topk(min(count, similarity.shape[1] - 1), dim=1).indices.tolist()
-    return [
-        Row(encoded.tiles[query], [encoded.tiles[number] for number in numbers])
-        for query, numbers in zip(encoded.queries, nearest, strict=True)
-    ]
-
-
-@torch.inference_mode()
-def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
-    """Return the first three principal components of the tokens of all images, each with unit variance.
-
-    (Q, C, S, S) -> (Q, 3, h, w) float64. The components of tokens that are all alike are 0.
-    """
-    features = encoder(images)
-    rows, columns = features.grids[0].tolist()
-    tokens = features.tokens.double().cpu()  # (T, D)
-    left, values, _ = torch.linalg.svd(tokens - tokens.mean(0), full_matrices=False)
-    kept = left[:, :3] * (values[:3] > 1e-9 * max(values[0].item(), 1e-30)) * len(tokens) ** 0.5
-    kept = F.pad(kept, (0, 3 - kept.shape[1]))  # (T, 3)
-    return kept.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)
-
-
-def common_colours(projected: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
-
-    The axes of a principal component analysis are arbitrary for each encoder. The components of every encoder are
-    therefore rotated or reflected so that they are nearest to those of the first encoder at the same places of the
-    same images (orthogonal Procrustes problem, Schoenemann 1966). A rotation keeps all distances between tokens.
-    """
-    flat = [_common_grid(one) for one in projected]  # (Q * COMMON**2, 3) each
-    turned = []
-    for one, points in zip(projected, flat, strict=True):
-        left, _, right = torch.linalg.svd(points.T @ flat[0])
-        turned.append(torch.einsum("qchw,cd->qhwd", one, left @ right))  # (Q, h, w, 3)
-    reference = turned[0].flatten(0, 2)
-    low, high = reference.quantile(0.02, dim=0), reference.quantile(0.98, dim=0)
-    return [((one - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).numpy() for one in turned]
-
-
-def _common_grid(projected: Tensor) -> Tensor:
-    """Resample the tokens of an encoder to the common grid: (Q, 3, h, w) -> (Q * COMMON**2, 3)."""
-    resampled = F.interpolate(projected, size=(COMMON, COMMON), mode="bilinear", align_corners=False)
-    return resampled.permute(0, 2, 3, 1).flatten(0, 2)
+    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # comes first
+    nearest = similarity.topk(min(count + 1, similarity.shape[1]), dim=1).indices.tolist()
+    return [[encoded.tiles[number] for number in numbers] for numbers in nearest]

@@ -1,6 +1,6 @@
 """Read run folders: settings, metrics, results of evaluations, pictures and hardware.
 
-A file that is missing or damaged does not stop the reader. `Run.problems` says what could not be read.
+A file that is missing or damaged does not stop the reader. `RunFolder.problems` says what could not be read.
 """
 
 import json
@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tessera.encoders import WEIGHTS
+from tessera.evaluation.results import data_name
 from tessera.runtime.errors import UserError
 from tessera.runtime.settings import SettingsError, flattened, read_yaml
 
-SCORES = ("top1", "mean_iou", "mean_average_precision")
-"""Keys of a result file that can hold the score of the evaluation, from 0 to 1. The first key of this list counts."""
-SCORE_NAMES = {"top1": "top-1", "mean_iou": "mIoU", "mean_average_precision": "mAP"}
+SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)"}
+"""Keys of a result file that can hold the score of the evaluation, from 0 to 1, with the text that follows the name of
+the protocol. The first key of this list counts."""
+ONLINE = {
+    "knn_top1": ("evaluation.k", "{}-NN in training"),
+    "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training"),
+}
+"""Metrics that are scores of evaluations during training: the setting that its name contains, and its name."""
 
 
 class ReportError(UserError, ValueError):
@@ -25,21 +31,7 @@ class ReportError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Result:
-    """Result of one evaluation of one encoder."""
-
-    name: str
-    """Protocol and data set, such as `20-NN, cifar10-test`."""
-    step: int | None
-    """Number of optimizer steps of the encoder. None if the file does not name it."""
-    score: float
-    """Score from 0 to 1."""
-    time: str
-    """End of the evaluation as ISO 8601 text, or an empty string if the file does not name it."""
-
-
-@dataclass(frozen=True)
-class Run:
+class RunFolder:
     """A run folder as far as it could be read."""
 
     name: str
@@ -49,8 +41,9 @@ class Run:
     """Settings of config.yaml with dotted names."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Lines of metrics.jsonl, in the order of the steps."""
-    results: list[Result] = field(default_factory=list)
-    """Results of evaluations, oldest first."""
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Scores (0 to 1) of result files and of evaluations during training, by the name of the evaluation and by the
+    step. The name consists of protocol and data set, such as `20-NN, cifar10-test`."""
     pictures: dict[str, Path] = field(default_factory=dict)
     """Newest pictures by name."""
     machines: list[dict[str, Any]] = field(default_factory=list)
@@ -92,18 +85,14 @@ class Run:
         """Return the values of a metric by step. Steps without a finite value are left out."""
         return {int(r["step"]): r[metric] for r in self.records if is_number(r.get(metric))}
 
-    def scores(self, name: str) -> dict[int, float]:
-        """Return the scores of one evaluation by step. If a step was evaluated several times, the newest counts.
-
-        A score without a step belongs to the newest step of the run.
-        """
-        found = {
-            self.last_step if one.step is None else one.step: one.score for one in self.results if one.name == name
-        }
-        return dict(sorted(found.items()))
+    def online_name(self, metric: str) -> str:
+        """Return the name of the evaluation during training to which a metric of `ONLINE` belongs."""
+        setting, name = ONLINE[metric]
+        val = self.settings.get("evaluation.val")
+        return name.format(self.settings.get(setting, "?")) + (f", {data_name(val)}" if val else "")
 
 
-def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
+def read_runs(folders: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]]:
     """Read run folders, and folders of run folders. Return the runs, and sentences about folders without a run.
 
     Raises:
@@ -135,16 +124,14 @@ def is_run(folder: Path) -> bool:
 
 def short_names(folders: Sequence[Path]) -> list[str]:
     """Return the last parts of each path, as many as are needed so that the names differ."""
-    longest = max(len(folder.parts) for folder in folders)
-    for count in range(1, longest + 1):
-        names = ["/".join(folder.parts[-count:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
+    count = 1
+    while len({folder.parts[-count:] for folder in folders}) < len(folders):
+        count += 1
+    return ["/".join(folder.parts[-count:]) for folder in folders]
 
 
-def read_run(folder: Path, name: str) -> Run:
-    """Read one run folder. Missing and damaged files become sentences in `Run.problems`."""
+def read_run(folder: Path, name: str) -> RunFolder:
+    """Read one run folder. Missing and damaged files become sentences in `RunFolder.problems`."""
     problems: list[str] = []
     settings: dict[str, Any] = {}
     try:
@@ -154,16 +141,22 @@ def read_run(folder: Path, name: str) -> Run:
     records = [line for line in read_lines(folder / "metrics.jsonl", problems) if is_number(line.get("step"))]
     if not records:
         problems.append(f"{folder / 'metrics.jsonl'} holds no metrics, so no curve is shown.")
-    return Run(
+    run = RunFolder(
         name=name,
         folder=folder,
         settings=settings,
         records=sorted(records, key=lambda record: record["step"]),
-        results=sorted(read_results(folder, problems), key=lambda one: one.time),
         pictures={path.stem: path for path in sorted((folder / "pictures").glob("*.png"))},
         machines=list(read_lines(folder / "machine.jsonl", problems)),
         problems=problems,
     )
+    found: dict[str, dict[int, float]] = {}
+    for _, evaluation, step, score in sorted(read_results(folder, problems), key=lambda result: result[0]):
+        # a score without a step belongs to the newest step of the run; of several scores of a step, the newest counts
+        found.setdefault(evaluation, {})[run.last_step if step is None else step] = score
+    found |= {run.online_name(metric): curve for metric in ONLINE if (curve := run.curve(metric))}
+    run.scores.update({evaluation: dict(sorted(curve.items())) for evaluation, curve in found.items()})
+    return run
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
@@ -188,8 +181,12 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
             problems.append(f"Line {number} of {path} is not a JSON object. The line is left out.")
 
 
-def read_results(folder: Path, problems: list[str]) -> Iterator[Result]:
-    """Yield the results in the JSON files below RUN/evaluation. A damaged file adds a sentence to `problems`."""
+def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, int | None, float]]:
+    """Yield time, name, step and score of the results in the JSON files below RUN/evaluation.
+
+    The time is ISO 8601 text, or an empty string if the file does not name it, and the step is None if the file does
+    not name it. A damaged file adds a sentence to `problems`.
+    """
     for path in sorted((folder / "evaluation").rglob("*.json")):
         if path.with_suffix(WEIGHTS.removeprefix("encoder")).exists():
             continue  # describes an encoder that an evaluation keeps
@@ -200,30 +197,14 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[Result]:
         except (OSError, ValueError) as error:
             problems.append(f"{path} is not a JSON file: {error}. The result is left out.")
             continue
-        key = next(
-            (key for key in SCORES if isinstance(found, dict) and isinstance(found.get(key), (int, float))), None
-        )
+        found = found if isinstance(found, dict) else {}
+        key = next((key for key in SCORES if isinstance(found.get(key), (int, float))), None)
         if key is None:
             problems.append(f"{path} holds none of the scores {', '.join(SCORES)}. The result is left out.")
             continue
-        yield Result(
-            name=", ".join(filter(None, [_protocol(found, path, key), _data(found)])),
-            step=_step(found, path),
-            score=float(found[key]),
-            time=str(found.get("time", "")),
-        )
-
-
-def _protocol(found: dict[str, Any], path: Path, key: str) -> str:
-    """Return the protocol of a result, with the kind of score if this is not the accuracy."""
-    protocol = str(found.get("protocol") or found.get("evaluation") or path.stem)
-    return protocol if key == "top1" else f"{protocol} ({SCORE_NAMES[key]})"
-
-
-def _data(found: dict[str, Any]) -> str:
-    """Return the short name of the data set of a result, or an empty string if the file does not hold one."""
-    data = found.get("data")
-    return data if isinstance(data, str) else ""
+        protocol, data = str(found.get("protocol") or found.get("evaluation") or path.stem), found.get("data")
+        name = protocol + SCORES[key] + (f", {data}" if data and isinstance(data, str) else "")
+        yield str(found.get("time", "")), name, _step(found, path), float(found[key])
 
 
 def _step(found: dict[str, Any], path: Path) -> int | None:

@@ -7,7 +7,7 @@ import csv
 import datetime
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from tessera.evaluation.reporting.runs import ReportError, Run
-from tessera.evaluation.results import data_name
+from tessera.evaluation.reporting.runs import ReportError, RunFolder
 
 IRRELEVANT = (
     "workers",
@@ -60,12 +59,18 @@ class Column:
         """Number of runs that have a value."""
         return sum(cell.value is not None for cell in self.cells)
 
+    @property
+    def best(self) -> float | None:
+        """Best value of the runs. None if fewer than two runs have values."""
+        values = [cell.value for cell in self.cells if cell.value is not None]
+        return (min if self.ascending else max)(values) if len(values) > 1 else None
+
 
 @dataclass(frozen=True)
 class Table:
     """Columns of the table. The rows are in the order of `runs`, best first."""
 
-    runs: list[Run]
+    runs: list[RunFolder]
     columns: list[Column]
     sorted_by: str | None
     """Title of the column by which the rows are sorted. None if no run has a result."""
@@ -81,7 +86,7 @@ class Table:
         return [[column.cells[row].text for column in self.columns] for row in range(len(self.runs))]
 
 
-def make_table(runs: Sequence[Run], sort: str | None = None) -> Table:
+def make_table(runs: Sequence[RunFolder], sort: str | None = None) -> Table:
     """Return the table of some runs, best first.
 
     The rows are sorted by the result that most runs have. Runs without this result come last, in the given order.
@@ -91,125 +96,81 @@ def make_table(runs: Sequence[Run], sort: str | None = None) -> Table:
         sort: title of the column to sort by instead.
 
     Raises:
-        ReportError: no column has the title `sort`.
+        ReportError: no column with numbers has the title `sort`.
     """
-    columns = [Column("run", "run", [Cell(run.name) for run in runs])]
-    columns += evaluation_columns(runs) + training_columns(runs)
-    columns += fact_columns(runs) + setting_columns(runs)
-    chosen = _sort_column(columns, sort)
-    order = list(range(len(runs)))
-    if chosen:
-        order.sort(key=lambda row: _sort_key(chosen, chosen.cells[row].value))
-    sorted_columns = [
-        Column(c.title, c.kind, [c.cells[row] for row in order], c.follows_method, c.ascending) for c in columns
-    ]
-    return Table([runs[row] for row in order], sorted_columns, chosen.title if chosen else None)
+    columns = {column.title: column for column in make_columns(runs) if column.count}
+    if sort is not None and sort not in columns:
+        raise ReportError(f"No column with numbers has the heading {sort!r}. Choose one of: {'; '.join(columns)}.")
+    chosen = columns[sort] if sort else next((one for one in columns.values() if one.kind == "result"), None)
+    if chosen is None:
+        return Table(list(runs), make_columns(runs), None)
+    values = [cell.value for cell in chosen.cells]
+    sign = 1 if chosen.ascending else -1
+    order = sorted(range(len(runs)), key=lambda row: (values[row] is None, sign * (values[row] or 0.0)))
+    ordered = [runs[row] for row in order]
+    return Table(ordered, make_columns(ordered), chosen.title)
 
 
-def _sort_column(columns: Sequence[Column], sort: str | None) -> Column | None:
-    if sort is not None:
-        titles = [column.title for column in columns if column.count]
-        if sort not in titles:
-            raise ReportError(f"No column with numbers has the heading {sort!r}. Choose one of: {'; '.join(titles)}.")
-        return next(column for column in columns if column.title == sort)
-    results = [column for column in columns if column.kind == "result"]
-    return max(results, key=lambda column: column.count, default=None)
+def make_columns(runs: Sequence[RunFolder]) -> list[Column]:
+    """Return the columns: names, scores and loss, facts about the training, and settings that differ."""
+    names = Column("run", "run", [Cell(run.name) for run in runs])
+    return [names, *score_columns(runs), *fact_columns(runs), *setting_columns(runs)]
 
 
-def _sort_key(column: Column, value: float | None) -> tuple[bool, float]:
-    return (value is None, 0.0 if value is None else value if column.ascending else -value)
+def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
+    """Return a column for each evaluation, with the score of the newest step. Evaluations of most runs come first.
 
-
-def evaluation_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return a column for each evaluation, with the score of the newest step. Evaluations of most runs come first."""
-    names = dict.fromkeys(result.name for run in runs for result in run.results)
+    If the untrained encoder was evaluated, a second column has its score.
+    """
     columns = []
-    for name in names:
+    evaluations = dict.fromkeys(name for run in runs for name in run.scores)
+    for name in sorted(evaluations, key=lambda name: -sum(name in run.scores for run in runs)):
         columns.append(Column(f"{name}, %", "result", [_newest(run, name) for run in runs]))
-    return sorted(columns, key=lambda column: -column.count)
+        if any(0 in run.scores.get(name, {}) for run in runs):
+            first = [_percent(run.scores.get(name, {}).get(0)) for run in runs]
+            columns.append(Column(f"{name}, at step 0, %", "fact", first))
+    return columns
 
 
-def _newest(run: Run, name: str) -> Cell:
+def _newest(run: RunFolder, name: str) -> Cell:
     """Return the newest score of an evaluation, with its step if the run has gone on since."""
-    scores = run.scores(name)
-    if not scores:
+    if name not in run.scores:
         return Cell()
-    step, score = list(scores.items())[-1]
-    cell = percent(score)
+    step, score = list(run.scores[name].items())[-1]
+    cell = _percent(score)
     return cell._replace(text=f"{cell.text} (step {step})") if step < run.last_step else cell
 
 
-def training_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return columns with the newest values of the metrics of training: accuracies of evaluations, and loss.
+def _percent(score: float | None) -> Cell:
+    return Cell() if score is None else Cell(f"{100 * score:.2f}", score)
 
-    Accuracies on different images, or with another protocol, are in different columns.
-    """
-    columns = []
-    for name, _, curves in online_evaluations(runs):
-        last = [percent(list(curve.values())[-1]) if curve else Cell() for curve in curves]
-        first = [percent(curve[0]) if 0 in curve else Cell() for curve in curves]
-        columns.append(Column(f"{name}, %", "result", last))
-        columns.append(Column(f"{name}, at step 0, %", "fact", first))
+
+def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
+    """Return columns with the newest loss, and with how far a run is, how long it took, and on which device."""
     losses = [list(run.curve("loss").values())[-1:] for run in runs]
-    cells = [Cell(f"{loss[0]:.4f}", loss[0]) if loss else Cell() for loss in losses]
-    columns.append(Column("loss", "fact", cells, ascending=True))
-    return [column for column in columns if column.count]
-
-
-class OnlineEvaluation(NamedTuple):
-    """Accuracies of one evaluation during training."""
-
-    title: str
-    """Name of the evaluation. It names the images if the runs were evaluated in several ways."""
-    metric: str
-    """Name of the metric in metrics.jsonl."""
-    curves: list[dict[int, float]]
-    """Accuracies of each run by step. Empty for a run that lacks this evaluation."""
-
-
-def online_evaluations(runs: Sequence[Run]) -> list[OnlineEvaluation]:
-    """Return the evaluations during training.
-
-    Accuracies on images of another name, of another number of neighbours, or of another number of iterations, belong
-    to different evaluations.
-    """
-    found = []
-    for metric, setting, name in (
-        ("knn_top1", "evaluation.k", "{}-NN in training"),
-        ("linear_top1", "evaluation.linear_iterations", "linear probe of {} iterations in training"),
-    ):
-        curves = [run.curve(metric) for run in runs]
-        kinds = [(run.settings.get(setting), data_name(run.settings.get("evaluation.val") or "")) for run in runs]
-        different = list(dict.fromkeys(kind for kind, curve in zip(kinds, curves, strict=True) if curve))
-        for number, shards in different:
-            title = name.format("k" if number is None else number) + (f", {shards}" if len(different) > 1 else "")
-            of_kind = [c if kind == (number, shards) else {} for kind, c in zip(kinds, curves, strict=True)]
-            found.append(OnlineEvaluation(title, metric, of_kind))
-    return found
-
-
-def percent(score: float) -> Cell:
-    """Return the cell of a score from 0 to 1."""
-    return Cell(f"{100 * score:.2f}", score)
-
-
-def fact_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return columns that say how far a run is, how long it took, and on which device."""
     totals = ["" if run.finished else f" of {run.settings.get('steps', '?')}" for run in runs]
-    steps = [Cell(f"{run.last_step}{total}", run.last_step) for run, total in zip(runs, totals, strict=True)]
     devices = [str(run.machines[-1].get("device", MISSING)) if run.machines else MISSING for run in runs]
-    durations = [run.training_seconds for run in runs]
-    times = [Cell(str(datetime.timedelta(seconds=round(one))), one) if one else Cell() for one in durations]
+    times = [run.training_seconds for run in runs]
     columns = [
-        Column("steps done", "fact", steps),
-        Column("training, h:mm:ss", "fact", times, ascending=True),
+        Column("loss", "fact", [Cell(f"{one[0]:.4f}", one[0]) if one else Cell() for one in losses], ascending=True),
+        Column(
+            "steps done",
+            "fact",
+            [Cell(f"{run.last_step}{total}", run.last_step) for run, total in zip(runs, totals, strict=True)],
+        ),
+        Column(
+            "training, h:mm:ss",
+            "fact",
+            [Cell(str(datetime.timedelta(seconds=round(one))), one) if one else Cell() for one in times],
+            ascending=True,
+        ),
     ]
     if len(set(devices)) > 1:
         columns.append(Column("device", "fact", [Cell(device) for device in devices]))
     return columns
 
 
-def setting_columns(runs: Sequence[Run]) -> list[Column]:
+def setting_columns(runs: Sequence[RunFolder]) -> list[Column]:
     """Return a column for each setting that differs between two runs. The settings of other methods do not count."""
     columns = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
@@ -245,20 +206,20 @@ def _number(text: str | None) -> float | None:
 
 def print_table(table: Table, console: Console) -> None:
     """Print the table. If it is too wide for the terminal, print the runs as columns."""
-    wide = _rich_table(table.titles, table.rows, lambda column: table.columns[column].count > 0)
+    wide = _rich_table(table.titles, table.rows, ["right" if one.count else "left" for one in table.columns])
     unlimited = console.options.update(width=10**6)
     if wide.__rich_measure__(console, unlimited).maximum <= console.width:
         console.print(wide)
         return
-    columns = [list(column) for column in zip(table.titles, *table.rows, strict=True)]
-    console.print(_rich_table(columns[0], columns[1:], lambda _: False))
+    titles, *rows = zip(table.titles, *table.rows, strict=True)
+    console.print(_rich_table(titles, rows, ["left"] * len(titles)))
 
 
-def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Callable[[int], bool]) -> RichTable:
-    """Return a table for the terminal. `right` says which columns hold numbers."""
+def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[Any]) -> RichTable:
+    """Return a table for the terminal. `sides` are the sides to which the columns are aligned."""
     shown = RichTable()
-    for number, title in enumerate(titles):
-        shown.add_column(escape(title), justify="right" if right(number) else "left", overflow="fold")
+    for title, side in zip(titles, sides, strict=True):
+        shown.add_column(escape(title), justify=side, overflow="fold")
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown

@@ -115,17 +115,13 @@ class CollapseAlarm:
 
         The keys are kinds of collapse, and the values are messages.
         """
-        return {**method_signs, **self._rank_sign(record.get("feature_rank"))}
-
-    def _rank_sign(self, rank: float | None) -> dict[str, str]:
-        if rank is None or math.isnan(rank):
-            return {}
+        signs, rank = dict(method_signs), record.get("feature_rank", math.nan)
+        largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)  # unchanged by NaN
         if rank == 0:
-            return {
-                "identical": "all images have the same features. Look at pictures/crops.png: all images may be black "
-                f"or equal. {self.rank_hint}".rstrip()
-            }
-        largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)
-        if rank >= self.config.min_rank * largest:
-            return {}
-        return {"rank": f"the features' effective rank fell from {largest:.1f} to {rank:.1f}. {self.rank_hint}"}
+            signs["identical"] = (
+                "all images have the same features. Look at pictures/crops.png: all images may be black or equal. "
+                f"{self.rank_hint}".rstrip()
+            )
+        elif rank < self.config.min_rank * largest:
+            signs["rank"] = f"the features' effective rank fell from {largest:.1f} to {rank:.1f}. {self.rank_hint}"
+        return signs

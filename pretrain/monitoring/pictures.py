@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tessera.data.pictures import colours, grid, resized
 from tessera.encoders.base import Encoder
+from tessera.evaluation.token_colours import common_colours, principal_components
 
 
 @torch.no_grad()
@@ -37,23 +38,13 @@ def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray |
 def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
     """Show each image above the first three principal components of its tokens as red, green and blue.
 
-    The components are computed from the tokens of all images together. The sign of each component is fixed, so that a
-    picture can be reproduced.
+    The components are computed from the tokens of all images together.
 
     Args:
         encoder: encoder in eval mode.
         images: (N, C, H, W), normalised with `encoder.preprocessing`.
     """
-    features = encoder(images)
-    rows, columns = features.grids[0].tolist()
-    tokens = features.tokens.double()  # (N * h * w, D)
-    centred = tokens - tokens.mean(0)
-    _, _, components = torch.linalg.svd(centred, full_matrices=False)
-    components = components[:3]
-    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
-    projected = centred @ (components * largest.sign()).T  # (N * h * w, 3)
-    low, high = projected.quantile(0.02, dim=0), projected.quantile(0.98, dim=0)
-    components_rgb = ((projected - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).float()
-    maps = components_rgb.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)  # (N, 3, h, w)
+    (tokens,) = common_colours([principal_components(encoder, images)])  # (N, h, w, 3)
+    maps = torch.from_numpy(tokens).float().to(images.device).permute(0, 3, 1, 2)  # (N, 3, h, w)
     maps = F.interpolate(maps, size=(side, side), mode="nearest")
     return grid(torch.stack([resized(colours(images, encoder.preprocessing), side), maps], dim=0))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["warming up", "learning", "levelled off", "flat", "falling", "collapsing"]
 RECENT = 3
@@ -12,14 +12,18 @@ ADVISED = ("flat", "falling", "collapsing")
 """Outcomes after which the verdict also names settings to try."""
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Accuracy at one evaluation, by k-NN or by a classifier."""
 
     step: int
     """Number of steps done."""
     accuracy: float
     """Accuracy from 0 to 1."""
+
+    @property
+    def when(self) -> str:
+        """Time of the evaluation in words."""
+        return "before training" if self.step == 0 else f"step {self.step}"
 
 
 @dataclass
@@ -32,17 +36,22 @@ class Scores:
     @property
     def history(self) -> list[Score]:
         """Accuracies of the encoder, oldest first. The first one belongs to the encoder before training."""
-        return [Score(int(step), accuracy) for step, accuracy in self.memory.get("history", [])]
+        return [Score(*score) for score in self.memory.get("history", [])]
+
+    @property
+    def linear(self) -> list[Score]:
+        """Accuracies of the linear probe, oldest first."""
+        return [Score(*score) for score in self.memory.get("linear", [])]
+
+    @property
+    def best(self) -> Score:
+        """Evaluation with the highest accuracy."""
+        return max(self.history, key=lambda score: score.accuracy)
 
     @property
     def pixels(self) -> float | None:
         """k-NN accuracy with raw pixels as features, or None if it was not measured."""
         return self.memory.get("pixels")
-
-    @property
-    def linear(self) -> list[Score]:
-        """Accuracies of the linear probe, oldest first."""
-        return [Score(int(step), accuracy) for step, accuracy in self.memory.get("linear", [])]
 
     @property
     def newest(self) -> dict[str, float]:
@@ -53,8 +62,7 @@ class Scores:
         """Add the accuracies of an evaluation: `knn_top1` and, if measured, `linear_top1` and `knn_pixels`; or
         `val_top1`."""
         accuracy = record["knn_top1"] if "knn_top1" in record else record["val_top1"]
-        accuracies = {name: value for name, value in record.items() if name.endswith("_top1")}
-        self.memory["newest"] = {"step": step} | accuracies
+        self.memory["newest"] = {"step": step} | {name: x for name, x in record.items() if name.endswith("_top1")}
         self.memory.setdefault("history", []).append([step, accuracy])
         if "linear_top1" in record:
             self.memory.setdefault("linear", []).append([step, record["linear_top1"]])
@@ -109,8 +117,7 @@ def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Map
 def baselines(scores: Scores) -> str:
     """Return as text the accuracies with which to compare a score: before training, and of the raw pixels."""
     first = scores.history[0]
-    when = "before training" if first.step == 0 else f"step {first.step}"
-    text = f"{when} {100 * first.accuracy:.1f} %"
+    text = f"{first.when} {100 * first.accuracy:.1f} %"
     return text if scores.pixels is None else f"{text}, raw pixels {100 * scores.pixels:.1f} %"
 
 
@@ -124,10 +131,7 @@ def linear(scores: Scores) -> str:
         return ""
     first, now = found[0], found[-1]
     text = f", linear probe {100 * now.accuracy:.1f} %"
-    if first.step == now.step:
-        return text
-    when = "before training" if first.step == 0 else f"step {first.step}"
-    return f"{text} ({when} {100 * first.accuracy:.1f} %)"
+    return text if first.step == now.step else f"{text} ({first.when} {100 * first.accuracy:.1f} %)"
 
 
 def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[str]) -> str:
@@ -149,9 +153,16 @@ def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[
     elif len(history) > 1:
         before = history[-2]
         text += f", {100 * (now.accuracy - before.accuracy):+.1f} points since step {before.step}"
-    best = max(history, key=lambda score: score.accuracy)
     if found == "falling":
+        best = scores.best
         text += f", best {100 * best.accuracy:.1f} % at step {best.step}"
     if found in ADVISED:
         text += ". " + " ".join(advice)
     return text
+
+
+def accuracy_line(scores: Scores, record: dict[str, Any]) -> str:
+    """Return the accuracies of one evaluation as one line, beside the best accuracy so far."""
+    best, step = scores.best, scores.history[-1].step
+    text = f"step {step}: top-1 {100 * record['val_top1']:.1f} %, top-5 {100 * record['val_top5']:.1f} %"
+    return f"{text} (best top-1 {100 * best.accuracy:.1f} % at step {best.step})"

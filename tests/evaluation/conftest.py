@@ -1,12 +1,65 @@
-"""Small labelled shards, and a cache of their own."""
+"""Small labelled shards with a cache of their own, features of digits, encoders, and oracles of several tests."""
 
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor
+
+from tessera import encoders
+from tessera.encoders.base import Encoder, Features
+from tessera.evaluation.features import LabelledFeatures
+from tests.pretrain.small import on_processes
+
+FAMILIES = ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"]
+
+
+def save_encoder(path: Path, variant: str = "vit_micro", seed: int = 0, **settings: Any) -> str:
+    """Write an encoder with random weights, and return the path."""
+    torch.manual_seed(seed)
+    encoders.save(encoders.build(variant, **settings), path)
+    return str(path)
+
+
+def knn_oracle(k: int) -> KNeighborsClassifier:
+    """Return the weighted k-NN classifier of DINO."""
+    votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731
+    return KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=votes)
+
+
+def run_on_two_processes(port: int, run: Callable[[Any], object], *settings: Any) -> None:
+    """Call the function `run` of a command with each of `settings`, on the two processes of one launch."""
+    on_processes(_call, port, run, settings)
+
+
+def _call(rank: int, run: Callable[[Any], object], settings: tuple[Any, ...]) -> None:
+    for one in settings:
+        run(one)
+
+
+class Known(Encoder):
+    """Gives the tokens (N, T, D) and the attention (N, heads, T, T) that it was made with, for patches of 4 pixels."""
+
+    cls_token = True
+    stride = 4
+
+    def __init__(self, tokens: Tensor, attention: Tensor | None = None) -> None:
+        super().__init__()
+        self.tokens, self.attention = tokens, attention
+
+    def forward(self, images: Any, mask: object = None, *, drop: bool = False) -> Features:
+        return Features(self.tokens[:, 0], self.tokens.flatten(0, 1), self.grids(images))
+
+    def last_attention(self, images: Tensor) -> Tensor | None:
+        return self.attention
 
 
 def write_shard(path: Path, images: np.ndarray, labels: list[int] | None, prefix: str = "image") -> Path:
@@ -29,6 +82,15 @@ def cache(tmp_path_factory):
     patch.setenv("TESSERA_CACHE", str(tmp_path_factory.mktemp("cache")))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def digits() -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Pixels of scikit-learn's digits as features: 1,200 to train on, and 597 to score."""
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
+    keys = [f"digits.tar/{i}" for i in range(1200)]
+    return LabelledFeatures(images[:1200], labels[:1200], keys), LabelledFeatures(images[1200:], labels[1200:])
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,21 @@
 import json
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 
-from tessera import encoders
 from tessera.evaluation import few_shot
-from tessera.evaluation.features import LabelledFeatures
 from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
-from tests.pretrain.small import on_processes
+from tessera.runtime.settings import validate
+from tests.evaluation.conftest import FAMILIES, knn_oracle, run_on_two_processes, save_encoder
 
 
-def settings(**changed):
-    return FewShotSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
+def settings(**changed: Any) -> FewShotSettings:
+    return validate(FewShotSettings, {"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 
 def test_every_class_gives_its_share_and_at_least_one_image():
@@ -43,14 +41,6 @@ def test_the_draw_depends_on_the_names_the_seed_and_the_draw():
         assert len(chosen(keys, labels, **other) & first) < 20  # 5 of 50 by chance
 
 
-@pytest.fixture(scope="module")
-def digits():
-    images, labels = load_digits(return_X_y=True)
-    images, labels = torch.from_numpy(images).float(), torch.from_numpy(labels)
-    keys = [f"digits.tar/{i}" for i in range(1200)]
-    return LabelledFeatures(images[:1200], labels[:1200], keys), LabelledFeatures(images[1200:], labels[1200:])
-
-
 def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
     train, val = digits
     rows = few_shot.few_shot(train, val, settings(shares=[1, 10, 100], draws=2, seed=3))
@@ -70,10 +60,7 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
         expected = {"knn": [], "logistic_regression": []}
         for draw in range(row["draws"]):
             mask = drawn(*places_in_class(train.keys, train.labels, 3, draw), row["share"]).numpy()
-            knn = KNeighborsClassifier(
-                row["k"], metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07)
-            )
-            expected["knn"].append(knn.fit(x[mask], y[mask]).score(z, answers))
+            expected["knn"].append(knn_oracle(row["k"]).fit(x[mask], y[mask]).score(z, answers))
             with threadpool_limits(1):
                 linear = LogisticRegression(C=400, fit_intercept=False, tol=1e-8, max_iter=5000)
                 expected["logistic_regression"].append(linear.fit(scaled(x[mask]), y[mask]).score(scaled(z), answers))
@@ -87,14 +74,12 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
     assert rows[0]["knn"]["top1_std"] > 0
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(shards, tmp_path, variant):
-    torch.manual_seed(0)
-    path = tmp_path / f"{variant}.safetensors"
-    encoders.save(encoders.build(variant), path)
+    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
     run(
         settings(
-            checkpoint=str(path),
+            checkpoint=path,
             train=str(shards / "train-{0..1}.tar"),
             val=str(shards / "val-0.tar"),
             shares=[10, 100],
@@ -108,15 +93,11 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
     assert found["settings"]["strength"] == 0.0025
 
 
-def _run(rank, options):
-    run(FewShotSettings(**options))
-
-
 @pytest.mark.medium
 def test_two_processes_give_the_same(shards, tmp_path, free_port):
     options = {"checkpoint": "pixels", "image_size": 16, "workers": 0, "shares": [10, 30, 100]}
     options |= {"train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
-    on_processes(_run, free_port, options | {"output": str(tmp_path / "two.json")})
+    run_on_two_processes(free_port, run, FewShotSettings(**options, output=str(tmp_path / "two.json")))
     run(FewShotSettings(**options, output=str(tmp_path / "one.json")))
     two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
     assert two["settings"]["processes"] == 2

@@ -1,28 +1,21 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.neighbors import KNeighborsClassifier
 
-from tessera import encoders
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
-from tessera.evaluation.knn import KNNProtocol, KNNSettings, _nearest, _unpack, knn_accuracy, run
+from tessera.evaluation.knn import KNNSettings, _nearest, _unpack, knn_accuracy, run
 from tessera.runtime.processes import exit_on_user_error
+from tests.evaluation.conftest import knn_oracle, save_encoder
+from tests.launched import ROOT
 
-ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
 
 
 def accuracy(train, train_labels, val, val_labels, **protocol):
-    return knn_accuracy(
-        LabelledFeatures(train, train_labels), LabelledFeatures(val, val_labels), KNNProtocol(**protocol)
-    )
+    return knn_accuracy(LabelledFeatures(train, train_labels), LabelledFeatures(val, val_labels), **protocol)
 
 
 def made_up(seed=0, bank=1300, scored=151, dim=12, classes=7):
@@ -33,14 +26,13 @@ def made_up(seed=0, bank=1300, scored=151, dim=12, classes=7):
     return [torch.from_numpy(x).float() for x in features], [torch.from_numpy(y) for y in labels]
 
 
-@pytest.mark.parametrize(("queries", "chunk"), [(1000, 2000), (40, 64), (7, 3), (90, 640)])
-def test_accuracy_is_that_of_scikit_learn_for_any_chunks(queries, chunk):
+@pytest.mark.parametrize(("pass_size", "chunk"), [(1000, 2000), (40, 64), (7, 3), (90, 640)])
+def test_accuracy_is_that_of_scikit_learn_for_any_chunks(pass_size, chunk):
     (train, val), (train_labels, val_labels) = made_up()
-    found = accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), queries=queries, chunk=chunk)
+    found = accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), pass_size=pass_size, chunk=chunk)
     assert list(found) == [1, 20, 5]
     for k, (top1, top5) in found.items():
-        oracle = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07))
-        chances = oracle.fit(train.double().numpy(), train_labels.numpy()).predict_proba(val.double().numpy())
+        chances = knn_oracle(k).fit(train.double().numpy(), train_labels.numpy()).predict_proba(val.double().numpy())
         right = chances[np.arange(len(val)), val_labels.numpy()]
         ahead = (chances > right[:, None]).sum(1)
         assert top1 == np.mean((ahead < 1) & (right > 0))
@@ -122,17 +114,17 @@ def test_what_cannot_be_scored_is_refused():
 def result(shards, tmp_path_factory):
     """A saved encoder, and its result by one process."""
     folder = tmp_path_factory.mktemp("run")
-    encoders.save(encoders.build("vit_micro", depth=2), folder / "vit.safetensors")
+    encoder = save_encoder(folder / "vit.safetensors", depth=2)
     run(
         KNNSettings(
-            checkpoint=str(folder / "vit.safetensors"),
+            checkpoint=encoder,
             train=str(shards / "train-{0..1}.tar"),
             val=str(shards / "val-*.tar"),
             k=[3, 20, 25, 200],
             workers=0,
         )
     )
-    return folder / "vit.safetensors", json.loads(next(folder.glob("vit-knn-*.json")).read_text())
+    return encoder, json.loads(next(folder.glob("vit-knn-*.json")).read_text())
 
 
 def test_command_writes_every_k_and_setting(result):
@@ -148,17 +140,13 @@ def test_command_writes_every_k_and_setting(result):
 
 
 @pytest.mark.medium
-def test_two_processes_give_the_same(result, shards, tmp_path):
+def test_two_processes_give_the_same(result, shards, tmp_path, launch):
     encoder, expected = result
-    launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = ["evaluation/knn.py", "--checkpoint", str(encoder), "--output", str(tmp_path / "two.json")]
-    command += ["--train", str(shards / "train-{0..1}.tar"), "--val", str(shards / "val-*.tar")]
-    command += ["--k", "3,20,25,200", "--workers", "0", "--batch_size", "5"]
-    done = subprocess.run(
-        launch + command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+    flags = ["--checkpoint", encoder, "--output", str(tmp_path / "two.json"), "--k", "3,20,25,200", "--workers", "0"]
+    flags += ["--train", str(shards / "train-{0..1}.tar"), "--val", str(shards / "val-*.tar"), "--batch_size", "5"]
+    started = launch(flags, 2, ROOT / "evaluation" / "knn.py")
+    said = started.wait()
+    assert started.process.returncode == 0, said
     found = json.loads((tmp_path / "two.json").read_text())
     assert found["settings"]["processes"] == 2
     same = ("top1", "top5", "k", "k_left_out", "train_images", "val_images", "classes")
@@ -177,7 +165,7 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "tessera.evaluation.labelled.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at")
+            "tessera.evaluation.command.extract", lambda *_, **__: pytest.fail("encoded before labels were looked at")
         )
         assert "label" in fails(val=str(shards / "bare-0.tar"))
     assert "step-9" in fails(checkpoint=str(tmp_path / "step-9"))

@@ -1,57 +1,60 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
+from torch import nn
 
 from tessera import encoders
 from tessera.data.collate import collate
-from tessera.evaluation.features import EvaluationError, LabelledFeatures
-from tessera.evaluation.linear_probe import EpochCrop, LastBlocks, ProbeSettings, head_inputs, held_out, probe, run
+from tessera.evaluation.features import EvaluationError, LabelledFeatures, normaliser
+from tessera.evaluation.linear_probe import (
+    EpochCrop,
+    Heads,
+    LastBlocks,
+    ProbeSettings,
+    accuracy,
+    epoch_order,
+    head_inputs,
+    held_out,
+    probe,
+    run,
+    train_heads,
+)
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import validate
+from tests.evaluation.conftest import save_encoder
+from tests.launched import ROOT
 
-ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
-def settings(**changed):
-    return ProbeSettings(**{"checkpoint": "x", "train": "x", "val": "x"} | changed)
-
-
-@pytest.fixture(scope="module")
-def digits():
-    images, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(images).float() / 16
-    labels = torch.from_numpy(labels)
-    keys = [f"digits.tar/{i}" for i in range(1200)]
-    return LabelledFeatures(images[:1200], labels[:1200], keys), LabelledFeatures(images[1200:], labels[1200:])
+def settings(**changed: Any) -> ProbeSettings:
+    return validate(ProbeSettings, {"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 
 def test_accuracy_of_digits_is_that_of_logistic_regression(digits):
     train, val = digits
-    found = probe(train, val, settings(epochs=40, rates=[0.001, 0.1, 1.0], augment=False), 64, None)
+    found = probe(train, val, settings(epochs=40, rates=[0.001, 0.1, 1.0], augment=False), 64)
     with threadpool_limits(1):  # its threads wait for each other on busy cores
         oracle = LogisticRegression(max_iter=500).fit(train.features.numpy(), train.labels.numpy())
     expected = oracle.score(val.features.numpy(), val.labels.numpy())
     assert abs(found["top1"] - expected) < 0.02
     assert found["chosen"]["rate"] > 0.001
     assert found["top1"] > found["all"][0]["top1"] + 0.05
-    assert (found["train_images"], found["val_images"], found["classes"]) == (1200, 597, 10)
     assert 90 < found["holdout_images"] < 150
 
 
 def test_the_scored_set_chooses_nothing(digits):
     train, val = digits
     options = settings(epochs=2, rates=[1e-4, 0.05, 0.5], augment=False)
-    honest = probe(train, val, options, 64, None)
+    honest = probe(train, val, options, 64)
     wrong = LabelledFeatures(val.features, (val.labels + 1) % 10)
-    shuffled = probe(train, wrong, options, 64, None)
+    shuffled = probe(train, wrong, options, 64)
     assert shuffled["chosen"]["rate"] == honest["chosen"]["rate"]
     assert [row["holdout_top1"] for row in shuffled["all"]] == [row["holdout_top1"] for row in honest["all"]]
     assert max(row["holdout_top1"] for row in honest["all"]) == honest["chosen"]["holdout_top1"]
@@ -61,9 +64,9 @@ def test_the_scored_set_chooses_nothing(digits):
 def test_a_choice_needs_images_to_choose_by(digits):
     train, val = digits
     with pytest.raises(EvaluationError, match="holds out 0 of 1200"):
-        probe(train, val, settings(holdout=0.0), 64, None)
+        probe(train, val, settings(holdout=0.0), 64)
     single = settings(holdout=0.0, rates=[0.1], epochs=1)
-    assert probe(train, val, single, 64, None)["holdout_images"] == 0
+    assert probe(train, val, single, 64)["holdout_images"] == 0
 
 
 def test_held_out_samples_depend_on_their_names_alone():
@@ -111,32 +114,119 @@ def test_crops_change_with_the_epoch_and_nothing_else():
         assert not torch.equal(crop(0, 3, 8), crop(*other))
 
 
+def made_up(images=90, dim=10, classes=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (images,), generator=generator)
+    centres = torch.randn(classes, dim, generator=generator)
+    return LabelledFeatures(centres[labels] + torch.randn(images, dim, generator=generator), labels)
+
+
+def train(heads, part, mask=None, epochs=3, batch_size=32):
+    mask = torch.ones(len(part.labels), dtype=torch.bool) if mask is None else mask
+    groups = [(heads, mask)]
+    train_heads(lambda _: part, [len(mask)], groups, settings(epochs=epochs, head_batch_size=batch_size, seed=5))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_rate_is_trained_as_alone_by_torch(masked):
+    part, rates, columns, epochs = made_up(), [0.01, 1.0, 5.0], slice(2, 9), 3
+    mask = torch.arange(90) % 4 > 0 if masked else torch.ones(90, dtype=torch.bool)
+    heads = Heads(columns, 4, rates, seed=1, device=CPU)
+    start = heads.weight.clone()
+    train([heads], part, mask, epochs)
+    for number, rate in enumerate(rates):
+        layer = nn.Linear(7, 4).double()
+        with torch.no_grad():
+            layer.weight.copy_(start[number, :-1].T)
+            layer.bias.zero_()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=rate * 32 / 256, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * s / 9)))
+        for epoch in range(epochs):
+            places = epoch_order(90, epoch, 5)
+            for batch in (places[:32], places[32:64], places[64:]):
+                batch = batch[mask[batch]]
+                logits = layer(part.features[batch, columns].double())
+                nn.functional.cross_entropy(logits, part.labels[batch]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        expected = torch.cat([layer.weight.T, layer.bias[None]]).detach().float()
+        torch.testing.assert_close(heads.weight[number], expected, atol=1e-4, rtol=1e-4)
+        assert (heads.weight[number] - start[number]).abs().max() > 1e-3
+
+
+def test_what_the_mask_leaves_out_is_never_seen():
+    part = made_up()
+    mask = torch.arange(90) % 3 > 0
+    weights = []
+    for shift in (0.0, 100.0):
+        heads = Heads(slice(0, 10), 4, [0.5], seed=0, device=CPU)
+        changed = LabelledFeatures(part.features + shift * ~mask[:, None], (part.labels + int(shift) * ~mask) % 4)
+        train([heads], changed, mask)
+        weights.append(heads.weight)
+    assert torch.equal(*weights)
+
+
+def test_initial_weights_are_small_equal_and_without_bias():
+    heads = Heads(slice(0, 400), 50, [0.1, 0.2], seed=3, device=CPU)
+    assert torch.equal(heads.weight[0], heads.weight[1])
+    assert heads.weight[0, :-1].std().item() == pytest.approx(0.01, rel=0.02)
+    assert not heads.weight[:, -1].any()
+    assert not torch.equal(heads.weight, Heads(slice(0, 400), 50, [0.1, 0.2], seed=4, device=CPU).weight)
+
+
+def test_every_epoch_is_another_permutation():
+    epochs = [epoch_order(50, epoch, 0) for epoch in range(3)]
+    assert all(torch.equal(e.sort().values, torch.arange(50)) for e in epochs)
+    assert not torch.equal(epochs[0], epochs[1])
+    assert not torch.equal(epochs[0], epoch_order(50, 0, 1))
+    assert torch.equal(epochs[2], epoch_order(50, 2, 0))
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_accuracy_counts_for_each_rate(chunk):
+    part = made_up(classes=8)
+    heads = Heads(slice(0, 10), 8, [0.01, 2.0, math.inf], seed=0, device=CPU)
+    train([heads], part)
+    found = accuracy(heads, part, chunk)
+    logits = part.features @ heads.weight[:2, :-1] + heads.weight[:2, -1:]
+    for row, expected in zip(found[:2], logits, strict=True):
+        ranked = expected.argsort(dim=1, descending=True)
+        assert row[0] == (ranked[:, 0] == part.labels).double().mean()
+        assert row[1] == (ranked[:, :5] == part.labels[:, None]).any(1).double().mean()
+    assert found[1, 0] > found[0, 0]
+    assert found[2].tolist() == [0, 0]  # diverged
+
+
+def test_normaliser_is_batch_norm_over_the_whole_set():
+    features = torch.randn(300, 6, generator=torch.Generator().manual_seed(0)) * 7 + torch.arange(6) * 30
+    features[:, 2] = 4.0  # constant
+    layer = nn.BatchNorm1d(6, affine=False, eps=1e-6)
+    expected = layer(features)
+    torch.testing.assert_close(normaliser(features)(features.clone()), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("encoder") / "vit.safetensors"
-    torch.manual_seed(0)
-    encoders.save(encoders.build("vit_micro", depth=2), path)
-    return path
+    return save_encoder(tmp_path_factory.mktemp("encoder") / "vit.safetensors", depth=2)
 
 
 @pytest.mark.slow
-def test_the_command_is_the_same_with_two_processes(shards, encoder, tmp_path):
-    options = {"checkpoint": encoder, "train": shards / "train-{0..1}.tar", "val": shards / "val-0.tar"}
-    options |= {"blocks": "1,2", "average_pool": "both", "rates": "0.01,1.0", "epochs": 4, "head_batch_size": 8}
-    options |= {"holdout": 0.3, "workers": 0, "batch_size": 6}
-    launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [*launch, "evaluation/linear_probe.py", "--batch_norm", "--output", str(tmp_path / "two.json")]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    strings = {"checkpoint": str(encoder), "train": str(options["train"]), "val": str(options["val"])}
-    lists = {"blocks": [1, 2], "rates": [0.01, 1.0], "batch_norm": True, "output": str(tmp_path / "one.json")}
-    run(ProbeSettings(**options | strings | lists))
+def test_the_command_is_the_same_with_two_processes(shards, encoder, tmp_path, launch):
+    options = {"checkpoint": encoder, "train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
+    options |= {"average_pool": "both", "epochs": 4, "head_batch_size": 8, "holdout": 0.3, "workers": 0}
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    flags += ["--blocks", "1,2", "--rates", "0.01,1.0", "--batch_norm", "--batch_size", "6"]
+    run_ = launch([*flags, "--output", str(tmp_path / "two.json")], 2, ROOT / "evaluation" / "linear_probe.py")
+    said = run_.wait()
+    assert run_.process.returncode == 0, said
+    own = {"blocks": [1, 2], "rates": [0.01, 1.0], "batch_norm": True, "output": str(tmp_path / "one.json")}
+    run(ProbeSettings(**options | own))
     two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
     assert two["settings"]["processes"] == 2
     assert one["settings"]["augment"]
-    same = ("top1", "top5", "chosen", "all", "train_images", "holdout_images", "val_images")
+    assert (one["train_images"], one["val_images"], one["classes"]) == (31, 13, 3)
+    same = ("top1", "top5", "chosen", "all", "train_images", "holdout_images", "val_images", "classes")
     assert {key: two[key] for key in same} == {key: one[key] for key in same}
     assert len(one["all"]) == 8
     assert len({row["top1"] for row in one["all"]}) > 1

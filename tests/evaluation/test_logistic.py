@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
@@ -9,15 +8,15 @@ from tessera.evaluation import logistic
 
 
 @pytest.fixture(scope="module")
-def digits():
-    images, labels = load_digits(return_X_y=True)
-    return logistic.normalised(torch.from_numpy(images).float()), torch.from_numpy(labels)
+def inputs(digits):
+    """Return normalised features of all digits, and their labels."""
+    return logistic.normalised(torch.cat([one.features for one in digits])), torch.cat([one.labels for one in digits])
 
 
 @pytest.mark.parametrize(("images", "strength"), [(30, 0.0025), (300, 0.1), (1200, 0.0025), (1200, 10.0)])
-def test_weights_and_accuracy_are_those_of_scikit_learn(digits, images, strength, monkeypatch):
+def test_weights_and_accuracy_are_those_of_scikit_learn(inputs, images, strength, monkeypatch):
     monkeypatch.setattr(logistic, "CHUNK", 128)
-    x, y = digits
+    x, y = inputs
     found = logistic.fit(x[:images], y[:images], 10, strength, 1000)
     with threadpool_limits(1):  # its threads wait for each other on busy cores
         oracle = LogisticRegression(C=1 / strength, fit_intercept=False, tol=1e-8, max_iter=5000)
@@ -33,16 +32,16 @@ def test_weights_and_accuracy_are_those_of_scikit_learn(digits, images, strength
     assert 0 < found.iterations < 1000
 
 
-def test_the_gradient_of_the_objective_is_zero(digits):
-    x, y = digits
+def test_the_gradient_of_the_objective_is_zero(inputs):
+    x, y = inputs
     weight = logistic.fit(x, y, 10, 1.0, 1000).weight.double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(x.double() @ weight, y, reduction="sum") + weight.square().sum() / 2
     (gradient,) = torch.autograd.grad(loss / len(y), weight)
     assert gradient.abs().max() < 2e-6
 
 
-def test_iterations_are_limited(digits):
-    assert logistic.fit(*digits, 10, 1e-6, 3).iterations == 3
+def test_iterations_are_limited(inputs):
+    assert logistic.fit(*inputs, 10, 1e-6, 3).iterations == 3
 
 
 def test_a_row_loses_its_mean_and_its_length():

@@ -4,12 +4,11 @@ import csv
 from pathlib import Path
 
 import pytest
-import torch
 
-from tessera import encoders
 from tessera.evaluation.report import ReportSettings, run
 from tessera.evaluation.reporting.runs import ReportError
 from tessera.runtime.settings import flags, validate
+from tests.evaluation.conftest import save_encoder
 from tests.evaluation.reporting.made import make_run, record
 
 
@@ -21,9 +20,7 @@ def test_the_files_hold_the_runs(tmp_path: Path, shards: Path, capsys: pytest.Ca
     settings = {"evaluation": {"val": str(shards / "val-0.tar"), "k": 20}}
     for name, accuracy in {"low": 0.2, "high": 0.8}.items():
         folder = make_run(tmp_path / "runs" / name, [record(20, 1.0, knn_top1=accuracy)], **settings)
-        torch.manual_seed(0)
-        encoder = encoders.build("vit_micro", depth=1, dim=24, heads=2, image_size=16)
-        encoders.save(encoder, folder / "encoder.safetensors")
+        save_encoder(folder / "encoder.safetensors", depth=1, dim=24, heads=2, image_size=16)
     with (tmp_path / "runs" / "low" / "metrics.jsonl").open("a") as file:
         file.write("broken\nbroken\n")
     out = tmp_path / "new" / "page.html"
@@ -33,7 +30,7 @@ def test_the_files_hold_the_runs(tmp_path: Path, shards: Path, capsys: pytest.Ca
     )  # fmt: skip
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert [row["run"] for row in rows] == ["high", "low"]
-    assert [row["20-NN in training, %"] for row in rows] == ["80.00", "20.00"]
+    assert [row[f"20-NN in training, {shards.name}-val, %"] for row in rows] == ["80.00", "20.00"]
     assert (tmp_path / "t.md").read_text().splitlines()[2].startswith("| high | 80.00 |")
     printed = " ".join(capsys.readouterr().out.split())
     assert "low: Line 2 of" in printed

@@ -2,33 +2,18 @@ import datetime
 import json
 
 import pytest
-import torch
 
 from tessera import encoders
 from tessera.evaluation.results import (
-    UNRANKED,
     Evaluation,
     ResultError,
     check_output,
     data_name,
-    report,
     result_path,
-    true_class_rank,
+    write_result,
 )
 
 TIME = datetime.datetime(2026, 11, 24, 10, 15, 30, tzinfo=datetime.UTC)
-
-
-def test_rank_counts_better_scores_and_lower_classes_of_a_tie():
-    scores = torch.tensor([[0.1, 0.5, 0.5, 0.2], [3.0, 1.0, 2.0, 0.0]])
-    found = [true_class_rank(scores, torch.tensor([c, c])).tolist() for c in range(4)]
-    assert found == [[3, 0], [0, 2], [1, 1], [2, 3]]
-
-
-def test_a_diverged_classifier_is_not_right_by_accident():
-    nan, inf = torch.nan, torch.inf
-    scores = torch.tensor([[nan, nan, nan], [nan, 0.0, 1.0], [0.0, inf, 1.0]])
-    assert true_class_rank(scores, torch.tensor([0, 2, 0])).tolist() == [UNRANKED, 1, 2]
 
 
 def saved(path, step=None):
@@ -84,7 +69,7 @@ def test_the_name_of_a_data_set_comes_from_its_shards(shards, name):
 
 
 def show(evaluation, top1):
-    report(evaluation, {"top1": top1, "protocol": "20-NN", "val_images": 1234}, ["k", "top-1"], [[20, top1]])
+    write_result(evaluation, {"top1": top1, "protocol": "20-NN", "val_images": 1234}, ["k", "top-1"], [[20, top1]])
 
 
 def test_a_repeated_evaluation_replaces_nothing(run_folder, capsys):
@@ -120,5 +105,5 @@ def test_an_existing_output_is_refused(tmp_path):
 def test_a_failed_write_leaves_no_file(tmp_path):
     evaluation = Evaluation("knn", saved(tmp_path / "vit.safetensors"), "x.tar", None)
     with pytest.raises(TypeError):
-        report(evaluation, {"top1": object(), "protocol": "20-NN", "val_images": 1}, [], [])
+        write_result(evaluation, {"top1": object(), "protocol": "20-NN", "val_images": 1}, [], [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["vit.json", "vit.safetensors"]

@@ -5,11 +5,9 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from tessera import encoders
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
-from tests.evaluation.conftest import write_shard
-from tests.pretrain.small import on_processes
+from tests.evaluation.conftest import FAMILIES, run_on_two_processes, save_encoder, write_shard
 
 
 def made_up(images, seed, dim=6, classes=5):
@@ -79,21 +77,14 @@ def test_a_query_without_a_relevant_image_is_left_out():
         retrieve(alone, None)
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(shards, tmp_path, variant):
-    torch.manual_seed(0)
-    path = tmp_path / f"{variant}.safetensors"
-    encoders.save(encoders.build(variant), path)
-    run(RetrievalSettings(checkpoint=str(path), train=str(shards / "train-{0..1}.tar"), workers=0))
+    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
+    run(RetrievalSettings(checkpoint=path, train=str(shards / "train-{0..1}.tar"), workers=0))
     (file,) = tmp_path.glob(f"{variant}-retrieval-shards*-train-*.json")
     found = json.loads(file.read_text())
     assert (found["queries"], found["left_out"], found["protocol"]) == (31, 0, "retrieval, leave one out")
     assert 0.3 < found["mean_average_precision"] < 1
-
-
-def _run(rank, options):
-    for number, one in enumerate(options):
-        run(RetrievalSettings(**one, output=f"{one['train']}-{number}.json"))
 
 
 @pytest.mark.medium
@@ -104,12 +95,11 @@ def test_two_processes_give_the_same(shards, tmp_path, free_port):
     write_shard(tmp_path / "train.tar", gallery, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
     write_shard(tmp_path / "val.tar", images, [0, 1, 2, 0, 1, 2, 0, 1, 2])
     cases = [options | {"val": str(tmp_path / "val.tar"), "source": {"allow_overlap": True}}, options]
-    on_processes(_run, free_port, cases)
+    both = [RetrievalSettings(**case, output=str(tmp_path / f"two-{number}.json")) for number, case in enumerate(cases)]
+    run_on_two_processes(free_port, run, *both)
     for number, case in enumerate(cases):
         run(RetrievalSettings(**case, output=str(tmp_path / f"one-{number}.json")))
-        one, two = (
-            json.loads((tmp_path / name).read_text()) for name in (f"one-{number}.json", f"train.tar-{number}.json")
-        )
+        one, two = (json.loads((tmp_path / f"{name}-{number}.json").read_text()) for name in ("one", "two"))
         assert two["settings"]["processes"] == 2
         same = ("mean_average_precision", "queries", "left_out", "train_images", "val_images", "classes")
         assert {key: two[key] for key in same} == {key: one[key] for key in same}

@@ -10,12 +10,20 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 from torch import nn
 
-from tessera import encoders
 from tessera.data.shards import ShardError
 from tessera.evaluation.features import EvaluationError
-from tessera.evaluation.segmentation import SegmentationSettings, class_numbers, rate, run, scores
-from tessera.evaluation.segmentation_head import Head, backward, cross_entropy, resized
-from tests.pretrain.small import on_processes
+from tessera.evaluation.segmentation import (
+    Head,
+    SegmentationSettings,
+    backward,
+    class_numbers,
+    cross_entropy,
+    rate,
+    resized,
+    run,
+    scores,
+)
+from tests.evaluation.conftest import FAMILIES, run_on_two_processes, save_encoder
 
 COLOURS = np.array([[30, 30, 30], [220, 40, 40], [40, 220, 40], [40, 40, 220]])
 
@@ -70,14 +78,15 @@ def test_scores_are_those_of_scikit_learn():
     matrix = torch.zeros(6, 6, dtype=torch.int64)
     for row, column in zip(truth, predicted, strict=True):
         matrix[row, column] += 1
-    found = scores(matrix)
-    assert found.mean_iou == pytest.approx(jaccard_score(truth, predicted, average="macro"), abs=1e-12)
+    found = scores(matrix, range(6))
+    iou = [row["iou"] for row in found["per_class"].values()]
+    assert found["mean_iou"] == pytest.approx(jaccard_score(truth, predicted, average="macro"), abs=1e-12)
     each = jaccard_score(truth, predicted, average=None)  # pyright: ignore[reportArgumentType]
-    assert found.iou[:5] == pytest.approx(each, abs=1e-12)
-    assert (found.iou[2], found.iou[5]) == (0.0, None)
-    assert found.pixel_accuracy == pytest.approx((truth == predicted).mean(), abs=1e-12)
+    assert iou[:5] == pytest.approx(each, abs=1e-12)
+    assert (iou[2], iou[5]) == (0.0, None)
+    assert found["pixel_accuracy"] == pytest.approx((truth == predicted).mean(), abs=1e-12)
     with pytest.raises(EvaluationError, match="no pixel that is scored"):
-        scores(torch.zeros(3, 3, dtype=torch.int64))
+        scores(torch.zeros(3, 3, dtype=torch.int64), range(3))
 
 
 def test_the_head_and_its_gradients_are_those_of_torch():
@@ -146,12 +155,10 @@ def test_pixels_segment_coloured_rectangles(scenes, tmp_path):
     assert {value: one["pixels"] for value, one in ignoring["per_class"].items()} == counts
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"])
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(scenes, tmp_path, variant):
-    torch.manual_seed(0)
-    path = tmp_path / f"{variant}.safetensors"
-    encoders.save(encoders.build(variant), path)
-    run(SegmentationSettings(checkpoint=str(path), **scenes, epochs=6, batch_size=8, lr=0.02))
+    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
+    run(SegmentationSettings(checkpoint=path, **scenes, epochs=6, batch_size=8, lr=0.02))
     (file,) = tmp_path.glob(f"{variant}-segmentation-scenes*-val-*.json")
     found = json.loads(file.read_text())
     # the background alone has a third of the pixels, and a mean IoU of 0.1
@@ -190,17 +197,11 @@ def test_shards_without_maps_are_refused(scenes, shards):
         run(SegmentationSettings(**options | {"train": str(shards / "train-0.tar")}))
 
 
-def _run(rank, options):
-    run(SegmentationSettings(**options))
-
-
 @pytest.mark.medium
 def test_two_processes_give_the_same(scenes, tmp_path, free_port):
-    path = tmp_path / "encoder.safetensors"
-    torch.manual_seed(0)
-    encoders.save(encoders.build("vit_micro"), path)
-    options = scenes | {"checkpoint": str(path), "epochs": 4, "batch_size": 8, "lr": 0.01}
-    on_processes(_run, free_port, options | {"output": str(tmp_path / "two.json")})
+    path = save_encoder(tmp_path / "encoder.safetensors")
+    options = scenes | {"checkpoint": path, "epochs": 4, "batch_size": 8, "lr": 0.01}
+    run_on_two_processes(free_port, run, SegmentationSettings(**options, output=str(tmp_path / "two.json")))
     one, two = result(tmp_path, **options), json.loads((tmp_path / "two.json").read_text())
     assert two["settings"]["processes"] == 2
     assert {key: two[key] for key in ("val_images", "train_images", "classes")} == {

@@ -27,7 +27,7 @@ from tessera.pretrain.loop import NonFiniteError, Run, train, training_step
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.monitoring.collapse import CollapseError, effective_rank
-from tessera.pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.optim import ema
 from tessera.pretrain.resolve import make_accelerator, resolve
 from tessera.runtime import preemption

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tessera import encoders
 from tessera.pretrain.methods.dino import DINO
-from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.monitoring.online import OnlineKNN
 from tessera.pretrain.run import main
 from tessera.runtime import preemption
 from tests.launched import TINY, records, timeless

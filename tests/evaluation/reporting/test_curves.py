@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from tessera.evaluation.reporting.curves import Chart, Look, charts, checkpoint_charts, draw, looks, to_svg
+from tessera.evaluation.reporting.curves import Chart, Look, charts, draw, looks, to_svg
 from tessera.evaluation.reporting.runs import read_runs
 from tests.evaluation.reporting.made import add_result, make_run, record
 
@@ -22,9 +22,10 @@ def test_charts_hold_the_metrics_of_the_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "c", [record(10, 0.7)], method="mae")
     runs, _ = read_runs([tmp_path])
     knn, linear, dino, mae = charts(runs)
-    assert (knn.title, knn.lines["a"], knn.reference) == ("20-NN in training", {0: 10.0, 20: 50.0}, 80.0)
-    assert linear.title == "linear probe of 100 iterations in training"
-    assert (linear.lines, linear.reference) == ({"a": {0: 20.0, 20: 75.0}}, None)
+    assert (knn.title, knn.reference) == ("20-NN in training, val, %", 80.0)
+    assert knn.lines == {"a": {0: 10.0, 20: 50.0}, "b": {}, "c": {}}
+    assert linear.title == "linear probe of 100 iterations in training, val, %"
+    assert (linear.lines["a"], linear.reference) == ({0: 20.0, 20: 75.0}, None)
     assert (dino.title, dino.lines) == ("loss of dino", {"a": {20: 2.0}, "b": {10: 3.0}})
     assert (mae.title, mae.lines) == ("loss of mae", {"c": {10: 0.7}})
     figure = Figure()
@@ -43,8 +44,9 @@ def test_only_evaluations_of_several_steps_are_drawn(tmp_path: Path) -> None:
         add_result(tmp_path / name, "once.json", protocol="once", top1=0.1, step=20)
     for step, score in ((20, 0.75), (10, 0.5)):
         add_result(tmp_path / "a", f"{step}.json", protocol="linear probe", top1=score, step=step)
-    (chart,) = checkpoint_charts(read_runs([tmp_path])[0])
-    assert (chart.title, chart.lines) == ("linear probe, checkpoints", {"a": {10: 50.0, 20: 75.0}, "b": {}})
+    chart, loss = charts(read_runs([tmp_path])[0])
+    assert (chart.title, chart.lines) == ("linear probe, %", {"a": {10: 50.0, 20: 75.0}, "b": {}})
+    assert loss.title == "loss of dino"
 
 
 def test_svg_is_well_formed_and_takes_the_colours_of_the_page() -> None:

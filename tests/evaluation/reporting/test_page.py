@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.evaluation.reporting.features import Group, Row, Seen, Tile
-from tessera.evaluation.reporting.page import Page, machine_facts, render
-from tessera.evaluation.reporting.runs import Run, read_runs
+from tessera.evaluation.reporting.features import Group, Seen, Tile
+from tessera.evaluation.reporting.page import machine_facts, render, run_pictures
+from tessera.evaluation.reporting.runs import RunFolder, read_runs
 from tessera.evaluation.reporting.table import make_table
 from tests.evaluation.reporting.made import add_result, make_run, record
 
@@ -48,7 +48,7 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
-def three_runs(folder: Path) -> list[Run]:
+def three_runs(folder: Path) -> list[RunFolder]:
     for name, accuracy in {"a": 0.3, "b": 0.9, "c & d": 0.5}.items():
         knn = [{"step": 0, "images": 0, "knn_top1": 0.1}, record(10, 3.0), record(20, 2.0, knn_top1=accuracy)]
         run = make_run(folder / name, knn, seed=len(name), optim={"lr": accuracy})
@@ -59,13 +59,14 @@ def three_runs(folder: Path) -> list[Run]:
 
 def seen(run: str) -> Seen:
     tile = Tile(np.full((8, 8, 3), 99, np.uint8), "cat")
-    return Seen(run, [Row(tile, [tile, tile._replace(label="dog")])], [np.zeros((4, 4, 3), np.uint8)])
+    return Seen(run, [[tile, tile, tile._replace(label="dog")]], [np.zeros((4, 4, 3), np.uint8)])
 
 
-def page_of(runs: list[Run], problems: list[str] | None = None) -> str:
+def page_of(runs: list[RunFolder], problems: list[str] | None = None) -> str:
     table = make_table(runs)
     groups = [Group("val-*.tar", 13, [seen(run.name) for run in table.runs])]
-    return render(Page("Runs", table, groups, [] if problems is None else problems))
+    pictures, damaged = run_pictures(table.runs)
+    return render("Runs", table, groups, pictures, [*(problems or []), *damaged])
 
 
 def test_the_page_shows_the_table_best_first(tmp_path: Path) -> None:
@@ -94,32 +95,31 @@ def test_texts_of_run_folders_are_escaped(tmp_path: Path) -> None:
 def test_a_damaged_picture_is_named_and_left_out(tmp_path: Path) -> None:
     runs = three_runs(tmp_path)
     (tmp_path / "a" / "pictures" / "attention.png").write_bytes(b"\x89PNG damaged")
-    problems: list[str] = []
-    text = page_of(runs, problems)
+    text, (_, problems) = page_of(runs), run_pictures(runs)
     assert len(problems) == 1
     assert "a/pictures/attention.png" in problems[0]
     assert problems[0].split(":")[0] in text
     assert text.count('alt="attention of') == 2
 
 
-def test_facts_of_all_machines_are_shown_once(tmp_path: Path) -> None:
-    runs = three_runs(tmp_path)
+def test_facts_of_the_last_start_are_shown(tmp_path: Path) -> None:
+    three_runs(tmp_path)
     (tmp_path / "a" / "machine.jsonl").unlink()
     with (tmp_path / "b" / "machine.jsonl").open("a") as file:
         file.write('{"device": "H100", "processes": 8, "processor": "Some CPU", "cores": 4}\n')
-    common, other = machine_facts(read_runs([tmp_path])[0])
-    assert common["processor"] == "Some CPU, 4 cores"
-    assert list(other) == ["b", "c & d"]
-    assert (other["b"]["device"], other["b"]["starts"]) == ("8 x H100", "2")
-    assert (other["c & d"]["device"], other["c & d"]["starts"]) == ("2 x cpu", "1")
-    assert runs[0].machines
-    assert machine_facts([]) == ({}, {})
+    runs = read_runs([tmp_path])[0]
+    b, c = (machine_facts(run) for run in runs[1:])
+    assert (b["device"], b["processor"], b["starts"], b["images/s"]) == ("8 x H100", "Some CPU, 4 cores", "2", "32")
+    assert (c["device"], c["starts"], c["versions"]) == ("2 x cpu", "1", "python 3.11.7, torch 2.15.0")
+    text = page_of(runs)
+    assert "8 x H100" in text
+    assert text.count("<td>Some CPU, 4 cores</td>") == 2
 
 
 def test_a_run_without_anything_gets_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     runs, _ = read_runs([tmp_path])
-    text = render(Page("Runs", make_table(runs)))
+    text = render("Runs", make_table(runs), [], {}, [])
     assert Cells(text).rows[1][0] == tmp_path.name
 
 

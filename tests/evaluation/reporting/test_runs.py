@@ -15,7 +15,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert (run.name, run.method, run.last_step, run.finished) == ("a", "dino", 20, True)
     assert run.settings["optim.lr"] == 0.1
     assert run.curve("loss") == {10: 3.0, 20: 2.0}
-    assert run.curve("knn_top1") == {0: 0.1}
+    assert run.scores == {"20-NN in training, val": {0: 0.1}}
     assert run.training_seconds == 640 / 32 + 640 / 64
     assert list(run.pictures) == ["attention"]
     assert run.machines[0]["processor"] == "Some CPU"
@@ -35,10 +35,12 @@ def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
     add_result(folder, "step-00000005/encoder.json", variant="vit_micro")
     (folder / "evaluation" / "step-00000005" / "encoder.safetensors").touch()
     (run,), _ = read_runs([folder])
-    assert run.scores("linear probe, cifar10-test") == {10: 0.6, 20: 0.7}
-    assert run.scores("20-NN") == {5: 0.2, 20: 0.3}
-    assert run.scores("retrieval (mAP)") == {20: 0.25}
-    assert run.scores("no-protocol") == {20: 1.0}
+    assert run.scores == {
+        "20-NN": {5: 0.2, 20: 0.3},
+        "retrieval (mAP)": {20: 0.25},
+        "no-protocol": {20: 1.0},
+        "linear probe, cifar10-test": {10: 0.6, 20: 0.7},
+    }
     assert run.problems == []
 
 
@@ -64,7 +66,7 @@ def test_unfinished_run_without_knn_and_without_machine(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", [record(5, 1.0)])
     (folder / "machine.jsonl").unlink()
     (run,), _ = read_runs([folder])
-    assert (run.finished, run.machines, run.curve("knn_top1"), run.results) == (False, [], {}, [])
+    assert (run.finished, run.machines, run.scores) == (False, [], {})
     (folder / "metrics.jsonl").unlink()
     (run,), _ = read_runs([folder])
     assert "no metrics" in run.problems[0]

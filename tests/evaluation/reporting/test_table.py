@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tessera.evaluation.reporting.runs import ReportError, Run, read_runs
+from tessera.evaluation.reporting.runs import ReportError, RunFolder, read_runs
 from tessera.evaluation.reporting.table import MISSING, Table, make_table, print_table, to_csv, to_markdown
 from tests.evaluation.reporting.made import add_result, make_run, record
 
 
-def runs_of(tmp_path: Path) -> list[Run]:
+def runs_of(tmp_path: Path) -> list[RunFolder]:
     """Return four runs: worst, best, none without any result, mae."""
     knn = {"worst": 0.3, "best": 0.9, "mae": 0.5}
     for name, accuracy in knn.items():
@@ -31,9 +31,9 @@ def column(table: Table, title: str) -> list[str]:
 def test_best_first_and_runs_without_result_last(tmp_path: Path) -> None:
     table = make_table(runs_of(tmp_path))
     assert [run.name for run in table.runs] == column(table, "run") == ["best", "mae", "worst", "none"]
-    assert table.sorted_by == "20-NN in training, %"
-    assert column(table, "20-NN in training, %") == ["90.00", "50.00", "30.00", "–"]
-    assert column(table, "20-NN in training, at step 0, %") == ["10.00", "10.00", "10.00", "–"]
+    assert table.sorted_by == "20-NN in training, val, %"
+    assert column(table, "20-NN in training, val, %") == ["90.00", "50.00", "30.00", "–"]
+    assert column(table, "20-NN in training, val, at step 0, %") == ["10.00", "10.00", "10.00", "–"]
     assert column(table, "steps done") == ["20", "20", "20", "5 of 20"]
     assert column(table, "training, h:mm:ss") == ["0:00:40", "0:00:40", "0:00:40", "0:00:10"]
     assert "linear" not in " ".join(table.titles)
@@ -50,7 +50,11 @@ def test_the_result_that_most_runs_have_sorts(tmp_path: Path) -> None:
     add_result(tmp_path / "worst", "best.json", protocol="fine-tuning", top1=1.0, step=20)
     table = make_table(read_runs([run.folder for run in runs])[0])
     assert column(table, "run") == ["none", "worst", "mae", "best"]
-    assert table.titles[1:4] == ["linear probe, %", "fine-tuning, %", "20-NN in training, %"]
+    assert [one.title for one in table.columns if one.kind == "result"] == [
+        "linear probe, %",
+        "20-NN in training, val, %",
+        "fine-tuning, %",
+    ]
     assert column(table, "fine-tuning, %") == ["–", "100.00", "–", "–"]
 
 

@@ -4,31 +4,14 @@ import numpy as np
 import pytest
 import torch
 from sklearn.decomposition import PCA
-from torch import Tensor
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch, View
-from tessera.encoders.base import Encoder, Features, Preprocessing
+from tessera.encoders.base import Encoder, Preprocessing
 from tessera.pretrain.monitoring import pictures
+from tests.evaluation.conftest import Known
 from tests.views import GAP, cell, pixels
-
-
-class Known(Encoder):
-    """Gives the tokens (N, T, D) and the attention (N, heads, T, T) that it was made with, for patches of 4 pixels."""
-
-    cls_token = True
-    stride = 4
-
-    def __init__(self, tokens: Tensor, attention: Tensor) -> None:
-        super().__init__()
-        self.tokens, self.attention = tokens, attention
-
-    def forward(self, images: Tensor, mask: object = None, *, drop: bool = False) -> Features:
-        return Features(self.tokens[:, 0], self.tokens.flatten(0, 1), self.grids(images))
-
-    def last_attention(self, images: Tensor) -> Tensor:
-        return self.attention
 
 
 def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tessera.pretrain.command_line import load
 from tessera.pretrain.monitoring import sinks
-from tessera.pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.monitoring.sinks import MetricsConfig
 from tessera.runtime.errors import UserError
 
@@ -33,7 +33,7 @@ def stopped_and_resumed(output: Path, name: Any, **settings: Any) -> None:
             if step == 2:
                 record["loss"] = float("nan")
             if step in (0, 7):
-                recorder.pictures({"crops": PICTURE}, step)
+                recorder.pictures(step, {"crops": PICTURE})
                 record["knn_top1"] = 0.25
             recorder.scalars(record)
         recorder.close()
@@ -52,18 +52,18 @@ def test_csv_holds_each_step_once(tmp_path: Path) -> None:
 
 
 def test_csv_takes_new_columns_and_drops_a_partial_line(tmp_path: Path) -> None:
-    sink = sinks.CSV(tmp_path, 0)
-    sink.scalars({"step": 0, "images": 0})
-    sink.scalars({"step": 1, "images": 16, "loss": 0.5})
-    sink.scalars({"step": 2, "images": 32, "loss": 0.25, "knn_top1": 0.125})
+    sink = sinks.CSV(tmp_path, 0, {})
+    sink.write(0, {"images": 0})
+    sink.write(1, {"images": 16, "loss": 0.5})
+    sink.write(2, {"images": 32, "loss": 0.25, "knn_top1": 0.125})
     assert rows(tmp_path)[0] == {"step": "0", "images": "0", "loss": "", "knn_top1": ""}
     assert rows(tmp_path)[2] == {"step": "2", "images": "32", "loss": "0.25", "knn_top1": "0.125"}
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("3,4")  # killed in the middle of a line
-    sink = sinks.CSV(tmp_path, 2)
-    sink.scalars({"step": 3, "images": 48, "loss": 0.125})
+    sink = sinks.CSV(tmp_path, 2, {})
+    sink.write(3, {"images": 48, "loss": 0.125})
     assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
-    assert sinks.CSV(tmp_path, 0)
+    assert sinks.CSV(tmp_path, 0, {})
     assert rows(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
@@ -108,7 +108,7 @@ def test_sinks_are_chosen_by_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load([]).metrics.sinks == ("jsonl", "tensorboard")
     assert load(["--metrics.sinks", "jsonl,csv,csv"]).metrics.sinks == ("jsonl", "csv")
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
-    for name in sinks.EXTRAS:
+    for name in sinks.OPTIONAL_PACKAGES:
         with pytest.raises(UserError, match=rf"package {name} is not installed\. Install it with `pip install {name}`"):
             load(["--metrics.sinks", f"jsonl,{name}"])
     with pytest.raises(UserError, match=r"metrics\.sinks"):

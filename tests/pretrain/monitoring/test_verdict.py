@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from tessera.pretrain.monitoring.metrics import duration, speed
 from tessera.pretrain.monitoring.verdict import Score, Scores, baselines, line, linear, noise, outcome
 
 QUERIES = 1800  # two standard errors of a difference near 50 % are 3.3 points
@@ -89,17 +88,3 @@ def test_a_run_from_an_older_checkpoint_has_no_baselines_of_step_0() -> None:
     scores = Scores()
     scores.add(300, {"knn_top1": 0.5})
     assert baselines(scores) == "step 300 50.0 %"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(45, "45 s"), (89, "89 s"), (720, "12 min"), (11_100, "3 h 05 min"), (86_399, "1 d 0 h"), (187_200, "2 d 4 h")],
-)
-def test_durations_are_readable(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
-
-
-def test_slow_runs_do_not_show_a_speed_of_zero() -> None:
-    assert [speed(value) for value in (1234.4, 10.4, 9.84, 0.0382)] == [
-        "1234 images/s", "10 images/s", "9.8 images/s", "0.038 images/s"
-    ]  # fmt: skip

@@ -1,10 +1,18 @@
+"""The files that a run writes while it trains."""
+
+import datetime
+import importlib.metadata
 import json
+import os
+import platform
 import time
+from pathlib import Path
 
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tessera.pretrain.monitoring.metrics import Recorder
+from tessera.pretrain.monitoring.recorder import Recorder, record_start
+from tests.pretrain import small
 
 
 def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
@@ -28,9 +36,25 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
 
 def test_pictures_and_skipped_samples_are_written(tmp_path) -> None:
     recorder = Recorder(tmp_path, 0)
-    recorder.pictures({"crops": np.full((4, 6, 3), 7, dtype=np.uint8)}, 5)
+    recorder.pictures(5, {"crops": np.full((4, 6, 3), 7, dtype=np.uint8)})
     recorder.skipped(5, "loss nan", ["a.tar/1", "a.tar/2"])
     recorder.close()
     assert (tmp_path / "pictures" / "crops.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "skipped.jsonl").read_text())["samples"] == ["a.tar/1", "a.tar/2"]
     assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("crops")[0].step == 5
+
+
+def test_every_start_adds_a_line(tmp_path: Path) -> None:
+    _, engine = small.make()
+    for step in (0, 7):
+        record_start(tmp_path, step, engine, "fp32")
+    first, second = (json.loads(line) for line in (tmp_path / "machine.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"]) == (0, 7)
+    assert (first["device"], first["processes"], first["engine"], first["precision"]) == ("cpu", 1, "ddp", "fp32")
+    assert first["cores"] == os.cpu_count()
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    assert f": {first['processor']}\n" in cpuinfo or first["processor"] == platform.machine()
+    assert first["versions"]["python"] == platform.python_version()
+    assert first["versions"]["torch"] == importlib.metadata.version("torch")
+    started = datetime.datetime.fromisoformat(first["time"])
+    assert abs(datetime.datetime.now(datetime.UTC) - started) < datetime.timedelta(minutes=5)

@@ -1,10 +1,9 @@
-"""Classes of the training set and the validation set are matched by name, and never shifted."""
+"""The training set and the validation set: no image is in both, and classes are matched by name, never shifted."""
 
+import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +14,22 @@ from PIL import Image
 from tessera import encoders
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
+from tessera.data.shards import SourceConfig
+from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder
 from tessera.data.tools import make
+from tessera.data.tools.tar_writer import write_tar
 from tessera.evaluation import linear_probe
-from tessera.evaluation.classes import open_labelled_pair
-from tessera.evaluation.features import EvaluationError, check_labels
+from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.knn import KNNSettings, run
+from tessera.evaluation.splits import check_labels, open_labelled_splits, open_splits
 from tessera.pretrain.config import EvaluationConfig
-from tessera.pretrain.monitoring.online_knn import OnlineKNN
+from tessera.pretrain.monitoring.online import OnlineKNN
 from tessera.runtime.collectives import RankError
 from tessera.runtime.processes import make_accelerator
+from tests.data.made import picture
 from tests.data.shards.servers import Server
+from tests.pretrain.small import on_processes
 
-ROOT = Path(__file__).parents[2]
 COLOURS = {"ant": (220, 20, 20), "bee": (20, 220, 20), "cat": (20, 20, 220), "dog": (200, 200, 20)}
 
 
@@ -122,13 +125,13 @@ def test_several_folders_need_the_same_names(sets, tmp_path):
     train, val = sets("ant bee", "ant bee")
     same = make_set(tmp_path / "same", "ant bee", 2)
     more = make_set(tmp_path / "more", "bee cat", 3)
-    opened, _ = open_labelled_pair([train, same], val, settings("", "").source, make_accelerator())
+    opened, _ = open_labelled_splits([train, same], val, settings("", "").source, make_accelerator())
     assert (opened.images, opened.classes) == (24, ("ant", "bee"))
     with pytest.raises(RankError, match="have different class names in classes"):
-        open_labelled_pair([train, more], val, settings("", "").source, make_accelerator())
+        open_labelled_splits([train, more], val, settings("", "").source, make_accelerator())
     (Path(more) / "classes.json").unlink()
     with pytest.raises(RankError, match=f"{more} has none"):
-        open_labelled_pair([train, more], val, settings("", "").source, make_accelerator())
+        open_labelled_splits([train, more], val, settings("", "").source, make_accelerator())
 
 
 def test_names_are_found_beside_shards_on_a_server(sets):
@@ -136,48 +139,97 @@ def test_names_are_found_beside_shards_on_a_server(sets):
     folder = Path(sets("ant bee cat", "ant cat")[0]).parents[1]
     with Server(folder) as server:
         train, val = (f"{server.url}/{part}/shards/shard-000000.tar" for part in ("train", "val"))
-        _, opened = open_labelled_pair(train, val, settings("", "").source, make_accelerator())
+        _, opened = open_labelled_splits(train, val, settings("", "").source, make_accelerator())
         assert (opened.classes, opened.numbers) == (("ant", "bee", "cat"), (0, 2))
         (batch,) = evaluation_batches(opened, CenterCrop(16), 64)
     assert batch.labels is not None
     assert torch.bincount(batch.labels).tolist() == [6, 0, 6]
 
 
-RANKS = """
-import sys
-from accelerate import PartialState
-from tessera.evaluation.knn import KNNSettings, run
-from tessera.runtime.processes import exit_on_user_error
-train, val, output = sys.argv[1:]
-rank = PartialState(cpu=True).process_index
-with exit_on_user_error():
-    run(KNNSettings(checkpoint="pixels", image_size=16, train=train.replace("RANK", str(rank)), val=val, k=[1],
-                    workers=0, output=output))
-"""
+def test_classes_that_are_not_trained_on_are_refused():
+    check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 5, 0]))
+    with pytest.raises(EvaluationError, match="2 classes of --val are not in --train, for example 3"):
+        check_labels(torch.tensor([0, 1, 5]), torch.tensor([5, 7, 3, 3]))
+    with pytest.raises(EvaluationError, match="--train has the label -1"):
+        check_labels(torch.tensor([0, -1]), torch.tensor([0]))
+    with pytest.raises(EvaluationError, match="--val has no readable image"):
+        check_labels(torch.tensor([0]), torch.tensor([], dtype=torch.int64))
+
+
+def _run(rank, train, val, folder):
+    """Run the command. The second process of two that see other class names fails, as the first does."""
+    options = {"output": f"{folder}/knn.json"}
+    if "RANK" not in train:
+        run(settings(train, val, **options))
+        return
+    with pytest.raises(EvaluationError, match="The processes see different class names"):
+        run(settings(train.replace("RANK", str(rank)), val, **options))
 
 
 @pytest.mark.medium
-def test_two_processes(sets, tmp_path):
+def test_two_processes_match_classes_and_refuse_different_names(sets, tmp_path, free_port):
     train, val = sets("ant bee cat dog", "bee dog")
-    (tmp_path / "job.py").write_text(RANKS)
-
-    def launch(*words):
-        command = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--multi_gpu"]
-        command += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command = [sys.executable, *command, str(tmp_path / "job.py"), *words, str(tmp_path / "knn.json")]
-        env = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-    result = launch(train, val)
-    assert result.returncode == 0, result.stderr
+    on_processes(_run, free_port, train, val, str(tmp_path))
     found = json.loads((tmp_path / "knn.json").read_text())
     (tmp_path / "knn.json").unlink()  # an existing --output is refused
     assert (found["top1"], found["settings"]["processes"]) == (1.0, 2)
-    for rank in range(2):  # a copy of the shards on each node, of which one has other names
-        (tmp_path / f"node-{rank}").symlink_to(train)
-    (tmp_path / "node-1").unlink()
+    (tmp_path / "node-0").symlink_to(train)  # a copy of the shards on each node, of which one has other names
     shutil.copytree(train, tmp_path / "node-1")
     (tmp_path / "node-1" / "classes.json").write_text('["ant", "cat", "bee", "dog"]')
-    result = launch(str(tmp_path / "node-RANK"), val)
-    assert result.returncode != 0
-    assert "The processes see different class names" in result.stderr
+    on_processes(_run, free_port, str(tmp_path / "node-RANK"), val, str(tmp_path))
+
+
+def write(path, numbers, names=None):
+    path.parent.mkdir(exist_ok=True)
+    write_tar(path, [(f"{(names or numbers)[n]:03d}.jpg", picture(number)) for n, number in enumerate(numbers)])
+    return str(path)
+
+
+def opened(train, val, **source):
+    """Open the shards of both sets, as an evaluation does."""
+    return open_splits(train, val, SourceConfig(**source), make_accelerator())
+
+
+def refuses(train, val):
+    with pytest.raises(EvaluationError, match=r"--source\.allow_overlap true") as caught:
+        opened(train, val)
+    opened(train, val, allow_overlap=True)
+    return str(caught.value)
+
+
+def test_a_shard_under_another_name_is_refused(tmp_path):
+    for name in "abc":
+        write(tmp_path / f"{name}.tar", [ord(name)])
+    (tmp_path / "alias.tar").symlink_to(tmp_path / "b.tar")
+    os.link(tmp_path / "b.tar", tmp_path / "hard.tar")
+    both, other = str(tmp_path / "{a,b}.tar"), str(tmp_path / "c.tar")
+    opened(both, other)
+    for name in ("alias.tar", "hard.tar", "b.tar"):
+        assert f"{name} is in both --train and --val" in refuses(both, [other, str(tmp_path / name)])
+
+
+def test_copies_of_shards_are_refused_by_content_and_by_checksum(tmp_path):
+    train = [write(tmp_path / "train" / f"t-{n}.tar", range(20 * n, 20 * n + 20)) for n in range(3)]
+    copy = tmp_path / "val" / "v-0.tar"
+    write(copy, range(100, 110))
+    val = [str(copy)]
+    opened(train, val)
+    shutil.copy(train[1], copy)
+    assert "v-0.tar/020 of --val is also in --train, as t-1.tar/020" in refuses(train, val)
+    for path in (train[1], val[0]):
+        size, digest = Path(path).stat().st_size, hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        entry = ShardEntry(url=Path(path).name, nsamples=20, filesize=size, sha256=digest, labelled=0)
+        write_folder(Path(path).parent, FolderIndex(shardlist=[entry]))
+    assert f"v-0.tar is in both --train and --val, where it is named {train[1]}" in refuses(train, val)
+
+
+def test_training_images_in_other_shards_are_refused(tmp_path):
+    train = write(tmp_path / "train.tar", range(50))
+    val = write(tmp_path / "val.tar", [100, 101, 7, 102])
+    assert "val.tar/007 of --val is also in --train, as train.tar/007" in refuses(train, val)
+
+
+def test_equal_names_of_other_images_are_no_overlap(tmp_path):
+    train = write(tmp_path / "train.tar", range(40))
+    val = write(tmp_path / "val.tar", range(100, 140), names=range(40))
+    opened(train, val)

@@ -1,71 +1,16 @@
-"""Metrics, pictures and the list of skipped samples of a run, and its progress bar."""
+"""Progress of a run on the terminal or in a log."""
 
-import math
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from tessera.pretrain.monitoring.sinks import MetricsConfig, append_line, keep_lines, open_sinks
-
 ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1"}
 """Names of the accuracies in the progress, by metric."""
-
-
-class Recorder:
-    """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
-
-    Metrics and pictures go to the chosen sinks. The run folder also gets the pictures, and names of skipped samples.
-    """
-
-    def __init__(
-        self, output: Path, step: int, config: MetricsConfig | None = None, settings: Mapping[str, Any] | None = None
-    ) -> None:
-        """Open the sinks of a run that has done `step` steps.
-
-        Records of later steps are removed, because the run writes them again. If `step` is 0, all records are removed.
-
-        Args:
-            config: metric sinks to use.
-            settings: settings of the run, which the sinks wandb and mlflow store with the metrics.
-        """
-        self.output, self.skips = output, output / "skipped.jsonl"
-        keep_lines(self.skips, step)
-        self.sinks = open_sinks(config or MetricsConfig(), output, step, settings or {})
-
-    def scalars(self, record: dict[str, Any]) -> None:
-        """Write the numbers of one step. A value that is not finite becomes None, because JSON has no NaN."""
-        record = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        for sink in self.sinks:
-            sink.scalars(record)
-
-    def pictures(self, pictures: dict[str, np.ndarray], step: int) -> None:
-        """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
-
-        The PNG file replaces the earlier picture of that name.
-        """
-        folder = self.output / "pictures"
-        folder.mkdir(exist_ok=True)
-        for sink in self.sinks:
-            sink.pictures(pictures, step)
-        for name, picture in pictures.items():
-            Image.fromarray(picture).save(folder / f"{name}.png")
-
-    def skipped(self, step: int, reason: str, keys: list[str]) -> None:
-        """Append to skipped.jsonl a step whose loss or gradient was not finite, with the names of its samples."""
-        append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
-
-    def close(self) -> None:
-        """Close all sinks."""
-        for sink in self.sinks:
-            sink.close()
 
 
 class Progress:
@@ -74,7 +19,7 @@ class Progress:
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
         """Set up the progress of a run of `steps` steps, of which `done` are done."""
         console = Console(stderr=True)
-        self.console, self.enabled, self.bar = console, enabled, enabled and console.is_terminal
+        self.enabled, self.bar = enabled, enabled and console.is_terminal
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),

@@ -1,0 +1,171 @@
+"""The training set and the validation set of an evaluation: no image is in both, and classes are matched by name."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from tessera.data.loader import require_labels
+from tessera.data.shards import Reader, ShardError, ShardList, Shards, SourceConfig, class_names, open_shards
+from tessera.data.shards.shard import Shard
+from tessera.evaluation.features import EvaluationError
+from tessera.runtime.collectives import gather_objects, run_on_all_ranks
+
+MOST_COMPARED = 64
+"""Maximum number of images whose contents are compared, of those with equal names and sizes in both sets."""
+
+
+def open_splits(
+    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator
+) -> tuple[ShardList, ShardList]:
+    """Open the shards of the training set and of the validation set, and check that no image is in both.
+
+    Raises:
+        ShardError: a shard cannot be used.
+        EvaluationError: a shard or an image is in both sets.
+    """
+    opened, other = (open_shards(one, source=source, progress=accelerator.is_main_process) for one in (train, val))
+    if not source.allow_overlap:
+        check_disjoint(opened, other)
+    return opened, other
+
+
+def open_labelled_splits(
+    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator
+) -> tuple[ShardList, ShardList]:
+    """Open the labelled shards of the training set and of the validation set, and match their classes by name.
+
+    If both sets have class names (classes.json), the labels that are read from the validation set are the class numbers
+    of the training set. If neither set has class names, the labels are read unchanged. Call this function on all
+    processes.
+
+    Raises:
+        ShardError: a shard cannot be used, or a sample has no label.
+        EvaluationError: a shard or an image is in both sets, a class of the validation set is not in the training set,
+            only one of the two sets has class names, or the processes see different class names.
+        RankError: a classes.json cannot be used, or the folders of one set have different class names.
+    """
+    opened = open_splits(train, val, source, accelerator)
+    for one in opened:
+        require_labels(one)
+    names = run_on_all_ranks(lambda: [class_names(one) for one in opened])
+    if any(other != names for other in gather_objects(names)):
+        raise EvaluationError(
+            "The processes see different class names. Copy the same shards, with their classes.json, to all nodes."
+        )
+    train_names, val_names = names
+    if train_names is None and val_names is None:
+        return opened
+    if train_names is None or val_names is None:
+        named, unnamed = ("val", "train") if train_names is None else ("train", "val")
+        raise EvaluationError(
+            f"The shards of --{named} have a classes.json, but those of --{unnamed} have none, so their classes cannot "
+            f"be matched by name. If both sets number the classes alike, copy the classes.json of --{named} beside the "
+            f"shards of --{unnamed}. Otherwise write the class names of --{unnamed} to a classes.json beside its "
+            "shards, as a JSON list in the order of the class numbers."
+        )
+    numbers = {name: number for number, name in enumerate(train_names)}
+    if missing := [name for name in val_names if name not in numbers]:
+        raise EvaluationError(
+            f"The class {missing[0]!r} of --val is not in --train ({len(missing)} of {len(val_names)} classes of --val "
+            "are missing there). Leave these classes out of --val, or add images of them to --train."
+        )
+    return (
+        replace(opened[0], classes=train_names, numbers=tuple(range(len(train_names)))),
+        replace(opened[1], classes=train_names, numbers=tuple(numbers[name] for name in val_names)),
+    )
+
+
+def check_disjoint(train: ShardList, val: ShardList) -> None:
+    """Check that the validation set has no image of the training set.
+
+    A shard is known by its path, by its file, and by its SHA-256 in `index.json`. Of the images with equal names and
+    sizes in both sets, at most `MOST_COMPARED` are read and compared.
+
+    Raises:
+        EvaluationError: a shard of the validation set is a shard of the training set, a link to one or a copy of one,
+            or images of both sets have equal names and contents.
+        ShardError: the index of a shard cannot be read.
+    """
+    remedy = "Choose other shards for --val, or allow this with --source.allow_overlap true."
+    known = {identity: shard.path for shard in train.shards for identity in _identities(shard)}
+    for shard in val.shards:
+        if same := [known[identity] for identity in _identities(shard) if identity in known]:
+            name = "" if same[0] == shard.path else f", where it is named {same[0]}"
+            raise EvaluationError(f"{shard.path} is in both --train and --val{name}. {remedy}")
+    places = {sample: place for place, sample in _samples(val)}
+    pairs = list({places[sample]: place for place, sample in _samples(train) if sample in places}.items())
+    readers = Reader(val), Reader(train)
+    for pair in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
+        try:
+            images = [reader.image(*place) for reader, place in zip(readers, pair, strict=True)]
+        except ShardError:
+            continue  # the evaluation names an unreadable shard, or leaves it out
+        if images[0] == images[1]:
+            names = [reader.name(*place) for reader, place in zip(readers, pair, strict=True)]
+            raise EvaluationError(
+                f"The image {names[0]} of --val is also in --train, as {names[1]}. Images with equal names and sizes "
+                f"in both sets: {len(pairs):,}. {remedy}"
+            )
+
+
+def _identities(shard: Shard) -> list[str | tuple[int, int]]:
+    """Return the real path and the SHA-256 of a shard and, for a local shard, the device and number of its file."""
+    identities: list[str | tuple[int, int]] = [os.path.realpath(shard.path)]
+    identities += [shard.sha256.lower()] if shard.sha256 else []
+    try:
+        status = os.stat(shard.path)
+    except (OSError, ValueError):
+        return identities
+    return [*identities, (status.st_dev, status.st_ino)]
+
+
+def _samples(opened: ShardList) -> Iterator[tuple[tuple[int, int], tuple[bytes, int]]]:
+    """Yield all samples: the number of the shard and in the shard, and the name and the size in bytes of the image."""
+    for number, shard in enumerate(opened.shards):
+        try:
+            index = shard.index()
+        except ShardError:
+            if opened.source.unreadable == "stop":
+                raise
+            continue  # the shard is left out later
+        names, start = index.keys.tobytes(), 0
+        for sample, (end, size) in enumerate(zip(index.ends.tolist(), index.images[:, 1].tolist(), strict=True)):
+            yield (number, sample), (names[start:end], size)
+            start = end
+
+
+def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = None) -> None:
+    """Check the labels of the training set and the validation set.
+
+    Args:
+        train: labels (N,) of the training images of all processes.
+        val: labels (M,) of the validation images of all processes.
+        classes: class names that both sets share. None if the classes have no names. In this case, both sets must have
+            the same largest label, because a set that lacks a class may have been numbered without this class.
+
+    Raises:
+        EvaluationError: a set is empty, a label is negative, a class of `val` is not in `train`, or the classes have no
+            names and the sets differ in their largest label.
+    """
+    for name, labels in (("train", train), ("val", val)):
+        if not len(labels):
+            raise EvaluationError(f"--{name} has no readable image. Check the shards with `tessera check_shards`.")
+        if int(labels.min()) < 0:
+            raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
+    missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))
+    if missing:
+        example = str(missing[0]) if classes is None else repr(classes[missing[0]])
+        raise EvaluationError(
+            f"{len(missing)} classes of --val are not in --train, for example {example}. "
+            "Check that --train and --val belong to the same data set."
+        )
+    largest, other = int(train.max()), int(val.max())
+    if classes is None and largest != other:
+        raise EvaluationError(
+            f"The labels of --train end at {largest}, but those of --val end at {other}, and no classes.json names the "
+            "classes. The sets may number their classes differently. Write the class names of each set, a JSON list in "
+            "the order of the class numbers, to a classes.json beside its shards."
+        )

@@ -1,0 +1,217 @@
+"""Evaluations during training: k-NN and a linear probe of the features, or the accuracy of a classifier."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from tessera.data.augment import to_model_input
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import DEFAULT, ShardList, SourceConfig
+from tessera.encoders.base import Encoder, Preprocessing
+from tessera.evaluation import logistic
+from tessera.evaluation.features import (
+    EvaluationError,
+    LabelledFeatures,
+    extract,
+    pooled,
+    resize_size,
+    resolve_checkpoint,
+    single_view,
+    subtract_mean,
+)
+from tessera.evaluation.knn import knn_accuracy
+from tessera.evaluation.results import Evaluation, write_result
+from tessera.evaluation.splits import check_labels, open_labelled_splits
+from tessera.pretrain.config import EvaluationConfig, RunConfig
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.monitoring.verdict import Scores
+from tessera.runtime.collectives import all_gather, all_reduce_max, all_reduce_sum
+
+PIXEL_SIDE = 32
+"""Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
+TOP = 5
+"""Number of classes among which top-5 accuracy looks for the true class."""
+
+
+class OnlineEvaluation:
+    """Evaluation of a run on labelled shards. All processes must create the object and call `evaluate`."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        train: str | list[str],
+        image_size: int,
+        accelerator: Accelerator,
+        source: SourceConfig = DEFAULT,
+    ) -> None:
+        """Open the shards, and match the classes of both sets by name.
+
+        Args:
+            config: settings of the evaluation. `config.val` names the labelled SHARDS of the scored images.
+            train: labelled SHARDS of the training images of the evaluation, such as the bank of k-NN.
+            image_size: side of the images in pixels.
+            accelerator: accelerator of the run, which knows the processes and the device.
+            source: options for reading remote shards.
+
+        Raises:
+            ShardError: a shard cannot be used, or a sample has no label.
+            EvaluationError: a shard is both in `train` and in `config.val`, or the classes cannot be matched.
+        """
+        assert config.val is not None
+        self.train, self.val = open_labelled_splits(train, config.val, source, accelerator)
+        self.config, self.image_size = config, image_size
+        self.accelerator, self.source = accelerator, source
+
+    def extract(
+        self, model: nn.Module, encoder: Encoder, shards: list[ShardList], feature: Callable[[Encoder, Tensor], Tensor]
+    ) -> list[LabelledFeatures]:
+        """Return the features of centre crops of each of `shards`, as `evaluation.features.extract` does.
+
+        `model`, of which `encoder` is a part, is in eval mode meanwhile. Its mode (train or eval) and the random states
+        are the same afterwards.
+        """
+        training = model.training
+        model.eval()
+        options = {"image_size": self.image_size, "batch_size": self.config.batch_size, "source": self.source}
+        with torch.random.fork_rng(devices=[]):
+            found = [
+                extract(encoder, one, self.accelerator, **options, feature=feature, progress=False) for one in shards
+            ]
+        model.train(training)
+        return found
+
+
+class OnlineKNN(OnlineEvaluation):
+    """k-NN and linear probe of an encoder, with the same features."""
+
+    queries = 0
+    """Number of scored images; known after the first evaluation."""
+    _first: Tensor | None = None
+
+    def first_images(self, preprocessing: Preprocessing) -> Tensor:
+        """Return the first `config.pictures` images of `config.val` as normalised model input: (N, C, S, S)."""
+        if self._first is None:
+            transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
+            count = self.config.pictures
+            reading = Reading(source=self.source, preprocessing=preprocessing)
+            batches = evaluation_batches(self.val, transform, max(count, 1), labels=False, reading=reading)
+            batch = next(iter(batches)).to(self.accelerator.device)
+            self._first = single_view(to_model_input(batch))[:count]
+        return self._first
+
+    def evaluate(self, encoder: Encoder, *, pixels: bool = False) -> dict[str, float]:
+        """Return the top-1 accuracies, 0 to 1: of k-NN as `knn_top1`, and of the linear probe as `linear_top1`.
+
+        The linear probe is left out if `config.linear_iterations` is 0.
+
+        Args:
+            encoder: encoder to evaluate.
+            pixels: also return the accuracy of the raw pixels, as `knn_pixels`. The images are shrunk to `PIXEL_SIDE`
+                pixels, and the mean image of the bank is subtracted.
+
+        Raises:
+            EvaluationError: at the first evaluation, if `check_labels` refuses the labels.
+        """
+        feature = pooled_and_pixels if pixels else pooled
+        train, val = self.extract(encoder, encoder, [self.train, self.val], feature)
+        if not self.queries:  # later evaluations read the same labels
+            bank, queries = (torch.cat(all_gather(part.labels)) for part in (train, val))
+            check_labels(bank, queries, self.train.classes)
+        self.queries = int(all_reduce_sum(torch.tensor(len(val.labels))))
+        own = [part._replace(features=part.features[:, : encoder.dim]) for part in (train, val)]
+        scores = {"knn_top1": self._knn(*own)}
+        if iterations := self.config.linear_iterations:
+            scores["linear_top1"] = logistic.probe(*own, iterations, self.accelerator.device)
+        if pixels:
+            centred = subtract_mean(*(part.features[:, encoder.dim :] for part in (train, val)))
+            raw = [part._replace(features=one) for part, one in zip((train, val), centred, strict=True)]
+            scores["knn_pixels"] = self._knn(*raw)
+        return scores
+
+    def _knn(self, bank: LabelledFeatures, val: LabelledFeatures) -> float:
+        return knn_accuracy(bank, val, [self.config.k], device=self.accelerator.device)[self.config.k][0]
+
+
+def pooled_and_pixels(encoder: Encoder, images: Tensor) -> Tensor:
+    """Return the encoder's pooled output, concatenated with the pixels of the shrunk images.
+
+    (B, C, S, S) -> (B, D + C * s * s), where s is the smaller of S and `PIXEL_SIDE`.
+    """
+    side = min(images.shape[-1], PIXEL_SIDE)
+    return torch.cat([pooled(encoder, images), F.adaptive_avg_pool2d(images, side).flatten(1)], 1)
+
+
+class Accuracy(OnlineEvaluation):
+    """Accuracy of the classifier of a supervised method."""
+
+    def evaluate(self, method: Method) -> dict[str, float]:
+        """Return the top-1 and top-5 accuracies, 0 to 1, as `val_top1` and `val_top5`, and the number `val_images`.
+
+        Among equal scores, the class with the smaller number ranks first.
+
+        Raises:
+            EvaluationError: there is no readable image, or a label is not the number of a class.
+        """
+
+        def best_classes(_: Encoder, images: Tensor) -> Tensor:
+            scores = method.logits(images).float()  # (B, K)
+            ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :TOP]  # (B, 5)
+            return ranked.masked_fill(scores.isnan().any(1, keepdim=True), -1)  # NaN is never correct
+
+        (found,) = self.extract(method, method.trained_encoder(), [self.val], best_classes)
+        _check_classes(found.labels, method.classes or 0)
+        correct = found.features.long() == found.labels[:, None]  # (N, 5)
+        counts = torch.tensor([int(correct[:, 0].sum()), int(correct.sum()), len(correct)], dtype=torch.float64)
+        top1, top5, images = all_reduce_sum(counts).tolist()
+        return {"val_top1": top1 / images, "val_top5": top5 / images, "val_images": images}
+
+
+def _check_classes(labels: Tensor, classes: int) -> None:
+    """Check the labels (N,) of this process's images, on all processes."""
+    ends = torch.stack([labels.max(), -labels.min()]) if len(labels) else torch.full((2,), -(2**62))
+    largest, smallest = (int(end) for end in all_reduce_max(ends))
+    if largest == -(2**62):
+        raise EvaluationError("evaluation.val has no readable image. Check the shards with `tessera check_shards`.")
+    wrong = largest if largest >= classes else -smallest
+    if not 0 <= wrong < classes:
+        raise EvaluationError(
+            f"evaluation.val has the label {wrong}, but the training images have {classes} classes, numbered from "
+            "0. Check that both sets belong to the same data set, or set finetune.classes."
+        )
+
+
+def write_accuracy(config: RunConfig, output: Path, scores: Scores) -> None:
+    """Print the accuracies of a finished run, and write them to a result file. Call it only on the main process.
+
+    The result belongs to the encoder that the run started from. If `init_from` is a run, a checkpoint or an encoder of
+    this project, the path is that of `evaluation.results.result_path`. Otherwise, it is
+    OUTPUT/evaluation/finetune.json. `top1` and `top5` are those of the last step. The best step is only informative,
+    because it is chosen on the images that score it.
+    """
+    last, best = scores.memory["last"], scores.best
+    result = {
+        "protocol": "fine-tuning",
+        "top1": last["val_top1"],
+        "top5": last["val_top5"],
+        "best_top1": best.accuracy,
+        "best_step": best.step,
+        "steps": config.steps,
+        "val_images": round(last["val_images"]),
+        "checkpoint": config.init_from,
+        "run": str(output),
+        "settings": config.model_dump(mode="json"),
+    }
+    source = None if config.init_from is None else Path(config.init_from).expanduser()
+    if source is not None and source.is_dir():
+        source = resolve_checkpoint(source)
+    own = source is None or not source.with_suffix(".json").is_file()
+    file = str(output / "evaluation" / "finetune.json") if own else None
+    assert config.evaluation.val is not None
+    evaluation = Evaluation("finetune", None if own else source, config.evaluation.val, file)
+    rows = [["last", config.steps, last["val_top1"], last["val_top5"]], ["best", best.step, best.accuracy, ""]]
+    write_result(evaluation, result, ["", "step", "top-1", "top-5"], rows)

@@ -1,0 +1,93 @@
+"""Files that a run writes while it trains: metrics, pictures, skipped samples, and where it trained."""
+
+import datetime
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, append_line, keep_lines
+from tessera.runtime.machine import processor, versions
+
+
+class Recorder:
+    """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
+
+    Metrics and pictures go to the chosen sinks. The run folder also gets the pictures, and names of skipped samples.
+    """
+
+    def __init__(
+        self, output: Path, step: int, config: MetricsConfig | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open the sinks of a run that has done `step` steps.
+
+        Records of later steps are removed, because the run writes them again. If `step` is 0, all records are removed.
+
+        Args:
+            config: metric sinks to use.
+            settings: settings of the run, which the sinks wandb and mlflow store with the metrics.
+        """
+        self.output, self.skips = output, output / "skipped.jsonl"
+        keep_lines(self.skips, step)
+        self.sinks = [SINKS[name](output, step, settings or {}) for name in (config or MetricsConfig()).sinks]
+
+    def scalars(self, record: dict[str, Any]) -> None:
+        """Write the numbers of one step, `record["step"]`. A value that is not finite becomes None, because JSON has no
+        NaN."""
+        values = {n: value if math.isfinite(value) else None for n, value in record.items() if n != "step"}
+        for sink in self.sinks:
+            sink.write(record["step"], values)
+
+    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
+
+        The PNG file replaces the earlier picture of that name.
+        """
+        folder = self.output / "pictures"
+        folder.mkdir(exist_ok=True)
+        for sink in self.sinks:
+            sink.pictures(step, pictures)
+        for name, picture in pictures.items():
+            Image.fromarray(picture).save(folder / f"{name}.png")
+
+    def skipped(self, step: int, reason: str, keys: list[str]) -> None:
+        """Append to skipped.jsonl a step whose loss or gradient was not finite, with the names of its samples."""
+        append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
+
+    def close(self) -> None:
+        """Close all sinks."""
+        for sink in self.sinks:
+            sink.close()
+
+
+def record_start(output: Path, step: int, engine: Engine, precision: str) -> None:
+    """Append a line to OUTPUT/machine.jsonl. Call this function only on the main process.
+
+    The line holds the time in UTC, the hardware, the number of processes, the engine and the versions of packages.
+
+    Args:
+        output: run folder.
+        step: number of optimizer steps that the run has done so far.
+        engine: engine of the run.
+        precision: precision of the forward pass.
+    """
+    device = engine.accelerator.device
+    line: dict[str, Any] = {
+        "step": step,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processes": engine.accelerator.num_processes,
+        "processor": processor(),
+        "cores": os.cpu_count(),  # of the main process's node
+        "threads": torch.get_num_threads(),  # of the main process
+        "engine": engine.name,
+        "precision": precision,
+        "versions": versions(),
+    }
+    append_line(output / "machine.jsonl", line)

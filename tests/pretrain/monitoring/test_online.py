@@ -1,0 +1,248 @@
+"""Evaluations inside a run against scikit-learn, alone and over two processes, and the result of a fine-tuning."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import top_k_accuracy_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import Normalizer, StandardScaler
+from threadpoolctl import threadpool_limits
+
+from tessera import encoders
+from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
+from tessera.evaluation.features import EvaluationError
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import EvaluationConfig
+from tessera.pretrain.methods.finetune import Finetune, FinetuneConfig
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
+from tessera.pretrain.monitoring.verdict import Scores, accuracy_line
+from tessera.pretrain.resolve import resolve
+from tessera.runtime.processes import make_accelerator
+from tests.evaluation.conftest import knn_oracle, write_shard
+from tests.pretrain.small import on_processes
+
+SIDE, K, CLASSES = 16, 5, 8
+ENCODER = {"depth": 1, "dim": 24, "heads": 2, "image_size": SIDE, "drop_path": 0.5}
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Paths of the shards, and the pixels, of noisy images in 3 classes that differ by a faint stripe."""
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    paths, found = {}, {}
+    for part, count in (("train", 45), ("val", 31)):
+        images = rng.integers(0, 120, (count, SIDE, SIDE, 3), dtype=np.uint8)
+        for i, image in enumerate(images):
+            image[:, 5 * (i % 3) : 5 * (i % 3) + 5, i % 3] += 12
+        paths[part], found[part] = str(tmp_path / f"{part}-0.tar"), images
+        write_shard(Path(paths[part]), images, [i % 3 for i in range(count)], part)
+    return paths, found
+
+
+def make(paths: dict[str, str], pictures: int = 2, **settings: Any) -> tuple[OnlineKNN, Encoder]:
+    torch.manual_seed(0)
+    encoder = encoders.build("vit_micro", **ENCODER)
+    config = EvaluationConfig(val=paths["val"], k=K, batch_size=8, pictures=pictures, **settings)
+    return OnlineKNN(config, paths["train"], SIDE, make_accelerator()), encoder
+
+
+def normalised(images: np.ndarray, preprocessing: Preprocessing = IMAGENET) -> torch.Tensor:
+    return torch.from_numpy((images / 255.0 - preprocessing.mean) / preprocessing.std).permute(0, 3, 1, 2).float()
+
+
+@pytest.mark.parametrize("preprocessing", [IMAGENET, Preprocessing((0.1, 0.2, 0.3), (0.5, 0.1, 1.5))])
+def test_knn_and_linear_probe_equal_scikit_learn(shards, preprocessing: Preprocessing) -> None:
+    paths, images = shards
+    online_knn, encoder = make(paths)
+    encoder.eval().preprocessing = preprocessing
+    with torch.no_grad():
+        features = {part: encoder(normalised(images[part], preprocessing)).pooled.numpy() for part in images}
+    labels = {part: np.arange(len(images[part])) % 3 for part in images}
+    oracle = knn_oracle(K)
+    expected = oracle.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
+    assert 0.34 < expected < 1  # else the test could not see a mistake
+    probe = make_pipeline(
+        StandardScaler(), Normalizer(), LogisticRegression(C=1 / 0.0025, fit_intercept=False, tol=1e-8, max_iter=5000)
+    )
+    with threadpool_limits(1):  # its threads wait for each other on busy cores
+        linear = probe.fit(features["train"], labels["train"]).score(features["val"], labels["val"])
+    assert 0.34 < linear < 1
+    scores = online_knn.evaluate(encoder)
+    assert scores == {"knn_top1": pytest.approx(expected), "linear_top1": pytest.approx(linear)}
+    assert online_knn.evaluate(encoder) == scores
+    assert make(paths, linear_iterations=0)[0].evaluate(encoder) == {"knn_top1": scores["knn_top1"]}
+    shown = online_knn.first_images(preprocessing)
+    torch.testing.assert_close(shown, normalised(images["val"][:2], preprocessing), rtol=1e-5, atol=1e-5)
+
+
+def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, images = shards
+    online_knn, encoder = make(paths)
+    monkeypatch.setattr("tessera.pretrain.monitoring.online.PIXEL_SIDE", 8)
+    means = {part: found.reshape(len(found), 8, 2, 8, 2, 3).mean((2, 4)) for part, found in images.items()}  # 2 x 2
+    flat = {part: normalised(found).flatten(1).double().numpy() for part, found in means.items()}
+    oracle = knn_oracle(K)
+    centre = flat["train"].mean(0)
+    oracle.fit(flat["train"] - centre, np.arange(45) % 3)
+    expected = oracle.score(flat["val"] - centre, np.arange(31) % 3)
+    plain = online_knn.evaluate(encoder)
+    found = online_knn.evaluate(encoder, pixels=True)
+    assert found == plain | {"knn_pixels": pytest.approx(expected)}
+    assert 0.34 < expected < 1
+    assert online_knn.queries == 31
+
+
+def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
+    online_knn, encoder = make(shards[0])
+    first = online_knn.evaluate(encoder.eval())
+    assert not encoder.training
+    before = torch.get_rng_state()
+    assert online_knn.evaluate(encoder.train()) == first  # without drop path
+    assert encoder.training
+    assert encoder.blocks[0].training  # pyright: ignore
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in encoder.parameters())
+
+
+def test_held_out_images_are_the_first_as_the_encoder_sees_them(shards) -> None:
+    paths, images = shards
+    online_knn, encoder = make(paths, pictures=3)
+    torch.testing.assert_close(
+        online_knn.first_images(encoder.preprocessing), normalised(images["val"][:3]), rtol=1e-5, atol=1e-5
+    )
+    assert make(paths, pictures=0)[0].first_images(encoder.preprocessing).shape == (0, 3, SIDE, SIDE)
+
+
+def _evaluate_knn(rank: int, paths: dict[str, str], folder: str) -> None:
+    mp.set_start_method("fork", force=True)  # of the loader's workers, as it is under a launcher
+    online_knn, encoder = make(paths)
+    torch.save((online_knn.evaluate(encoder), online_knn.first_images(encoder.preprocessing)), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_two_processes_equal_one(shards, tmp_path: Path, free_port: int) -> None:
+    online_knn, encoder = make(shards[0])
+    expected = online_knn.evaluate(encoder)
+    on_processes(_evaluate_knn, free_port, shards[0], str(tmp_path))
+    for rank in range(2):
+        score, held_out = torch.load(tmp_path / f"{rank}.pt")
+        assert score == expected
+        assert torch.equal(held_out, online_knn.first_images(encoder.preprocessing))
+
+
+@pytest.fixture
+def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], np.ndarray, np.ndarray]:
+    """Paths of the shards, and the pixels and labels of the held-out images."""
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (37, SIDE, SIDE, 3), dtype=np.uint8)
+    labels = np.arange(37) % CLASSES
+    parts = {"train": 255 - images, "val": images}
+    paths = {part: str(write_shard(tmp_path / f"{part}.tar", x, labels.tolist())) for part, x in parts.items()}
+    return paths, images, labels
+
+
+def classifier(paths: dict[str, str], classes: int = CLASSES) -> tuple[Accuracy, Finetune]:
+    torch.manual_seed(0)
+    encoder = encoders.build("vit_micro", **ENCODER)
+    method = Finetune(encoder, FinetuneConfig(classes=classes), 10)
+    torch.nn.init.normal_(method.head.weight)
+    config = EvaluationConfig(val=paths["val"], batch_size=8)
+    return Accuracy(config, paths["train"], SIDE, make_accelerator()), method
+
+
+def test_classifier_accuracy_equals_scikit_learn(classes) -> None:
+    paths, images, labels = classes
+    accuracy, method = classifier(paths)
+    before = torch.get_rng_state()
+    found = accuracy.evaluate(method.train())
+    assert method.encoder.training
+    assert torch.equal(torch.get_rng_state(), before)
+    mean, std = np.array(method.encoder.preprocessing.mean), np.array(method.encoder.preprocessing.std)
+    pixels = torch.from_numpy((images / 255.0 - mean) / std).permute(0, 3, 1, 2).float()
+    with torch.no_grad():
+        scores = method.eval().logits(pixels).numpy()
+    for k, name in ((1, "val_top1"), (5, "val_top5")):
+        expected = top_k_accuracy_score(labels, scores, k=k, labels=np.arange(CLASSES))
+        assert found[name] == pytest.approx(expected)
+    assert found["val_images"] == 37
+    assert 0 < found["val_top1"] < found["val_top5"] < 1
+
+
+def test_a_classifier_that_has_diverged_is_never_correct(classes) -> None:
+    accuracy, method = classifier(classes[0])
+    with torch.no_grad():
+        method.head.bias.fill_(torch.nan)
+    assert accuracy.evaluate(method)["val_top5"] == 0
+    with torch.no_grad():  # of equal scores, the class with the smaller number ranks first
+        method.head.bias.zero_()
+        method.head.weight.zero_()
+    found = accuracy.evaluate(method)
+    assert found["val_top1"] == pytest.approx(np.mean(classes[2] == 0))
+    assert found["val_top5"] == pytest.approx(np.mean(classes[2] < 5))
+
+
+def test_labels_of_other_classes_and_shared_shards_are_refused(classes, tmp_path: Path) -> None:
+    accuracy, method = classifier(classes[0], classes=CLASSES - 1)
+    with pytest.raises(EvaluationError, match=r"has the label 7, but the training images have 7 classes"):
+        accuracy.evaluate(method)
+    negative = write_shard(tmp_path / "negative.tar", classes[1][:3], [0, -1, 2])
+    with pytest.raises(EvaluationError, match=r"has the label -1"):
+        classifier(classes[0] | {"val": str(negative)})[0].evaluate(method)
+    with pytest.raises(EvaluationError, match=r"is in both"):
+        classifier(classes[0] | {"train": classes[0]["val"]})
+
+
+def _evaluate_classifier(rank: int, paths: dict[str, str], folder: str) -> None:
+    mp.set_start_method("fork", force=True)  # of the loader's workers, as it is under a launcher
+    accuracy, method = classifier(paths)
+    torch.save(accuracy.evaluate(method), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_two_processes_measure_the_same_classifier_accuracy(classes, tmp_path: Path, free_port: int) -> None:
+    accuracy, method = classifier(classes[0])
+    expected = accuracy.evaluate(method)
+    on_processes(_evaluate_classifier, free_port, classes[0], str(tmp_path))
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == expected
+
+
+def test_the_result_lies_with_the_encoder_that_was_fine_tuned(classes, tmp_path: Path) -> None:
+    scores = Scores()
+    for step, top1 in ((0, 0.1), (5, 0.75), (9, 0.5)):
+        scores.add(step, {"val_top1": top1})
+    scores.memory["last"] = {"val_top1": 0.5, "val_top5": 0.875, "val_images": 37.0}
+    assert accuracy_line(scores, scores.memory["last"]) == (
+        "step 9: top-1 50.0 %, top-5 87.5 % (best top-1 75.0 % at step 5)"
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("")
+    encoders.save(encoders.build("vit_micro"), run / "encoder.safetensors")
+    published = tmp_path / "published.pth"
+    published.write_bytes(b"")
+    output = run / "finetune"
+    for init_from, expected in (
+        (run, run / "evaluation" / "finetune.json"),
+        (run / "encoder.safetensors", run / "evaluation" / "finetune.json"),
+        (published, output / "evaluation" / "finetune.json"),
+        (None, output / "evaluation" / "finetune.json"),
+    ):
+        given = [] if init_from is None else ["--init_from", str(init_from)]
+        flags = ["--data", "x.tar", "--evaluation.val", "val.tar", "--method", "finetune", "--encoder", "vit_micro"]
+        config = load([*flags, *given])
+        write_accuracy(resolve(config, 1000, classes=CLASSES), output, scores)
+        result = json.loads(expected.read_text())
+        assert (result["top1"], result["top5"], result["best_top1"], result["best_step"]) == (0.5, 0.875, 0.75, 5)
+        assert result["settings"]["finetune"]["classes"] == CLASSES
+        expected.unlink()
