@@ -178,9 +178,12 @@ def test_other_errors_of_a_method_end_the_run(how: Callable[[Tensor], object], e
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_checked(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    method = small.method(name, seed=0)
+    before = torch.random.get_rng_state()
     with caplog.at_level("INFO"):
-        dry_forward(small.method(name, seed=0))
+        dry_forward(method)
     assert "not checked" not in caplog.text
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +197,5 @@ def test_every_method_is_checked(name: str, caplog: pytest.LogCaptureFixture) ->
 def test_crops_that_the_encoder_does_not_take_are_refused_before_the_start(arguments: str, message: str) -> None:
     chosen = arguments.split()
     config = resolve(load(["--data", "x.tar", "--encoder", "vit_micro", "--dino.global_size", "16", *chosen]), 1000)
-    before = torch.random.get_rng_state()
-    method = dino(config)
-    drawn = torch.random.get_rng_state()
     with pytest.raises(ValueError, match=message):
-        dry_forward(method)
-    assert torch.equal(torch.random.get_rng_state(), drawn)
-    assert not torch.equal(before, drawn)
+        dry_forward(dino(config))
