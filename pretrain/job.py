@@ -38,9 +38,9 @@ from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.precision import with_precision
 from tessera.pretrain.preflight import Plan, report
 from tessera.runtime import processes
-from tessera.runtime.allocator import keep_freed_memory
 from tessera.runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
 from tessera.runtime.files import atomic_write
+from tessera.runtime.machine import keep_freed_memory
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.watchdog import watched
@@ -51,11 +51,12 @@ log = logging.getLogger(__name__)
 def pretrain(config: RunConfig) -> Path:
     """Train an encoder with the given settings, evaluate it during training, and export it. Return the run folder."""
     config = with_precision(config)
-    accelerator, engine_class = make_accelerator(config)
-    if not accelerator.is_main_process:
-        logging.disable(logging.INFO)
-    with watched(), claimed(config, accelerator.is_main_process) as output:
-        run_job(accelerator, engine_class, config, output)
+    with watched():
+        accelerator, engine_class = make_accelerator(config)
+        if not accelerator.is_main_process:
+            logging.disable(logging.INFO)
+        with claimed(config, accelerator.is_main_process) as output:
+            run_job(accelerator, engine_class, config, output)
     return output
 
 

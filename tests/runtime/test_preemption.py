@@ -90,21 +90,6 @@ def test_sigterm_to_accelerate_launch_saves_and_ends_the_trainer(launch, tmp_pat
     assert saved == records(output)[-1]["step"] < 5000
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("python\0/venv/bin/accelerate\0launch\0pretrain/run.py\0", True),
-        ("python3\0-m\0accelerate.commands.launch\0pretrain/run.py\0", True),
-        ("/venv/bin/python\0/venv/bin/accelerate-launch\0pretrain/run.py\0", True),
-        ("python\0launch/accelerate_launch.py\0pretrain/run.py\0", False),
-        ("bash\0-c\0accelerate launch pretrain/run.py\0", False),
-    ],
-)
-def test_only_the_launcher_of_accelerate_is_followed(command, expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: command)
-    assert preemption._is_accelerate(1) is expected
-
-
 def test_a_signal_that_came_before_the_run_began_counts() -> None:
     before = {number: signal.getsignal(number) for number in preemption.SIGNALS}
     try:

@@ -135,7 +135,7 @@ def test_the_log_holds_names_escaped(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    code = "import os, sys; from runtime.files import atomic_write\n"
+    code = "import os, sys; from tessera.runtime.files import atomic_write\n"
     code += "with atomic_write(sys.argv[1]) as part: part.write_text('half'); os.kill(os.getpid(), 9)"
     path = tmp_path / "x.json"
     subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT)

@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_process_that_signs_off_is_not_lost(room: Room) -> None:
 def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room: Room) -> None:
     watches = [room.enter(rank, 3) for rank in range(3)]
     watches[1].close(failure="OSError: disk on fire")
-    _wait(lambda: watches[0]._failed)
+    _wait(lambda: watches[0]._told)
     known = watches[0].close(failure="RuntimeError: Connection closed by peer")
     assert "process 1 on " in known
     assert "failed: OSError: disk on fire" in known
@@ -180,6 +181,82 @@ def test_errors_of_gloo_and_nccl_for_a_lost_process() -> None:
     assert all(watchdog._is_broken_collective(error) for error in (gloo, nccl, wrapped))
     others = [ValueError("Connection closed by peer"), dist.DistBackendError("NCCL error: invalid usage"), OSError(5)]
     assert not any(watchdog._is_broken_collective(error) for error in [*others, RuntimeError("shapes differ")])
+
+
+# a process of a launch of two, which waits for the other one
+STARTING = """
+import os, sys, time
+import torch.distributed as dist
+from tessera.runtime import watchdog
+watchdog.TIMING = watchdog.Timing(interval=0.1, timeout=1.5, notice=1.0)
+print("imported", flush=True)
+{before}
+with watchdog.watched():
+    {inside}
+    dist.init_process_group("gloo")
+    print("together", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start a process of a launch of two. The store runs in this process, as it does in the launcher's."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = []
+
+    def process(rank: int, before: str = "", inside: str = "", port: int | None = None) -> subprocess.Popen:
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": str(port or store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        code = STARTING.format(before=before, inside=inside)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes))
+        return started[-1]
+
+    yield process
+    for one in started:
+        one.kill()
+        one.wait(20)
+
+
+@pytest.mark.medium
+def test_a_process_that_does_not_start_is_named_and_waited_for(start) -> None:
+    waiting = start(0)
+    late = start(1, before="time.sleep(6)")
+    line = waiting.stderr.readline()
+    assert line.startswith(f"process 0 on {socket.gethostname()} has waited for ")
+    assert "Of 2 processes, these have not started: 1. Look at the logs" in line
+    assert "together" in waiting.communicate(timeout=60)[0]
+    assert "together" in late.communicate(timeout=60)[0]
+    assert waiting.returncode == late.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_is_lost_while_it_waits_ends_the_other(start, lost: int, how: signal.Signals) -> None:
+    # both send heartbeats, and neither goes on
+    processes = [start(rank, inside="time.sleep(100)") for rank in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "imported\n"
+    time.sleep(5)
+    assert [process.poll() for process in processes] == [None, None]
+    os.kill(processes[lost].pid, how)
+    began = time.monotonic()
+    other = processes[1 - lost]
+    said = other.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 15
+    assert other.returncode == watchdog.EXIT_CODE
+    assert f"process {1 - lost}: process {lost} on {socket.gethostname()} was last heard at" in said
+
+
+@pytest.mark.medium
+def test_a_store_that_does_not_answer_is_named(start, free_port: int) -> None:
+    waiting = start(1, port=free_port)
+    lines = [waiting.stderr.readline() for _ in range(1)]
+    while "does not answer" not in lines[-1] and lines[-1]:
+        lines.append(waiting.stderr.readline())
+    assert f"The store at 127.0.0.1:{free_port} does not answer" in lines[-1]
 
 
 # a run with shorter intervals, so that a test takes seconds, and with a forward pass that can be made to fail or hang
