@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     def start(*arguments: str, processes: int = 2, options: tuple[str, ...] = ()) -> BaseProcess:
         command = ["--num_processes", str(processes), "--num_machines", "1"]
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", *options]
-        command += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+        command += ["--main_process_port", "0"] if processes > 1 else []
         command += [str(tmp_path / "trainer.py"), str(tmp_path), *arguments]
         launcher = multiprocessing.get_context("forkserver").Process(
             target=_run_launcher, args=(tmp_path / "log.txt", command)
@@ -144,6 +144,15 @@ def test_the_trainers_own_code(start, tmp_path: Path, codes: list[int], expected
     log = (tmp_path / "log.txt").read_text()
     assert "Traceback" not in log
     assert "ChildFailedError" not in log
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "options", [("--cpu",), ("--multi_gpu",), ("--config_file", "ddp"), ("--config_file", "fsdp2")]
+)
+def test_as_many_processes_as_asked_for_with_any_engine(start, tmp_path: Path, options: tuple[str, ...]) -> None:
+    launcher = start("codes", "0", "0", options=options)  # waits until both trainers run
+    assert exit_code(launcher) == 0
 
 
 @pytest.mark.medium
