@@ -16,7 +16,8 @@ from tessera import encoders
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
 from tessera.runtime import collectives
-from tests.pretrain.small import make, method, on_processes, saver, settings, tensors
+from tests.pretrain.small import make, method, saver, settings, tensors
+from tests.ranks import on_processes
 
 
 def saved(output: Path, *steps: int) -> Path:

@@ -24,7 +24,8 @@ from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints import save as saving
 from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints
 from tessera.runtime import collectives
-from tests.pretrain.small import make, on_processes, saver, tensors, walk
+from tests.pretrain.small import make, saver, tensors, walk
+from tests.ranks import on_processes
 
 
 def write(to: saving.Saver, step: int) -> None:
@@ -274,6 +275,7 @@ from pathlib import Path
 from tessera.pretrain.checkpoints import save as saving
 from tessera.pretrain.checkpoints.resume import TrainState
 from tests.pretrain.small import make, saver
+from tests.ranks import on_processes
 saving.BACKGROUND_TIMEOUT = 0.2
 saving.write = lambda *_: time.sleep(600)
 accelerator, engine = make()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tessera.pretrain.engines import local_state
 from tessera.pretrain.engines.local_state import LocalTensor, read, unsharded, write
 from tessera.runtime.collectives import RankError, run_on_all_ranks
-from tests.pretrain.small import on_processes
+from tests.ranks import on_processes
 
 Split = Callable[[Tensor, int, int], LocalTensor]
 
@@ -157,7 +157,6 @@ def test_a_gap_in_what_was_written_is_no_zero(tmp_path: Path) -> None:
 
 
 def _over_processes(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo")
     data = {f"{split.__name__}{n}": torch.arange(float(n)) for split in SPLITS for n in (1, 2, 9)}
     split = {name: next(s for s in SPLITS if name.startswith(s.__name__)) for name in data}
     write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder))
@@ -173,7 +172,6 @@ def _over_processes(rank: int, folder: str) -> None:
             lambda: write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder) / "b")
         )
     dist.barrier()
-    dist.destroy_process_group()
 
 
 class _full:  # noqa: N801, in place of a function
@@ -197,7 +195,7 @@ class _full:  # noqa: N801, in place of a function
 
 @pytest.mark.slow
 def test_over_two_processes(tmp_path: Path, free_port: int) -> None:
-    on_processes(_over_processes, free_port, str(tmp_path))
+    on_processes(_over_processes, free_port, str(tmp_path), group=True)
     dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
     for name, tensor in torch.load(tmp_path / "whole.pt").items():
         assert torch.equal(tensor, torch.arange(float(name[-1]))), name
