@@ -21,11 +21,12 @@ def on_processes(
         group: True makes a process group of gloo before the call, and destroys it afterwards.
     """
     context = multiprocessing.get_context("forkserver")
-    started = [
-        context.Process(target=_run, args=(target, rank, count, port, group, arguments)) for rank in range(count)
-    ]
-    for process in started:
-        process.start()
+    started = []
+    for rank in range(count):
+        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(context.Process(target=_run, args=(target, rank, launch, group, arguments)))
+        started[-1].start()
     for process in started:
         process.join(limit)
     codes = [process.exitcode for process in started]
