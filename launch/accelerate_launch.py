@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
 
 import torch.distributed.run as elastic
@@ -29,7 +28,8 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-ENGINES = Path(__file__).resolve().parents[1] / "configs" / "accelerate"
+from tessera.launch.jobs import engine_file
+
 STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
 LOST_PEER = 69
@@ -136,8 +136,8 @@ def main() -> None:
     # the trainers have printed what failed, and torch's launcher would log the exit codes after that
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = launch.launch_command_parser().parse_args()
-    if args.config_file and (ENGINES / f"{args.config_file}.yaml").exists() and not Path(args.config_file).exists():
-        args.config_file = str(ENGINES / f"{args.config_file}.yaml")
+    if args.config_file:
+        args.config_file = str(engine_file(args.config_file))
     launch.launch_command(args)
 
 

@@ -33,6 +33,12 @@ FORGOTTEN = "over (SLURM has forgotten how; see its log)"
 """State of a job that SLURM no longer knows."""
 
 
+def engine_file(name: str) -> Path:
+    """Return the engine file of a name, such as `zero2`, or of a path."""
+    named = LAUNCH.parent / "configs" / "accelerate" / f"{name}.yaml"
+    return named if named.exists() and not Path(name).exists() else Path(name)
+
+
 class LaunchError(RuntimeError):
     """Raised when a request cannot be carried out. The message tells the user what to do."""
 

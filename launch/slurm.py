@@ -7,7 +7,7 @@
 
 The jobs read copies of the settings file and of the engine file, which are in the folder OUTPUT/submitted/. This folder
 also holds the logs of the jobs, and jobs.json with the id and the command line of each job. An engine file is a file
-that accelerate takes as `--config_file`, such as the files in configs/accelerate/.
+that accelerate takes as `--config_file`, such as configs/accelerate/zero2.yaml.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from typing import Any
 from tessera.launch.jobs import (
     EVALUATIONS,
     FINAL_ONLY,
-    LAUNCH,
     Job,
     LaunchError,
     Record,
+    engine_file,
     evaluation_job,
     frozen_files,
     is_over,
@@ -41,7 +41,6 @@ from tessera.launch.jobs import (
 from tessera.launch.progress import follow, status
 
 CPUS_PER_GPU = 8
-DDP = LAUNCH.parent / "configs" / "accelerate" / "ddp.yaml"
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
 """Flags of `tessera pretrain` that must be given as options of `submit`, before the separator `--`."""
 
@@ -92,10 +91,10 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
     new.add_argument("--resume", action="store_true", help="continue the run in --output")
     new.add_argument(
         "--accelerate",
-        type=Path,
-        default=DDP,
-        metavar="FILE",
-        help="engine file (default: configs/accelerate/ddp.yaml)",
+        type=engine_file,
+        default="ddp",
+        metavar="ENGINE",
+        help="name or path of an engine file, such as zero2 (default: ddp)",
     )
     new.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     new.add_argument("--gpus", type=int, default=1, help="GPUs per node; 0 trains on CPUs (default: 1)")

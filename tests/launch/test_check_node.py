@@ -27,7 +27,7 @@ def tars(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["a-{0..2}.tar", "a-*.tar", "a-1.tar", '["{0}/a-0.tar", "{0}/a-1.tar"]'])
-def test_shards_that_can_be_read(tars: Path, form: str) -> None:
+def test_readable_shards_pass(tars: Path, form: str) -> None:
     named = form.replace("{0}/", f"{tars}/") if form.startswith("[") else f"{tars}/{form}"
     assert check_node.main(["--writes", str(tars), "--", "--data", named]) == 0
 
@@ -45,7 +45,7 @@ def test_shards_that_can_be_read(tars: Path, form: str) -> None:
         ("folder.tar", "cannot read {0}/folder.tar: the folder is empty. Check that this node sees its disk"),
     ],
 )
-def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
+def test_unreadable_shards_are_named(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
     (tars / "empty.tar").touch()
     (tars / "folder.tar").mkdir()
     assert check_node.main(["--", "--method", "mae", "--data", f"{tars}/{named}"]) == 2
@@ -79,12 +79,12 @@ def test_shards_of_an_evaluation() -> None:
     assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]
 
 
-def test_settings_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_node.main(["--", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "cannot tell which shards the job reads" in capsys.readouterr().err
 
 
-def test_a_url_is_left_to_the_loader() -> None:
+def test_urls_are_not_opened() -> None:
     assert list(check_node.check_shards(["--data", "https://host/a-{0..3}.tar"])) == []
 
 
@@ -122,7 +122,7 @@ def test_space_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "2.00 GB free, and a checkpoint needs 3.00 GB" in problem
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert check_node.main([]) == 2
@@ -131,7 +131,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "--exclude=node7" in error
 
 
-def test_gpus_that_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.ones
 
     def ones(*size: int, device: str) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_gpus_that_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GPU 2 does not compute: the sum of the product of two 256 x 256 matrices of ones is" in third
 
 
-def test_software_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")  # not looked at without torch
     assert check_node.main([]) == 2
@@ -156,5 +156,5 @@ def test_software_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_gpus_that_compute() -> None:
+def test_working_gpus_pass() -> None:
     assert list(check_node.check_gpus(torch.cuda.device_count())) == []

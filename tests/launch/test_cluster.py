@@ -232,7 +232,7 @@ def test_a_gpu_that_is_not_there_is_found(work: Work) -> None:
         (["--after-pretraining", "knn", "--evaluation-gpus", "3"], "Requested node configuration is not available"),
     ],
 )
-def test_what_slurm_refuses_is_said_at_submission(work: Work, options: list[str], said: str) -> None:
+def test_refusals_of_slurm_are_reported_at_submission(work: Work, options: list[str], said: str) -> None:
     output = work.folder / "refused"
     before = work.cluster.run("squeue", "--noheader", "--states=PENDING,RUNNING").stdout
     done = work.slurm("submit", "--config", work.config, "--output", output, "--gpus", "1", "--cpus", "2", *options)

@@ -73,7 +73,7 @@ def value(argv: list[str], name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["pretrain", "evaluation"])
-def test_bash_understands_it(name: str) -> None:
+def test_the_syntax_is_valid(name: str) -> None:
     done = subprocess.run(["bash", "-n", ROOT / "launch" / f"{name}.sbatch"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -83,7 +83,7 @@ def after(word: str, argv: list[str]) -> list[str]:
     return argv[argv.index(word) + 1 :]
 
 
-def test_flags_come_out_unharmed(script: Callable[[str], Script]) -> None:
+def test_flags_are_passed_unchanged(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     done = pretrain.run(*HARD, "--output", "a $folder's")
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ def test_flags_come_out_unharmed(script: Callable[[str], Script]) -> None:
     assert (pretrain.folder / "a $folder's").is_dir()
 
 
-def test_flags_of_evaluations_come_out_unharmed(script: Callable[[str], Script]) -> None:
+def test_evaluation_flags_are_passed_unchanged(script: Callable[[str], Script]) -> None:
     evaluation = script("evaluation.sbatch")
     done = evaluation.run("few_shot", *HARD, SLURM_JOB_NUM_NODES="1")
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], code: in
     assert calls == [["requeue", "1234567"]] * requeued
 
 
-def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
+def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]) -> None:
     """A warning before the first step could requeue the job for ever. One or two such starts may be bad luck."""
     pretrain = script("pretrain.sbatch")
     pretrain.commands.answer({"called tessera": [(75, "", "")]})
@@ -206,9 +206,7 @@ def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False)])
-def test_an_evaluation_that_was_told_to_stop_begins_again(
-    script: Callable[[str], Script], code: int, requeued: bool
-) -> None:
+def test_a_preempted_evaluation_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
     evaluation = script("evaluation.sbatch")
     evaluation.commands.answer({"called tessera": [(code, "", "")]})
     assert evaluation.run("knn", "--checkpoint", "run", SLURM_JOB_NUM_NODES="1").returncode == code
@@ -216,7 +214,7 @@ def test_an_evaluation_that_was_told_to_stop_begins_again(
     assert calls == [["requeue", "1234567"]] * requeued
 
 
-def test_a_refused_requeue_is_said(script: Callable[[str], Script]) -> None:
+def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     pretrain.commands.answer({
         "called tessera": [(75, "", "")], "scontrol requeue": [(1, "", "Requeue is disabled\n")],
@@ -239,7 +237,7 @@ def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
 
 
 @pytest.mark.parametrize("name", ["pretrain", "evaluation"])
-def test_a_python_without_the_project_is_said(script: Callable[[str], Script], name: str) -> None:
+def test_a_python_without_the_project_is_reported(script: Callable[[str], Script], name: str) -> None:
     one = script(f"{name}.sbatch")
     one.commands.add("python", "#!/bin/sh\nexit 1\n")
     done = one.run()
@@ -248,7 +246,7 @@ def test_a_python_without_the_project_is_said(script: Callable[[str], Script], n
     assert not one.called("tessera")
 
 
-def test_checkpoints_are_followed_where_that_was_asked(script: Callable[[str], Script]) -> None:
+def test_new_checkpoints_are_followed_if_the_run_was_submitted(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     assert pretrain.run("--output", "run").returncode == 0
     assert pretrain.called("tessera") == pretrain.trained()

@@ -90,10 +90,11 @@ def test_settings_are_frozen(slurm: Slurm) -> None:
     assert [(job["name"], job["id"]) for job in record["jobs"]] == [("pretrain", "101"), ("knn", "102")]
 
 
-def test_engine_without_a_choice_is_frozen_too(slurm: Slurm) -> None:
-    assert slurm.submit().returncode == 0
+@pytest.mark.parametrize(("engine", "file"), [([], "ddp"), (["--accelerate", "zero2"], "zero2")])
+def test_engines_of_this_project_have_names(slurm: Slurm, engine: list[str], file: str) -> None:
+    assert slurm.submit(*engine).returncode == 0
     frozen = (slurm.folder / "run" / "submitted" / "engine.yaml").read_text()
-    assert frozen == (ROOT / "configs" / "accelerate" / "ddp.yaml").read_text()
+    assert frozen == (ROOT / "configs" / "accelerate" / f"{file}.yaml").read_text()
 
 
 def test_a_chain_waits_for_success(slurm: Slurm) -> None:
@@ -143,7 +144,7 @@ def test_fine_tuning_follows_pretraining(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_all_or_none(slurm: Slurm, failing: int) -> None:
+def test_a_refused_job_cancels_the_chain(slurm: Slurm, failing: int) -> None:
     answers = [(0, "101\n", ""), (0, "102\n", ""), (0, "103\n", "")]
     answers[failing] = (1, "", "sbatch: error: Batch job submission failed: Not today\n")
     slurm.commands.answer({"sbatch --parsable": answers})
@@ -177,7 +178,7 @@ def test_a_refusal_leaves_an_older_submission(slurm: Slurm) -> None:
     assert [path.name for path in (slurm.folder / "run").iterdir()] == ["submitted"]
 
 
-def test_any_path_and_value_comes_out_unharmed(slurm: Slurm) -> None:
+def test_paths_and_flags_are_passed_unchanged(slurm: Slurm) -> None:
     output = "it's a $HOME/100% käse"
     done = slurm.submit("--after-pretraining", "knn", "--", *HARD, output=output)
     assert done.returncode == 0, done.stderr
@@ -245,7 +246,9 @@ def test_without_slurm_nothing_is_written(slurm: Slurm) -> None:
         ("data: d.tar", ["--", "--dry_run"], "Give --dry_run before the --"),
     ],
 )
-def test_what_would_fail_in_the_queue_is_said(slurm: Slurm, settings: str, arguments: list[str], said: str) -> None:
+def test_wrong_options_are_refused_before_submission(
+    slurm: Slurm, settings: str, arguments: list[str], said: str
+) -> None:
     (slurm.folder / "x.yaml").write_text(settings)
     done = slurm.submit(*arguments)
     assert done.returncode == 2
@@ -296,7 +299,7 @@ def result(kept: Path, name: str) -> Path:
     return path
 
 
-def test_every_checkpoint_once(slurm: Slurm) -> None:
+def test_each_checkpoint_is_evaluated_once(slurm: Slurm) -> None:
     assert slurm.submit("--every-checkpoint", "knn,probe", "--partition=p").returncode == 0
     run = slurm.folder / "run"
     slurm.environment = slurm.environment | {"SLURM_JOB_ID": "101", "SLURM_CPUS_PER_TASK": "64", "SLURM_CONF": "c"}

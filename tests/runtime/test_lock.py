@@ -76,7 +76,7 @@ def test_a_live_holder_is_named_and_a_killed_one_replaced(tmp_path: Path, holder
     assert not list(tmp_path.iterdir())
 
 
-def test_a_worker_that_outlives_its_run_holds_nothing(tmp_path: Path, holder) -> None:
+def test_an_orphaned_loader_worker_does_not_hold_the_lock(tmp_path: Path, holder) -> None:
     process = holder("with a worker")
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
@@ -136,7 +136,7 @@ def _take(folder: Path, start, done, results) -> None:
         results.put("refused")
 
 
-def test_of_many_that_find_a_dead_holder_one_takes_over(tmp_path: Path) -> None:
+def test_exactly_one_process_takes_over_from_a_dead_holder(tmp_path: Path) -> None:
     elsewhere(tmp_path, number=41)
     context = multiprocessing.get_context("fork")
     start, done, results = context.Event(), context.Event(), context.Queue()
@@ -165,7 +165,7 @@ def test_a_holder_that_was_suspended_for_too_long_ends_its_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"\xff" * 5000, b"[" * 4000, b'{"machine": 3, "pid": "x"}'])
-def test_any_content_of_another_holder_is_only_waited_for(tmp_path: Path, content: bytes) -> None:
+def test_damaged_lock_files_are_replaced_after_the_timeout(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".lock-00000001").write_bytes(content)
     (tmp_path / ".lock-999999999999999").touch()  # not a name of this project
     with locked(tmp_path, QUICK):
@@ -173,7 +173,7 @@ def test_any_content_of_another_holder_is_only_waited_for(tmp_path: Path, conten
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
-def test_other_things_of_that_name_are_refused(tmp_path: Path, kind: str) -> None:
+def test_links_pipes_and_folders_in_place_of_a_lock_are_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".lock-00000001"
     {"link": lambda: path.symlink_to("target"), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
     with pytest.raises((LockedError, OSError)), locked(tmp_path, QUICK):

@@ -27,7 +27,7 @@ from tests.launched import TINY, newest_step, records, same_encoder, timeless, w
 SCRIPT = Path(__file__).parent / "stops_in_turn.py"
 
 
-def test_signals_are_noted_and_what_was_before_comes_back() -> None:
+def test_listening_records_signals_and_restores_the_handlers() -> None:
     called = []
     before = signal.signal(signal.SIGUSR1, lambda *_: called.append(1))
     try:
@@ -47,7 +47,7 @@ def test_signals_are_noted_and_what_was_before_comes_back() -> None:
 
 
 @pytest.mark.medium
-def test_the_first_interrupt_saves_and_the_second_ends_at_once(launch, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_a_second_ctrl_c_interrupts(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
     run = launch([*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)])
     run.wait_for(lambda: len(records(output)) > 2)
@@ -85,7 +85,7 @@ def test_sigterm_to_accelerate_launch_saves_and_ends_the_trainer(launch, tmp_pat
     assert newest_step(output) == records(output)[-1]["step"] < 5000
 
 
-def test_a_signal_that_came_before_the_run_began_counts() -> None:
+def test_signals_before_the_run_starts_are_kept() -> None:
     before = {number: signal.getsignal(number) for number in preemption.SIGNALS}
     try:
         preemption.listen()
@@ -101,7 +101,7 @@ def test_a_signal_that_came_before_the_run_began_counts() -> None:
             signal.signal(number, handler)
 
 
-def test_another_thread_changes_nothing() -> None:
+def test_listening_outside_of_the_main_thread_sets_no_handlers() -> None:
     handlers = []
 
     def listen() -> None:
@@ -128,7 +128,7 @@ def _ask_before(monkeypatch: pytest.MonkeyPatch, steps: set[int], bad: range = r
 
 
 @pytest.mark.slow
-def test_the_evaluation_of_the_last_step_is_left_to_the_resumed_run(
+def test_a_stopped_run_leaves_its_evaluation_to_the_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored = []
@@ -152,7 +152,7 @@ def test_the_evaluation_of_the_last_step_is_left_to_the_resumed_run(
 
 
 @pytest.mark.slow
-def test_amid_skipped_steps_it_saves_and_keeps_what_was_before_them(
+def test_a_stop_during_skipped_steps_keeps_the_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [*TINY, "--checkpoint.keep", "1", "--encoder.drop_path", "0.2", "--optim.nonfinite_limit", "4"]
@@ -173,7 +173,7 @@ def test_amid_skipped_steps_it_saves_and_keeps_what_was_before_them(
 
 
 @pytest.mark.slow
-def test_corrupt_images_since_the_last_record_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_loses_no_count_of_corrupt_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     with tarfile.open(tmp_path / "images.tar", "w") as tar:
         for number in range(48):
@@ -195,9 +195,7 @@ def test_corrupt_images_since_the_last_record_are_counted(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_step_or_with_bad_settings_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_the_last_step_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         _ask_before(patch, {1})
         assert main([*TINY, "--steps", "2", "--output", str(tmp_path / "run")]) == 0
@@ -229,7 +227,7 @@ def _plan(tmp_path: Path, steps: int, stops: int) -> tuple[list[str], Path, str]
 
 
 @pytest.mark.slow
-def test_stopped_twenty_times_equals_undisturbed_bit_for_bit(launch, tmp_path: Path) -> None:
+def test_twenty_stops_and_resumes_are_bit_equal_to_one_run(launch, tmp_path: Path) -> None:
     run, output, plan = _plan(tmp_path, 120, stops=22)  # a fast machine is three or four steps on at each stop
     undisturbed = launch([*run, "--output", str(tmp_path / "whole")])
     stopping = launch([plan], script=SCRIPT, wrapped=True)
@@ -246,7 +244,7 @@ def test_stopped_twenty_times_equals_undisturbed_bit_for_bit(launch, tmp_path: P
 
 
 @pytest.mark.slow
-def test_two_processes_stop_together_when_one_or_both_are_asked(launch, tmp_path: Path) -> None:
+def test_two_processes_stop_at_the_same_step(launch, tmp_path: Path) -> None:
     run, output, plan = _plan(tmp_path, 40, stops=8)
     run[run.index("0.2")] = "0"  # each process draws its own
     Path(plan).write_text(Path(plan).read_text().replace('"0.2"', '"0"'))
@@ -271,7 +269,7 @@ def _reported(log: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_launched_command(launch, tmp_path: Path, processes: int) -> None:
+def test_signals_to_the_launcher_and_to_one_trainer_save(launch, tmp_path: Path, processes: int) -> None:
     """Signals to the launcher, to its process group, to one trainer, from its first moments on."""
     rng = random.Random(processes)
     output = tmp_path / "run"

@@ -18,7 +18,7 @@ def test_one_process_without_a_gpu_runs_on_the_cpu():
     assert made.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_processes_that_do_not_know_of_each_other_are_stopped(monkeypatch):
+def test_a_launch_without_a_process_group_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="--multi_gpu --num_processes 2"):
         make_accelerator()
@@ -52,7 +52,7 @@ def started(tmp_path: Path, name: str, flags: tuple[str, ...] = (), **variables:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc, which only Linux has")
-def test_a_number_of_threads_set_by_a_launcher_is_told_from_the_users_own(tmp_path: Path) -> None:
+def test_the_number_of_threads_of_a_launcher_is_recognised(tmp_path: Path) -> None:
     assert started(tmp_path, "accelerate_launch") == "True"
     assert started(tmp_path, "accelerate_launch", OMP_NUM_THREADS="1") == "False"
     assert started(tmp_path, "accelerate_launch", ("--num_cpu_threads_per_process", "1")) == "False"

@@ -38,7 +38,7 @@ def test_messages_for_a_closed_stream_go_into_no_file(tmp_path: Path) -> None:
     assert child(tmp_path, body.replace("sys.stdin.read()", "pass"), **closed) == (0, "content")
 
 
-def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+def test_writes_to_a_closed_pipe_and_a_full_disk_are_dropped(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     body = "for _ in range(9): print('x' * 9999, file=sys.stderr); print('x' * 9999, flush=True); streams.tell('x')"
@@ -48,7 +48,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
         assert child(tmp_path, body, stdout=full, stderr=full) == (0, "content")
 
 
-def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+def test_characters_outside_of_the_terminals_encoding_are_escaped(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD.format(body="print('k\\xe4se \\udc80')"), str(tmp_path / "file")],
         capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},

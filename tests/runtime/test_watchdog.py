@@ -77,7 +77,7 @@ def test_a_process_that_signs_off_is_not_lost(room: Room) -> None:
     assert all(not watch.close() for watch in again), "the next run in these processes knows nothing of the one before"
 
 
-def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room: Room) -> None:
+def test_other_processes_exit_some_seconds_after_a_failure(room: Room) -> None:
     watches = [room.enter(rank, 3) for rank in range(3)]
     watches[1].close(failure="OSError: disk on fire")
     wait_until(lambda: watches[0]._told)
@@ -226,7 +226,7 @@ def test_a_process_that_does_not_start_is_named_and_waited_for(start) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_process_that_is_lost_while_it_waits_ends_the_other(start, lost: int, how: signal.Signals) -> None:
+def test_a_process_lost_during_the_start_ends_the_other(start, lost: int, how: signal.Signals) -> None:
     # both send heartbeats, and neither goes on
     processes = [start(rank, inside="time.sleep(100)") for rank in range(2)]
     for process in processes:
@@ -307,7 +307,7 @@ def _resumes(launch, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed(launch, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_run(launch, tmp_path: Path) -> None:
     """The other process translates the error of gloo."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
@@ -321,7 +321,7 @@ def test_killed(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
+def test_a_frozen_process_ends_the_run_within_a_minute(launch, tmp_path: Path) -> None:
     """The other process waits in a collective that never ends. The test uses the real intervals and takes a minute."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
@@ -360,7 +360,7 @@ def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_pat
 
 
 @pytest.mark.slow
-def test_an_evaluation_whose_process_is_frozen_ends_by_name(launch, tmp_path: Path) -> None:
+def test_a_frozen_process_ends_an_evaluation(launch, tmp_path: Path) -> None:
     script = tmp_path / "evaluate.py"
     script.write_text(
         textwrap.dedent("""

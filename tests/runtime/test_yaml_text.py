@@ -62,7 +62,7 @@ def test_slow_numbers_take_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("kind", ["large", "fifo", "folder", "device", "bytes"])
-def test_files_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
+def test_large_files_and_devices_are_refused(tmp_path: Path, kind: str) -> None:
     path = Path("/dev/zero") if kind == "device" else tmp_path / "x.yaml"
     if kind == "large":
         path.write_bytes(b" " * (MAX_BYTES + 1))

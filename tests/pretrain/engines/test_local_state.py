@@ -112,7 +112,7 @@ def test_any_split_is_read_in_any_other(
         assert all(torch.equal(t, data[n].reshape(-1)) for n, t in other.items())
 
 
-def test_a_tensor_without_numbers_is_no_matter(tmp_path: Path) -> None:
+def test_empty_tensors_are_written_and_read(tmp_path: Path) -> None:
     held = {"none": unsharded(torch.empty(0, 4)), "some": unsharded(torch.ones(3))}
     write(held, tmp_path)
     into = {"none": unsharded(torch.empty(0, 4)), "some": unsharded(torch.zeros(3))}
@@ -140,7 +140,7 @@ def test_other_names_and_sizes_are_refused(tmp_path: Path, wanted: dict[str, int
     assert all(piece.data.eq(0).all() for piece in into.values())
 
 
-def test_some_of_the_tensors_are_read_where_that_is_asked(tmp_path: Path) -> None:
+def test_a_subset_of_the_tensors_is_read(tmp_path: Path) -> None:
     write({"a": unsharded(torch.ones(4)), "b": unsharded(torch.ones(2))}, tmp_path)
     into = unsharded(torch.zeros(2))
     read({"b": into}, tmp_path, strict=False)
@@ -149,7 +149,7 @@ def test_some_of_the_tensors_are_read_where_that_is_asked(tmp_path: Path) -> Non
         read({"c": into}, tmp_path, strict=False)
 
 
-def test_a_gap_in_what_was_written_is_no_zero(tmp_path: Path) -> None:
+def test_missing_parts_of_a_tensor_are_an_error(tmp_path: Path) -> None:
     write({"a": LocalTensor(torch.ones(3), 0, 8)}, tmp_path)
     read({"a": LocalTensor(torch.zeros(2), 1, 8)}, tmp_path)
     with pytest.raises(CheckpointException, match="the checkpoint holds only a part of a"):
