@@ -18,9 +18,8 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tessera.runtime import preemption
-from tessera.runtime.allocator import return_freed_memory
 from tessera.runtime.errors import UserError
-from tessera.runtime.machine import process_fields, signal_at_end_of_parent
+from tessera.runtime.machine import process_fields, return_freed_memory, signal_at_end_of_parent
 
 POLL = 1.0  # seconds between two checks whether the parent has ended
 STALLED = 30

@@ -1,14 +1,16 @@
 """`accelerate launch` for schedulers: `python launch/accelerate_launch.py <arguments of accelerate launch>`.
 
-There are two differences from `accelerate launch`:
+There are four differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
   printed after the trainer's last message.
 - SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are forwarded to the trainers, which may take as long as they need
   to save. In contrast, SIGUSR1 kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves a single trainer
   running, and kills several trainers after 30 seconds.
+- `--num_processes 2` always starts two processes. Without a flag such as `--multi_gpu`, `accelerate launch` starts one.
+- `--config_file` also takes the name of a file in configs/accelerate/, such as `zero2`.
 
-Before the trainers start, these signals end the launcher as they end any program, because nothing needs saving yet.
+Before the trainers start, the signals end the launcher as they end any program, because nothing needs saving yet.
 """
 
 import argparse
@@ -18,15 +20,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
 
 import torch.distributed.run as elastic
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from tessera.launch.jobs import engine_file
 
 STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
@@ -35,11 +37,18 @@ LOST_PEER = 69
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def exec_trainer(args: argparse.Namespace) -> NoReturn:
-    """Replace this process by the only trainer. Signals and the exit code then need no forwarding.
+def start_without_kind(args: argparse.Namespace) -> None:
+    """Start the trainers if neither a flag nor a file names the kind of distribution.
 
-    This function replaces the function with which accelerate starts a single process.
+    This process is replaced by the only trainer. Signals and the exit code then need no forwarding. Several trainers
+    are started as with `--multi_gpu`, which works without a GPU, too.
+
+    This function replaces accelerate's own function, which starts one process in both cases.
     """
+    if (args.num_processes or 1) > 1 and args.mpirun_hostfile is None:
+        os.environ["ACCELERATE_USE_CPU"] = str(args.cpu)
+        launch.multi_gpu_launcher(args)
+        return
     command, environment = prepare_simple_launcher_cmd_env(args)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,8 +61,7 @@ class Trainers:
     def __init__(self) -> None:
         self.context: PContext | None = None
         self.received: signal.Signals | None = None
-        self.outlived: set[int] = set()  # process ids of the trainers that ran when the elastic agent ended the others
-        self._start, self._close, self._run = PContext.start, PContext.close, elastic.run
+        self._start, self._run = PContext.start, elastic.run
 
     def start(self, context: PContext) -> None:
         """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
@@ -67,11 +75,6 @@ class Trainers:
         self.context = context
         if self.received:
             self.forward(self.received, None)
-
-    def close(self, context: PContext, *arguments: Any, **options: Any) -> None:
-        """End the trainers that still run, first by SIGTERM. This method replaces `PContext.close`."""
-        self.outlived |= {process for process in context.pids().values() if is_running(process)}
-        self._close(context, *arguments, **options)
 
     def _listen(self) -> None:
         for number in SIGNALS:
@@ -96,22 +99,9 @@ class Trainers:
         try:
             self._run(args)
         except ChildFailedError as error:
-            codes = [
-                failure.exitcode
-                for failure in error.failures.values()
-                if failure.exitcode != -signal.SIGKILL or failure.pid not in self.outlived  # frozen, and killed for it
-            ]
-            sys.exit(exit_code(codes, self.received))
+            sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
         except SignalException as error:  # raised after Ctrl-C
             sys.exit(128 + error.sigval)
-
-
-def is_running(process: int) -> bool:
-    """Return True if the process has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
@@ -140,13 +130,15 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
 
 def main() -> None:
     trainers = Trainers()
-    launch.simple_launcher = exec_trainer
+    launch.simple_launcher = start_without_kind
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
-    PContext.close = lambda self, *arguments, **options: trainers.close(self, *arguments, **options)
     # the trainers have printed what failed, and torch's launcher would log the exit codes after that
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    launch.main()
+    args = launch.launch_command_parser().parse_args()
+    if args.config_file:
+        args.config_file = str(engine_file(args.config_file))
+    launch.launch_command(args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Check a node before a job starts there: the Python packages, the GPUs, the run folder and the shards.
+"""Check a node before a job starts there: the GPUs, the run folder and the shards.
 
-    python launch/check_node.py [--sees FILE] [--writes FOLDER] -- FLAGS OF THE JOB
+    python -m tessera.launch.check_node [--sees FILE] [--writes FOLDER] -- FLAGS OF THE JOB
 
 The scripts in launch/ run this check on every node. Each problem is printed with the node's name. The exit code is 2 if
 there is a problem, else 0.
@@ -8,7 +8,6 @@ there is a problem, else 0.
 
 import argparse
 import glob
-import importlib.util
 import json
 import os
 import re
@@ -20,16 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from webdataset.shardlists import expand_urls
+
+from tessera.launch.jobs import LaunchError, read_settings
 
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
 """Names of the settings that hold shards, in pretraining and in evaluations."""
-MAX_OPENED = 64
-"""Largest number of shards that a node opens. If many nodes opened more shards, they would wait for the shared disk."""
 MIN_FREE_BYTES = 1e9
 """Smallest free disk space in bytes with which a run may start, even if its checkpoints are smaller."""
-PACKAGES = ("torch", "accelerate", "runtime", "encoders", "data", "evaluation", "pretrain")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,11 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
-    problems = list(check_packages())
-    if not problems:
-        problems += check_gpus(int(os.environ.get("SLURM_GPUS_ON_NODE") or 0))
-    problems += check_folder(options.sees, options.writes)
-    problems += check_shards(arguments[split + 1 :])
+    problems = [
+        *check_gpus(int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)),
+        *check_folder(options.sees, options.writes),
+        *check_shards(arguments[split + 1 :]),
+    ]
     for problem in problems:
         print(f"{node()}: {problem}", file=sys.stderr)
     return 2 if problems else 0
@@ -56,19 +53,13 @@ def node() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def check_packages() -> Iterator[str]:
-    """Yield a problem if Python packages are missing on this node."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        yield f"{sys.executable} has no {', '.join(missing)}. Put the environment on a disk that this node sees"
-
-
 def check_gpus(count: int) -> Iterator[str]:
     """Yield a problem for each GPU that fails a matrix product, and one if torch sees fewer than `count` GPUs."""
-    if not count:
+    try:
+        import torch  # imported here, because other checks need no torch
+    except ImportError as error:
+        yield f"{sys.executable} cannot import torch ({error}). Put the environment on a disk that this node sees"
         return
-    import torch  # imported here, because the import takes seconds and nodes without GPUs need no torch
-
     seen = torch.cuda.device_count()
     if seen < count:
         yield (
@@ -134,21 +125,20 @@ def newest_checkpoint_bytes(run: Path) -> int:
 
 
 def check_shards(flags: list[str]) -> Iterator[str]:
-    """Yield a problem for each pattern of shards that this node cannot read."""
+    """Yield a problem for each pattern of shards whose first or last shard this node cannot read."""
     try:
         patterns = list(shard_patterns(flags))
-    except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (LaunchError, RecursionError, ValueError) as error:
         yield f"cannot tell which shards the job reads: {error}. Check --config, --data and the evaluation's shards"
         return
     for pattern in dict.fromkeys(patterns):
         paths = expand(pattern)
         if not paths:
             yield f"no shard matches {pattern}. Check the pattern, and that this node sees its disk"
-        bad = [(path, reason) for path in sample(paths) if (reason := why_unreadable(path))]
-        if bad:
-            path, reason = bad[0]
-            others = f" (and {len(bad) - 1} more of {len(paths)})" if len(bad) > 1 else ""
-            yield f"cannot read {path}: {reason}{others}. Check that this node sees its disk"
+        for path in dict.fromkeys(paths[:1] + paths[-1:]):
+            if reason := why_unreadable(path):
+                yield f"cannot read {path}: {reason}. Check that this node sees its disk"
+                break
 
 
 def shard_patterns(flags: list[str]) -> Iterator[str]:
@@ -157,11 +147,12 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
     Flags take precedence over the settings file.
 
     Raises:
-        OSError, yaml.YAMLError: the settings file cannot be read.
-        ValueError: the settings file does not hold settings, or the value of a flag is invalid JSON.
+        LaunchError: the settings file cannot be read.
+        ValueError: a value is not SHARDS.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in SHARD_SETTINGS:
+    parser.add_argument("--data", "--data.shards", action="append")
+    for name in SHARD_SETTINGS[1:]:
         parser.add_argument(f"--{name}", action="append")
     for name in ("config", "output"):
         parser.add_argument(f"--{name}")
@@ -171,9 +162,7 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
     if file is None and "resume" in given and "output" in given:
         file = Path(given["output"]) / "config.yaml"
         file = file if file.exists() else None
-    settings = (yaml.safe_load(Path(file).read_text()) if file else None) or {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"the settings file {file} does not hold `name: value` lines")
+    settings = read_settings(Path(file)) if file else {}
     for name in SHARD_SETTINGS:
         yield from as_patterns(given.get(name) or look_up(settings, name))
 
@@ -189,12 +178,13 @@ def look_up(settings: dict[str, Any], name: str) -> Any:
 def as_patterns(value: Any) -> list[str]:
     """Return the shard patterns in the value of a setting.
 
-    The value is one pattern, a list of patterns, a mapping from patterns to weights, or one of these as JSON text.
+    The value is one pattern, a list of patterns, a mapping from patterns to weights, one of these as JSON text, or a
+    section with the setting `shards`.
     """
     if value is None:
         return []
     if isinstance(value, dict):
-        return list(value)
+        return as_patterns(value["shards"]) if "shards" in value else list(value)
     if isinstance(value, list):
         # lists in lists are not followed, because aliases of YAML can nest them without end
         return [pattern for one in value if isinstance(one, str) for pattern in as_patterns(one)]
@@ -213,13 +203,6 @@ def expand(pattern: str) -> list[str]:
         for braced in expand_urls(pattern)
         for path in (sorted(glob.glob(braced)) if glob.has_magic(braced) else [braced])
     ]
-
-
-def sample(paths: list[str]) -> list[str]:
-    """Return at most `MAX_OPENED` of the paths, evenly spaced and including the first and the last path."""
-    if len(paths) <= MAX_OPENED:
-        return paths
-    return [paths[number * (len(paths) - 1) // (MAX_OPENED - 1)] for number in range(MAX_OPENED)]
 
 
 def why_unreadable(path: str) -> str | None:

@@ -5,9 +5,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,15 +14,15 @@ import yaml
 
 LAUNCH = Path(__file__).resolve().parent
 EVALUATIONS = {
-    "knn": "knn",
-    "probe": "linear_probe",
-    "few-shot": "few_shot",
-    "retrieval": "retrieval",
-    "segmentation": "segmentation",
-    "finetune": "finetune",
+    "knn": ("knn", "02:00:00"),
+    "probe": ("linear_probe", "12:00:00"),
+    "few-shot": ("few_shot", "04:00:00"),
+    "retrieval": ("retrieval", "02:00:00"),
+    "segmentation": ("segmentation", "24:00:00"),
+    "finetune": ("finetune", "24:00:00"),
 }
-"""Map from the name of an evaluation on the command line to the stem of file names. The script of an evaluation is
-STEM.sbatch, and the names of its result files begin with STEM (`evaluation.results.result_path`)."""
+"""Evaluations: name on the command line -> command of `tessera` and time limit. The names of the result files of a
+command begin with its name (`evaluation.results.result_path`)."""
 FINAL_ONLY = ("finetune",)
 """Names of the evaluations that run only after pretraining. Each of them is a run of its own."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
@@ -32,6 +31,12 @@ MAX_SETTINGS_BYTES = 2**18
 """Largest size of a settings file in bytes."""
 FORGOTTEN = "over (SLURM has forgotten how; see its log)"
 """State of a job that SLURM no longer knows."""
+
+
+def engine_file(name: str) -> Path:
+    """Return the engine file of a name, such as `zero2`, or of a path."""
+    named = LAUNCH.parent / "configs" / "accelerate" / f"{name}.yaml"
+    return named if named.exists() and not Path(name).exists() else Path(name)
 
 
 class LaunchError(RuntimeError):
@@ -48,37 +53,31 @@ class Job:
     script: str
     """File name of the job's script in launch/."""
     flags: list[str]
-    """Flags of the Python program that the script runs."""
+    """Arguments of the script."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that the script reads."""
-    after: str | None = None
-    """Name of the job that has to succeed before this job starts, or None."""
     id: str = ""
     """Id that SLURM gave to the job. Empty before the job is submitted."""
 
-    def command(self, *, hold: bool = False, dependency: str | None = None) -> list[str]:
+    def command(self, *, hold: bool = False, after: str = "") -> list[str]:
         """Return the command line of sbatch.
 
         Args:
             hold: submit the job without starting it.
-            dependency: id of the job that has to succeed before this job starts.
+            after: id of the job that has to succeed before this job starts.
         """
         words = ["sbatch", "--parsable"]
         if hold:
             words += ["--hold"]
-        if dependency:
-            words += [f"--dependency=afterok:{dependency}", "--kill-on-invalid-dep=yes"]
+        if after:
+            words += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
         return [*words, *self.options, str(LAUNCH / self.script), *self.flags]
 
-    def shell_line(self, *, hold: bool = False) -> str:
-        """Return the sbatch command as a shell line.
-
-        If this job depends on a job NAME, the line takes the id of that job from the shell variable `$NAME`.
-        """
-        words = self.command(hold=hold, dependency="ID" if self.after else None)
-        line = quoted_line(words).replace("--dependency=afterok:ID", f'--dependency=afterok:"${self.after}"', 1)
-        environment = "".join(f"{name}={quoted(value)} " for name, value in self.environment.items())
-        return environment + line
+    def shell_line(self, *, hold: bool = False, after: str = "") -> str:
+        """Return the sbatch command as a shell line. `after` names the shell variable that holds the other job's id."""
+        line = quoted_line(self.command(hold=hold, after="ID" if after else ""))
+        line = line.replace("--dependency=afterok:ID", f'--dependency=afterok:"${after}"', 1)
+        return "".join(f"{name}={quoted(value)} " for name, value in self.environment.items()) + line
 
 
 class Record(TypedDict):
@@ -126,16 +125,17 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
         step: name of the checkpoint folder, such as `step-00001000`. The checkpoint's encoder must be in
             OUTPUT/evaluation/STEP. None selects the finished run.
     """
-    encoder, name, after = output, kind, "pretrain"
+    encoder, name = output, kind
     if step is not None:
-        encoder = output / "evaluation" / step / "encoder.safetensors"
-        name, after = f"{kind}-{step}", None
-    own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name)]
-    flags = ["--checkpoint", str(encoder), *record["flags"][kind]]
-    return Job(name, own + record["options"], f"{EVALUATIONS[kind]}.sbatch", flags, after=after)
+        encoder, name = output / "evaluation" / step / "encoder.safetensors", f"{kind}-{step}"
+    command, time = EVALUATIONS[kind]
+    own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name), f"--time={time}"]
+    script = "pretrain.sbatch" if kind in FINAL_ONLY else "evaluation.sbatch"
+    flags = [command, "--checkpoint", str(encoder), *record["flags"][kind]]
+    return Job(name, own + record["options"], script, flags)
 
 
-def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> None:
+def submit(job: Job, *, hold: bool = False, after: str = "") -> None:
     """Submit one job and set its id.
 
     Raises:
@@ -143,7 +143,7 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
     """
     # a job that is submitted by another job must not inherit the SLURM variables of that job's allocation
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
-    command = job.command(hold=hold, dependency=dependency)
+    command = job.command(hold=hold, after=after)
     done = _run(command, inherited | job.environment)
     if done.returncode:
         answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
@@ -151,33 +151,27 @@ def submit(job: Job, *, hold: bool = False, dependency: str | None = None) -> No
     job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters, sbatch prints ID;CLUSTER
 
 
-def submit_chain(jobs: Sequence[Job]) -> None:
-    """Submit all jobs. If SLURM refuses one job, cancel the jobs that were submitted before it.
+def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:
+    """Submit jobs, of which the others wait for the first. If anything fails, cancel the jobs that were submitted.
+
+    Args:
+        prepare: function that is called when SLURM has accepted all jobs, before the first one may start.
 
     Raises:
-        LaunchError: SLURM refuses a job.
+        LaunchError: SLURM refuses a job, or does not release the first one.
     """
-    hold = len(jobs) > 1  # the first job must not start before the other jobs are submitted
-    ids: dict[str, str] = {}
+    first, *others = jobs
     try:
-        for job in jobs:
-            submit(job, hold=hold and job.after is None, dependency=ids.get(job.after or ""))
-            ids[job.name] = job.id
-    except BaseException:
-        scancel(list(ids.values()))
-        raise
-
-
-def release(jobs: Sequence[Job]) -> None:
-    """Let the first job of a chain start. `submit_chain` has submitted this job on hold.
-
-    Raises:
-        LaunchError: SLURM does not release the job.
-    """
-    if len(jobs) > 1:
-        done = _run(["scontrol", "release", jobs[0].id])
+        submit(first, hold=True)
+        for job in others:
+            submit(job, after=first.id)
+        prepare()
+        done = _run(["scontrol", "release", first.id])
         if done.returncode:
-            raise LaunchError(f"SLURM does not release the job {jobs[0].id}: {done.stderr.strip()}")
+            raise LaunchError(f"SLURM does not release the job {first.id}: {done.stderr.strip()}")
+    except BaseException:
+        scancel([job.id for job in jobs if job.id])
+        raise
 
 
 def scancel(ids: Sequence[str]) -> None:
@@ -222,7 +216,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> subpr
     try:
         return subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError as error:
-        raise LaunchError(f"the command {command[0]} is not found. Call slurm.py on a machine with SLURM") from error
+        raise LaunchError(f"the command {command[0]} is not found. This needs a machine with SLURM") from error
 
 
 def is_over(state: str) -> bool:
@@ -243,8 +237,9 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
     except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     try:
-        entries = [{name: value for name, value in entry.items() if name != "command"} for entry in stored.pop("jobs")]
-        return stored, [Job(**entry) for entry in entries]
+        known = [item.name for item in fields(Job)]  # other versions write other entries, too
+        jobs = [Job(**{name: entry[name] for name in known}) for entry in stored.pop("jobs")]
+        return stored, jobs
     except (KeyError, TypeError, AttributeError) as error:
         raise LaunchError(f"{path} is not a list of jobs ({type(error).__name__}: {error})") from error
 
@@ -280,7 +275,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
     """Return the name and the text of each settings file that the jobs will read.
 
     Args:
-        config: settings file of pretrain/run.py.
+        config: settings file of the run.
         engine: engine file, which accelerate takes as `--config_file`.
         folder: OUTPUT/submitted, to which the files will be copied.
 
@@ -300,31 +295,3 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
         settings["deepspeed_config"] = section | {"deepspeed_config_file": str(folder / "deepspeed.json")}
         texts["engine.yaml"] = yaml.safe_dump(settings, sort_keys=False)
     return texts
-
-
-@contextmanager
-def fresh_folder(folder: Path) -> Iterator[Path]:
-    """Empty `folder` before a `with` block. If the block raises, restore the previous contents of the folder.
-
-    Raises:
-        LaunchError: the folder cannot be made.
-    """
-    previous = folder.with_name(f".{folder.name}.previous")
-    made = [parent for parent in folder.parents if not parent.exists()]
-    try:
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            folder.rename(previous)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise LaunchError(f"cannot make {folder}: {error.strerror}. Choose another --output") from error
-    try:
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder)
-        if previous.exists():
-            previous.rename(folder)
-        for parent in made:
-            parent.rmdir()
-        raise
-    shutil.rmtree(previous, ignore_errors=True)

@@ -1,13 +1,13 @@
 """Submit a pretraining run and its evaluations to SLURM, show their progress, and cancel them.
 
-    python launch/slurm.py submit --config X.yaml --nodes 2 --gpus 8 [--after-pretraining probe,knn,finetune]
-                                  [--every-checkpoint knn] [--dry_run] [-- FLAGS OF pretrain/run.py]
-    python launch/slurm.py status OUTPUT
-    python launch/slurm.py cancel OUTPUT
+    tessera slurm submit --config X.yaml --nodes 2 --gpus 8 [--after-pretraining probe,knn,finetune]
+                         [--every-checkpoint knn] [--dry_run] [-- FLAGS OF tessera pretrain]
+    tessera slurm status OUTPUT
+    tessera slurm cancel OUTPUT
 
 The jobs read copies of the settings file and of the engine file, which are in the folder OUTPUT/submitted/. This folder
 also holds the logs of the jobs, and jobs.json with the id and the command line of each job. An engine file is a file
-that accelerate takes as `--config_file`, such as the files in configs/accelerate/.
+that accelerate takes as `--config_file`, such as configs/accelerate/zero2.yaml.
 """
 
 import argparse
@@ -22,20 +22,17 @@ from typing import Any
 from tessera.launch.jobs import (
     EVALUATIONS,
     FINAL_ONLY,
-    LAUNCH,
     Job,
     LaunchError,
     Record,
+    engine_file,
     evaluation_job,
-    fresh_folder,
     frozen_files,
     is_over,
     log_option,
     quoted,
-    quoted_line,
     read_record,
     read_settings,
-    release,
     scancel,
     states,
     submit_chain,
@@ -44,9 +41,8 @@ from tessera.launch.jobs import (
 from tessera.launch.progress import follow, status
 
 CPUS_PER_GPU = 8
-DDP = LAUNCH.parent / "configs" / "accelerate" / "ddp.yaml"
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
-"""Flags of pretrain/run.py that must be given as options of `submit`, before the separator `--`."""
+"""Flags of `tessera pretrain` that must be given as options of `submit`, before the separator `--`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,20 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             {"status": status, "cancel": cancel, "follow": follow}[options.command](options.output.absolute())
     except LaunchError as error:
-        print(f"slurm.py: {error}", file=sys.stderr)
+        print(f"tessera slurm: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    top = argparse.ArgumentParser(description="Run pretraining and its evaluations as SLURM jobs.", allow_abbrev=False)
+    top = argparse.ArgumentParser(
+        "tessera slurm", description="Run pretraining and its evaluations as SLURM jobs.", allow_abbrev=False
+    )
     commands = top.add_subparsers(dest="command", required=True)
     add_submit_options(
         commands.add_parser(
             "submit",
             help="submit pretraining and its evaluations",
-            epilog="Flags of pretrain/run.py follow after --.",
+            epilog="Flags of `tessera pretrain` follow after --.",
             allow_abbrev=False,
         )
     )
@@ -88,24 +86,22 @@ def parser() -> argparse.ArgumentParser:
 
 def add_submit_options(new: argparse.ArgumentParser) -> None:
     """Add the options of the command `submit`."""
-    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings file of pretrain/run.py")
+    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings file of the run")
     new.add_argument("--output", type=Path, help="run folder (default: a new folder under runs/)")
     new.add_argument("--resume", action="store_true", help="continue the run in --output")
     new.add_argument(
         "--accelerate",
-        type=Path,
-        default=DDP,
-        metavar="FILE",
-        help="engine file (default: configs/accelerate/ddp.yaml)",
+        type=engine_file,
+        default="ddp",
+        metavar="ENGINE",
+        help="name or path of an engine file, such as zero2 (default: ddp)",
     )
     new.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     new.add_argument("--gpus", type=int, default=1, help="GPUs per node; 0 trains on CPUs (default: 1)")
     new.add_argument("--processes", type=int, help="trainers per node; only with --gpus 0 (default: 1)")
     new.add_argument("--cpus", type=int, help=f"CPUs per node (default: {CPUS_PER_GPU} per GPU)")
     new.add_argument("--mem", help="memory per node for pretraining, such as 200G")
-    new.add_argument(
-        "--time", help="time limit of pretraining, such as 24:00:00; the limit of an evaluation is in its script"
-    )
+    new.add_argument("--time", help="time limit of pretraining, such as 24:00:00")
     for name in ("partition", "account", "qos"):
         new.add_argument(f"--{name}", help=f"SLURM {name} of all jobs")
     new.add_argument(
@@ -155,22 +151,25 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         print_plan(options, output, jobs, record)
         return
     if shutil.which("sbatch") is None:
-        raise LaunchError(f"SLURM is not installed here (no sbatch). Without it:\n\n{by_hand(options, output, flags)}")
+        raise LaunchError("SLURM is not installed here (no sbatch). Call this command on a machine with SLURM")
     check_queue(output)
-    with fresh_folder(output / "submitted") as folder:
-        for name, text in frozen_files(options.config, options.accelerate, folder).items():
-            (folder / name).write_text(text)
-        write_record(folder, record, [])  # jobs.json must exist before the pretraining job starts
-        submit_chain(jobs)
+    folder = output / "submitted"
+    texts = frozen_files(options.config, options.accelerate, folder)
+
+    def prepare() -> None:
+        """Write what the jobs read, and jobs.json, which also the command `cancel` needs."""
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (folder / name).write_text(text)
             write_record(folder, record, jobs)
-            release(jobs)
-        except BaseException:  # without jobs.json, the command `cancel` could not find the jobs
-            scancel([job.id for job in jobs])
-            raise
+        except OSError as error:
+            raise LaunchError(f"cannot write to {folder}: {error.strerror}. Choose another --output") from error
+
+    submit_chain(jobs, prepare)
     for job in jobs:
         print(f"job {job.id}: {job.name}")
-    print(f"run folder: {output}\nits progress: python launch/slurm.py status {quoted(str(output))}")
+    print(f"run folder: {output}\nits progress: tessera slurm status {quoted(str(output))}")
 
 
 def evaluation_names(text: str) -> list[str]:
@@ -198,7 +197,7 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
     if any(flag.partition("=")[0] == "--dry_run" for flag in flags):
         raise LaunchError(
             "--dry_run is an option of `submit`. Give --dry_run before the --. To see what a run needs, call "
-            "`python pretrain/run.py --dry_run`"
+            "`tessera pretrain --dry_run`"
         )
     if "data" not in settings and not flag_values("data", flags):
         raise LaunchError(f"{options.config} names no data. Add `data: SHARDS` there, or give `-- --data SHARDS`")
@@ -291,7 +290,7 @@ def common_options(options: argparse.Namespace) -> list[str]:
 
 
 def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str]) -> Job:
-    """Return the pretraining job, with its sbatch options and its flags of pretrain/run.py."""
+    """Return the pretraining job, with its sbatch options and its flags of `tessera pretrain`."""
     submitted = output / "submitted"
     cpus = options.cpus or CPUS_PER_GPU * max(options.gpus, 1)
     wanted = [f"--job-name={output.name}", log_option(submitted, "pretrain"), f"--nodes={options.nodes}"]
@@ -327,33 +326,14 @@ def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], recor
     for name, text in frozen_files(options.config, options.accelerate, folder).items():
         print(f"printf %s {quoted(text, lines=True)} > {quoted(str(folder / name))}")
     print("# the jobs")
-    hold = len(jobs) > 1  # the first job must not start before the other jobs are submitted
-    for job in jobs:
-        print(f"{job.name.replace('-', '_')}=$({job.shell_line(hold=hold and job.after is None)})")
-    if hold:
-        print('scontrol release "$pretrain"')
+    first, *others = jobs
+    print(f"pretrain=$({first.shell_line(hold=True)})")
+    for job in others:
+        print(f"{job.name.replace('-', '_')}=$({job.shell_line(after='pretrain')})")
+    print('scontrol release "$pretrain"')
     for kind in record["every_checkpoint"]:
         print("# the pretraining job submits for each checkpoint:")
         print(f"#     {evaluation_job(kind, record, output, 'step-XXXXXXXX').shell_line()}")
-
-
-def by_hand(options: argparse.Namespace, output: Path, flags: list[str]) -> str:
-    """Return the command with which users start the pretraining on machines without SLURM."""
-    trainers = options.nodes * (options.gpus or options.processes or 1)
-    words = ["accelerate", "launch", "--config_file", str(options.accelerate), "--num_processes", str(trainers)]
-    heading = ""
-    if options.nodes > 1:
-        heading = (
-            f"Run this on each node. Replace RANK by the node's number, 0 to {options.nodes - 1}. "
-            "Replace FIRST_NODE by the name of node 0.\n"
-        )
-        words += ["--num_machines", str(options.nodes), "--machine_rank", "RANK"]
-        words += ["--main_process_ip", "FIRST_NODE", "--main_process_port", "29500"]
-        words += ["--deepspeed_multinode_launcher", "standard"]
-    words += [str(LAUNCH.parent / "pretrain" / "run.py"), "--config", str(options.config), "--output", str(output)]
-    if options.resume:
-        words += ["--resume"]
-    return heading + quoted_line([*words, *flags])
 
 
 def cancel(output: Path) -> None:

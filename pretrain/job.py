@@ -39,11 +39,12 @@ log = logging.getLogger(__name__)
 
 def pretrain(config: RunConfig) -> Path:
     """Train an encoder with the given settings, evaluate it during training, and export it. Return the run folder."""
-    accelerator, engine_class = make_accelerator(config)
-    if not accelerator.is_main_process:
-        logging.disable(logging.INFO)
-    with watched(), claimed(config, accelerator.is_main_process) as output:
-        run_job(accelerator, engine_class, config, output)
+    with watched():
+        accelerator, engine_class = make_accelerator(config)
+        if not accelerator.is_main_process:
+            logging.disable(logging.INFO)
+        with claimed(config, accelerator.is_main_process) as output:
+            run_job(accelerator, engine_class, config, output)
     return output
 
 

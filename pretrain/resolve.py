@@ -30,8 +30,8 @@ from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.runtime import processes
-from tessera.runtime.allocator import keep_freed_memory
 from tessera.runtime.collectives import broadcast_object, first_of_node_first, gather_objects
+from tessera.runtime.machine import keep_freed_memory
 from tessera.runtime.settings import SettingsError, validate
 
 CONTINUED = 0.1

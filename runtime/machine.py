@@ -1,4 +1,4 @@
-"""The machine that a command runs on, its processes, and the versions of its packages."""
+"""The machine that a command runs on: its name, processes and memory, and the versions of the installed packages."""
 
 import contextlib
 import ctypes
@@ -9,10 +9,18 @@ import platform
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+LAUNCHERS = re.compile(
+    r"accelerate([-_.](commands[.])?launch([.]py)?)?|torchrun|torch[.]distributed[.](run|launch)|deepspeed.*|tessera"
+)
+"""Names of programs that start training processes: of a script, or of the module after `-m`."""
 PR_SET_PDEATHSIG = 1
 """Number of the operation of Linux's `prctl` that sets the signal at the end of the parent."""
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Numbers of glibc's `mallopt` settings: free memory at the end of the heap above which glibc returns memory to the
+system, and the largest number of blocks that glibc takes from the system outside of the heap."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 
 
@@ -44,6 +52,19 @@ def process_fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the words with which a process was started. The list is empty if the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def is_launcher(command: Sequence[str]) -> bool:
+    """Return True if a command line is that of a program that starts training processes, such as `torchrun`."""
+    return any(LAUNCHERS.fullmatch(Path(word).name) for word in command[:4])  # python -u -m NAME
 
 
 def signal_at_end_of_parent(number: int) -> None:
@@ -79,6 +100,36 @@ def is_running(pid: int, started: str | None) -> bool:
         return True
     now = start_time(pid)
     return now is not None and started in (None, now)
+
+
+_keeps_freed_memory = False
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep the freed memory of tensors for the next tensors. Return True if its settings were changed.
+
+    By default, glibc gets each tensor of more than 32 MiB from the system, and returns it when it is freed. The system
+    then fills its pages with zeros again at every step.
+
+    The function does nothing with another C library, or if the user set environment variables of an allocator.
+    """
+    global _keeps_freed_memory
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    if sys.platform.startswith("linux") and not chosen and hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        _keeps_freed_memory = _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})  # -1: never
+    return _keeps_freed_memory
+
+
+def return_freed_memory() -> None:
+    """Undo `keep_freed_memory` by glibc's defaults, for example in a process that was forked after it."""
+    global _keeps_freed_memory
+    if _keeps_freed_memory:
+        _mallopt({M_MMAP_MAX: 65_536, M_TRIM_THRESHOLD: 128 * 1024})
+        _keeps_freed_memory = False
+
+
+def _mallopt(values: dict[int, int]) -> bool:
+    return all(ctypes.CDLL(None).mallopt(setting, value) for setting, value in values.items())
 
 
 def versions() -> dict[str, str | None]:

@@ -3,16 +3,13 @@ exits with `EXIT_CODE`."""
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
 
 from tessera.runtime.errors import UserError
-from tessera.runtime.machine import signal_at_end_of_parent
+from tessera.runtime.machine import command_line, is_launcher, signal_at_end_of_parent
 from tessera.runtime.streams import tell
 
 EXIT_CODE = 75
@@ -71,22 +68,11 @@ def end_with_launcher() -> None:
     itself by this process, which then has another parent. Only Linux has such a signal.
     """
     parent = os.getppid()
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" in os.environ or not _is_accelerate(parent):
+    if "TORCHELASTIC_RUN_ID" in os.environ or not is_launcher(command_line(parent)):
         return
     signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != parent:  # the launcher ended before the call above
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_accelerate(process: int) -> bool:
-    """Return True if a process runs `accelerate launch`, under any of its three names."""
-    try:
-        words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")[:4]
-    except OSError:  # the process has ended, or belongs to another user
-        return False
-    if any(word == "accelerate.commands.launch" or Path(word).name == "accelerate-launch" for word in words):
-        return True
-    return any(Path(a).name == "accelerate" and b == "launch" for a, b in pairwise(words))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,9 @@ from accelerate.state import AcceleratorState
 
 from tessera.runtime import preemption, watchdog
 from tessera.runtime.errors import UserError, without_controls
-from tessera.runtime.rendezvous import naming_missing_processes
-from tessera.runtime.threads import set_threads
+from tessera.runtime.machine import command_line, is_launcher
 
 AGAIN = "Start the command again"
-_commands: list[ExitStack] = []
-"""The block of `exit_on_user_error` that this process runs, if any. It holds the watchdog of the command."""
 
 
 class LaunchError(UserError, ValueError):
@@ -37,9 +34,7 @@ def make_accelerator(**settings: Any) -> Accelerator:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this variable, DeepSpeed warns that it found no device
         try:
-            # without CUDA, a plain `Accelerator()` would ignore the other processes of the launch
-            with naming_missing_processes():
-                PartialState(cpu=True)
+            PartialState(cpu=True)  # a plain `Accelerator()` would ignore the other processes of the launch
         except ValueError as error:
             raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
     # pretrain.engines reads the sizes of the groups itself. Without this line, accelerate refuses groups on the CPU.
@@ -47,8 +42,7 @@ def make_accelerator(**settings: Any) -> Accelerator:
     wanted, started = settings.get("mixed_precision"), AcceleratorState._shared_state.get("_mixed_precision")
     if wanted and started and wanted != started:
         AcceleratorState._reset_state()  # left by an earlier run in this process, as in a notebook
-    with naming_missing_processes():
-        accelerator = Accelerator(**settings)
+    accelerator = Accelerator(**settings)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise LaunchError(
@@ -56,29 +50,57 @@ def make_accelerator(**settings: Any) -> Accelerator:
             f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE."
         )
     set_threads(accelerator.num_processes)
-    for command in _commands:
-        command.enter_context(watchdog.watched(AGAIN))
     return accelerator
+
+
+def set_threads(processes: int) -> None:
+    """Let torch compute with all cores that this process may use, if the user did not choose a number of threads.
+
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS to 1 if the user did not set it. Without a GPU, a run would
+    then compute on one core. The cores of a node are divided by its training processes. A process with more than two
+    cores leaves one of them to its loader workers.
+
+    Args:
+        processes: number of training processes; of this node, if the launcher sets LOCAL_WORLD_SIZE.
+    """
+    if "OMP_NUM_THREADS" in os.environ and not _launcher_set_threads():
+        return
+    cores = len(os.sched_getaffinity(0))
+    cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)))
+    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    torch.set_num_threads(max(share - 1 if share > 2 else share, 1))
+
+
+def _launcher_set_threads() -> bool:
+    """Return True if OMP_NUM_THREADS comes from the launcher, and not from the user.
+
+    This is the case if the value is 1 and the launcher, to which the user gave no number of threads, was itself started
+    without the variable. Without /proc, that is except on Linux, the result is False.
+    """
+    parent = os.getppid()
+    command = command_line(parent)
+    try:
+        variables = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    given = any(word.startswith("--num_cpu_threads_per_process") for word in command)
+    given = given or any(entry.startswith(b"OMP_NUM_THREADS=") for entry in variables)
+    return os.environ["OMP_NUM_THREADS"] == "1" and is_launcher(command) and not given
 
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Run the watchdog in the block, from `make_accelerator` on, and destroy the process group at the end of the block.
+    """Run the watchdog in the block, and destroy the process group at the end of the block.
 
     SIGTERM to `accelerate launch` also ends this process.
 
     If the block raises a `UserError`, print its message without a traceback and exit with code 2; with code 130 after
-    Ctrl-C. The process group is
-    not destroyed in this case. If another process is lost, exit with code 69.
+    Ctrl-C. The process group is not destroyed in this case. If another process is lost, exit with code 69.
     """
     preemption.end_with_launcher()
     try:
-        with ExitStack() as command:
-            _commands.append(command)
-            try:
-                yield
-            finally:
-                _commands.remove(command)
+        with watchdog.watched(AGAIN):
+            yield
     except watchdog.LostError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         os._exit(watchdog.EXIT_CODE)  # a normal exit would wait for the lost process

@@ -5,6 +5,9 @@ wait for it in a collective for minutes or forever. Every process sends heartbea
 that heartbeats continue while the main thread is saving, reading or waiting in a collective. Process 0 watches the
 heartbeats of all other processes, and each other process watches the heartbeats of process 0. Messages about a lost or
 failed process reach all processes through the same store.
+
+The heartbeats begin before the process group is made. A process that has never sent one is not lost: it may still
+import torch from a slow disk. While the others wait for it, the first process of each node names it every minute.
 """
 
 import datetime
@@ -29,6 +32,8 @@ from tessera.runtime.streams import tell
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
 CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run"
+MOST_NAMED = 8
+"""Largest number of processes that a message names."""
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
 # Each `watched` context takes the next number.
 # All processes enter the contexts in the same order, so that a context has the same number on all processes.
@@ -45,9 +50,11 @@ class Timing:
     """Seconds without a heartbeat after which a process counts as lost. In a healthy process, only code that holds
     Python's global interpreter lock delays heartbeats, for example the import of a large library. With the defaults,
     all processes learn of a lost process within a minute."""
-    exit_delay: float = 20.0
-    """Seconds from the failure of a process until the watchdog ends the other processes, if they have not exited by
-    themselves."""
+    exit_delay: float = 10.0
+    """Seconds from a message about a lost or failed process until the watchdog ends a process that has not exited by
+    itself. Within this time, the message reaches all processes."""
+    notice: float = 60.0
+    """Seconds until the processes that have not started are named, and between two such messages."""
 
 
 TIMING = Timing()
@@ -62,6 +69,8 @@ class LostError(UserError, RuntimeError):
 def watched(advice: str = CONTINUE) -> Iterator[None]:
     """Run the watchdog until the context ends. With one process, the context does nothing.
 
+    Enter the context before the process group is made, so that a process is named that does not start.
+
     Args:
         advice: sentence that tells the user how to go on after a loss.
 
@@ -71,16 +80,17 @@ def watched(advice: str = CONTINUE) -> Iterator[None]:
         LostError: a collective failed because another process is lost. `LostError` replaces the error of the
             collective.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         yield
         return
     # The watchdog uses the store of the process group, because this store exists under every launcher and needs no
     # additional port. A launcher runs the store in its own process, so that the store outlives process 0.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    prefix = f"watchdog/{_restart_count()}/{next(_contexts)}"
-    watch = Watch(
-        dist.get_rank(), dist.get_world_size(), address, prefix, lambda told: _exit(f"{told}. {advice}"), TIMING
-    )
+    # Processes before and after a restart by the launcher share one store.
+    prefix = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_contexts)}"
+    rank = int(os.environ["RANK"])
+    watch = Watch(rank, processes, address, prefix, lambda told: _exit(f"{told}. {advice}"), TIMING)
     try:
         yield
     except Preempted:  # a preempted run reports no failure, because all processes stop at the same step
@@ -118,17 +128,17 @@ class Watch:
             prefix: prefix of all keys in the store.
             on_loss: function that is called once, with a message, if a process is lost or has failed.
         """
-        self._rank, self._address, self._prefix, self._on_loss = rank, address, prefix, on_loss
-        self._timing = timing
+        self._rank, self._processes, self._address, self._prefix = rank, processes, address, prefix
+        self._on_loss, self._timing = on_loss, timing
         self._closed = threading.Event()
         self._awake = 0.0  # number of seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
         # time of the store's last answer: `_answered` on the clock `_awake`, `_answered_at` since the Unix epoch
         self._answered, self._answered_at = 0.0, time.time()
-        self._peers = {peer: _Peer(time.time()) for peer in (others if rank == 0 else [0])}
+        self._peers = {peer: _Peer() for peer in (others if rank == 0 else [0])}
+        self._began, self._notices = time.monotonic(), 0
         self._failure: str | None = None
-        self._found = ""  # message about a loss that this process found
-        self._lost = self._failed = ""  # messages from the store about a lost process and about a failed process
+        self._told = ""  # first message about a lost or failed process, which all processes share
         self._talker = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
         self._talker.start()
@@ -146,22 +156,25 @@ class Watch:
         self._failure = failure
         self._closed.set()
         self._talker.join(5.0)  # join with a timeout, because the thread blocks forever if the store is lost
-        return self._lost or self._failed
+        return self._told
 
     def _talk(self) -> None:
         store = None
-        over = False
-        while not over:
+        while True:
+            closing = self._closed.is_set()
             try:
-                store = store or connect(self._address, self._prefix)
-                store.set(f"host/{self._rank}", socket.gethostname())
-                while not over:
-                    self._exchange(store)
-                    over = self._closed.wait(self._timing.interval)
-                self._leave(store)
+                if store is None:
+                    store = _connect(self._address, self._prefix)
+                    store.set(f"host/{self._rank}", socket.gethostname())
+                self._exchange(store)
+                if closing:
+                    self._leave(store)
             except (RuntimeError, OSError):  # the store did not answer; `_look` measures for how long
                 store = None
-                over = over or self._closed.wait(self._timing.interval)
+            if closing:
+                return
+            self._name_missing(store)
+            self._closed.wait(self._timing.interval)
 
     def _exchange(self, store: Store) -> None:
         store.add(f"beat/{self._rank}", 1)
@@ -172,38 +185,53 @@ class Watch:
                 peer.beats, peer.heard, peer.heard_at = beats, self._awake, time.time()
             elif store.check([f"left/{number}"]):
                 del self._peers[number]
-        if self._found:
-            store.set("lost", self._found)
-        self._lost, self._failed = _read(store, "lost"), _read(store, "failed")
+        if store.check(["told"]):
+            self._told = store.get("told").decode()
+        elif self._told:
+            store.set("told", self._told)
         self._answered, self._answered_at = self._awake, time.time()
 
     def _leave(self, store: Store) -> None:
-        self._lost, self._failed = _read(store, "lost"), _read(store, "failed")
         if self._failure is None:
             store.set(f"left/{self._rank}", "")
-        elif not self._failed:
-            store.set("failed", f"process {self._rank} on {socket.gethostname()} failed: {self._failure}")
+        elif not store.check(["told"]):
+            store.set("told", f"process {self._rank} on {socket.gethostname()} failed: {self._failure}")
 
     def _look(self) -> None:
         interval = self._timing.interval
-        before, failed_for = time.monotonic(), 0.0
+        before, told_for = time.monotonic(), 0.0
         while not self._closed.wait(interval):
             now = time.monotonic()
             passed = min(now - before, 2 * interval)
             before = now
             self._awake += passed
-            failed_for += passed if self._failed else 0.0
-            silent = {
-                n: peer for n, peer in list(self._peers.items()) if self._awake - peer.heard > self._timing.timeout
-            }
-            if silent:
-                self._found = self._describe(silent)
-                # give other processes time to read the message, because the store may end with this process
-                self._closed.wait(2 * interval)
-            told = self._found or self._lost or (self._failed if failed_for > self._timing.exit_delay else "")
-            if told and not self._closed.is_set():
+            started = {number: peer for number, peer in list(self._peers.items()) if peer.beats}
+            silent = {n: peer for n, peer in started.items() if self._awake - peer.heard > self._timing.timeout}
+            if silent and not self._told:
+                self._told = self._describe(silent)
+            told_for += passed if self._told else 0.0
+            if told_for > self._timing.exit_delay:
                 self._closed.set()
-                self._on_loss(f"process {self._rank}: {told}")
+                self._on_loss(f"process {self._rank}: {self._told}")
+
+    def _name_missing(self, store: Store | None) -> None:
+        """Print which processes have not started, once in `Timing.notice` seconds until the process group is made."""
+        waited = time.monotonic() - self._began
+        is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        if dist.is_initialized() or waited < (self._notices + 1) * self._timing.notice or not is_first_of_node:
+            return
+        self._notices += 1
+        missing = "All of them have started. If they do not connect, check the network between the nodes"
+        try:
+            if store is None:
+                missing = f"The store at {self._address[0]}:{self._address[1]} does not answer"
+            elif absent := [str(n) for n in range(self._processes) if not store.add(f"beat/{n}", 0)]:
+                missing = f"Of {self._processes} processes, these have not started: {_listed(absent)}"
+                missing += ". Look at the logs of their nodes"
+        except (RuntimeError, OSError):
+            return
+        host = socket.gethostname()
+        tell(f"process {self._rank} on {host} has waited for {waited:.0f} s for the other processes. {missing}.\n")
 
     def _describe(self, silent: dict[int, "_Peer"]) -> str:
         now = f"(now: {_clock(time.time())})"
@@ -213,22 +241,12 @@ class Watch:
                 f"the store at {host}:{port}, which carries the heartbeats, last answered at "
                 f"{_clock(self._answered_at)} {now}. Its launcher was killed, or the machine failed"
             )
-        named = []
-        for number, peer in list(silent.items())[:4]:
-            host = f" on {peer.host}" if peer.host else ""
-            named.append(f"process {number}{host} was last heard at {_clock(peer.heard_at)}")
-        if len(silent) > len(named):
-            named.append(f"and {len(silent) - len(named)} more")
-        return f"{', '.join(named)} {now}. Possible causes: a process was killed, is frozen, or its machine failed"
+        named = [f"process {n} on {peer.host} was last heard at {_clock(peer.heard_at)}" for n, peer in silent.items()]
+        return f"{_listed(named)} {now}. Possible causes: a process was killed, is frozen, or its machine failed"
 
 
-def connect(address: tuple[str, int], prefix: str) -> Store:
-    """Return a new connection to the store, because the main thread may block the process group's connection.
-
-    Args:
-        address: host and port of the store.
-        prefix: prefix of all keys.
-    """
+def _connect(address: tuple[str, int], prefix: str) -> Store:
+    """Return a new connection to the store, because the main thread may block the process group's connection."""
     # test the address first, because torch prints a page of errors for each failed attempt to reach the store
     socket.create_connection(address, 10).close()
     limit = datetime.timedelta(seconds=10)
@@ -236,27 +254,21 @@ def connect(address: tuple[str, int], prefix: str) -> Store:
     return PrefixStore(prefix, store)
 
 
+@dataclass
 class _Peer:
-    """Host and last heartbeat of another process."""
+    """Host and last heartbeat of another process. Without a heartbeat, the process has not started."""
 
-    def __init__(self, heard_at: float) -> None:
-        self.host, self.beats = "", 0
-        self.heard = 0.0
-        """Time at which the heartbeat last changed, on the clock `Watch._awake` of this process."""
-        self.heard_at = heard_at
-        """Time at which the heartbeat last changed, in seconds since the Unix epoch."""
-
-
-def _restart_count() -> str:
-    """Return how often the launcher has restarted the run.
-
-    The keys in the store contain this count, because processes before and after a restart share one store.
-    """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    host: str = ""
+    beats: int = 0
+    heard: float = 0.0
+    """Time at which the heartbeat last changed, on the clock `Watch._awake` of this process."""
+    heard_at: float = 0.0
+    """Time at which the heartbeat last changed, in seconds since the Unix epoch."""
 
 
-def _read(store: Store, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _clock(seconds: float) -> str:

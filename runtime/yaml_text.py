@@ -92,4 +92,4 @@ def _check(value: Any, where: str) -> None:
     elif isinstance(value, str) and "\0" in value:
         raise YAMLError(f"{where} has a NUL character")
     elif not (value is None or isinstance(value, str | int | float | bool)):
-        raise YAMLError(f"{where} is a {type(value).__name__}, which no setting is. Put it into quotes if it is text")
+        raise YAMLError(f"{where} is a {type(value).__name__}. Settings cannot be of this type. Put text into quotes")

@@ -3,8 +3,8 @@
     tessera COMMAND [--SETTING VALUE ...]
     tessera FLAGS_OF_ACCELERATE_LAUNCH COMMAND [--SETTING VALUE ...]
 
-The second form starts several processes, for example `tessera --multi_gpu --num_processes 8 pretrain --data SHARDS`. It
-forwards SIGTERM, and nothing is printed after the last message of the command.
+The second form starts several processes, for example `tessera --num_processes 8 pretrain --data SHARDS`. It forwards
+SIGTERM, and nothing is printed after the last message of the command. `--config_file zero2` chooses an engine.
 """
 
 import difflib
@@ -32,6 +32,8 @@ COMMANDS = {
     "slurm": ("tessera.launch.slurm", "submit SLURM jobs"),
 }
 """Commands: name -> module and purpose."""
+NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_per_node", "--nproc-per-node")
+"""Flags of other launchers that mean `--num_processes`."""
 
 
 def main() -> None:
@@ -50,11 +52,15 @@ def main() -> None:
         sys.argv = [f"tessera {words[0]}", *words[1:]]
         runpy.run_module(module, run_name="__main__", alter_sys=False)
         return
-    from tessera.launch import accelerate_launch
-
     launcher = words[:place]
+    for word in launcher:
+        if (flag := word.partition("=")[0]) in NUM_PROCESSES:
+            print(f"tessera: unknown flag {flag}. Did you mean --num_processes?", file=sys.stderr)
+            raise SystemExit(2)
     if "--config_file" not in launcher:  # otherwise accelerate lists these defaults in a warning
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
+    from tessera.launch import accelerate_launch  # imported here, because it takes seconds
+
     sys.argv = ["tessera", *launcher, "--module", module, *words[place + 1 :]]
     accelerate_launch.main()
 

@@ -103,5 +103,30 @@ def timeless(output: Path) -> list[dict]:
 
 
 def records(output: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl."""
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """Return the lines of metrics.jsonl, or an empty list if the run has not begun."""
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest_step(output: Path) -> int:
+    """Return the step of the newest checkpoint of a run."""
+    return int((output / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
+
+
+def same_encoder(output: Path, other: Path) -> bool:
+    """Return True if two runs have ended with the same weights of the encoder, bit for bit."""
+    import torch  # imported here, because conftest.py sets the number of threads before torch is imported
+
+    from tessera import encoders
+
+    ours, theirs = (encoders.load(folder / "encoder.safetensors").state_dict() for folder in (output, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 20) -> float:
+    """Wait until the condition holds, and return the seconds that took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() < start + timeout
+        time.sleep(0.01)
+    return time.monotonic() - start

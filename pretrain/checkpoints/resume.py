@@ -18,17 +18,19 @@ import inspect
 import json
 import logging
 import os
+import random
 import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from tessera import encoders
-from tessera.pretrain.checkpoints import manifest, rng
+from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import read
 from tessera.runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
@@ -106,10 +108,8 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     if trainer["processes"] == accelerator.num_processes:
         states = path / f"random-{accelerator.process_index:05d}.pt"
         try:
-            rng.set_states(torch.load(states, weights_only=True))
-        except (
-            Exception
-        ) as error:  # torch raises many kinds for a damaged or hostile file, of which nothing is executed
+            set_random_states(torch.load(states, weights_only=True))
+        except Exception as error:  # torch raises many kinds for a damaged or hostile file, and executes nothing
             raise _damaged(path, [f"{states.name} holds no random states ({type(error).__name__})"]) from error
     else:
         log.info(
@@ -118,6 +118,29 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
             trainer["processes"],
         )
     return TrainState(**trainer["position"])
+
+
+def random_states() -> dict[str, Any]:
+    """Return the random states of Python, NumPy, torch and the CUDA device, as types that `torch.load` accepts with
+    `weights_only`."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set the random generators to states that `random_states` returned."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def verify(path: Path) -> None:

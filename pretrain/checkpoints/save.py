@@ -25,8 +25,14 @@ from accelerate import Accelerator
 from torch import nn
 
 from tessera import encoders
-from tessera.pretrain.checkpoints import manifest, rng
-from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints, point_latest
+from tessera.pretrain.checkpoints import manifest
+from tessera.pretrain.checkpoints.resume import (
+    CheckpointError,
+    TrainState,
+    list_checkpoints,
+    point_latest,
+    random_states,
+)
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import LocalTensor, write
@@ -180,7 +186,7 @@ class Saver:
         own += sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
         trainer = _trainer(self.accelerator, self.engine, train_state, self.settings)
         total = sum(gather_objects(own, self._group))
-        return _Snapshot(folder, state, full, trainer, rng.get_states(), total, keep_old)
+        return _Snapshot(folder, state, full, trainer, random_states(), total, keep_old)
 
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:

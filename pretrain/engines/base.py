@@ -1,8 +1,8 @@
 """The interface of all engines, and the AdamW functions that the engines share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tessera.data.batch import Batch
 from tessera.pretrain.engines.local_state import LocalTensor
+from tessera.pretrain.engines.meta_copy import M, MetaCopy
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.optim.adamw import OptimConfig, adamw
 from tessera.runtime.collectives import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-M = TypeVar("M", bound=nn.Module)
 AdamWState = MutableMapping[Tensor, dict[str, Any]]
 
 
@@ -35,6 +35,8 @@ class Engine(ABC):
     on the meta device."""
     copies: int = 1
     """Number of processes that hold the same shard, if `sharded` is True."""
+    meta_copy: MetaCopy | None = None
+    """Copy of the method before it was sharded; None if every process holds full parameters."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer
@@ -64,15 +66,28 @@ class Engine(ABC):
         """Clear the gradients without an update."""
         self.optimizer.zero_grad()
 
+    def full_parameters(self, module: nn.Module) -> Iterator[Tensor]:
+        """Yield each parameter of `module` in full. An engine that shards parameters gathers them one by one."""
+        yield from module.parameters()
+
     def gather_full_parameters(self, module: M) -> M:
         """Return `module`, which is the method or one of its modules, with full parameters. The result is a copy if the
         engine shards parameters."""
-        return module
+        if self.meta_copy is None:
+            return module
+        return self.meta_copy.fill(module, self.full_parameters(module), self.accelerator.device)
 
     def gather_on_main(self, module: M) -> M | None:
         """On the main process, return `module` with full parameters; on the others, return None. If the engine shards
         parameters, the result is a copy in host memory."""
-        return module if self.accelerator.is_main_process else None
+        main = self.accelerator.is_main_process
+        if self.meta_copy is None:
+            return module if main else None
+        if main:
+            return self.meta_copy.fill(module, self.full_parameters(module), torch.device("cpu"))
+        for _ in self.full_parameters(module):  # all processes must take part in gathering the parameters
+            pass
+        return None
 
     @abstractmethod
     def local_state(self) -> dict[str, LocalTensor]:

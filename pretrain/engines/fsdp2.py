@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.base import Engine, M, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
-from tessera.pretrain.engines.meta_copy import MetaCopy
+from tessera.pretrain.engines.meta_copy import MetaCopy, meta_parameters
 from tessera.pretrain.methods.base import Method
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.running_statistics import running_statistics
@@ -76,15 +76,9 @@ class FSDP2(Engine):
         (loss / self.accelerator.gradient_accumulation_steps).backward()
         return loss.detach(), metrics
 
-    def gather_full_parameters(self, module: M) -> M:
-        return self.meta_copy.fill(module, _full_parameters(module), self.accelerator.device)
-
-    def gather_on_main(self, module: M) -> M | None:
-        if self.accelerator.is_main_process:
-            return self.meta_copy.fill(module, _full_parameters(module), torch.device("cpu"))
-        for _ in _full_parameters(module):  # all processes must take part in gathering the parameters
-            pass
-        return None
+    def full_parameters(self, module: nn.Module) -> Iterator[Tensor]:
+        for parameter in module.parameters():
+            yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def local_state(self) -> dict[str, LocalTensor]:
         return local_state(self.method, self.adamw_state, _local_rows)
@@ -109,11 +103,7 @@ def _send_buffers(method: nn.Module, device: torch.device) -> None:
 
 def _take_parameters(method: nn.Module) -> dict[str, Tensor]:
     """Replace the parameters of a method by parameters on the meta device. Return their values by name."""
-    parameters = dict(method.named_parameters())
-    empty = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in parameters.values()
-    }
+    parameters, empty = dict(method.named_parameters()), meta_parameters(method)
     for module in method.modules():
         for name, own in list(module.named_parameters(recurse=False)):
             setattr(module, name, empty[id(own)])
@@ -142,12 +132,6 @@ def _send_parameters(method: nn.Module, weights: dict[str, Tensor], device: torc
         local(shards[name]).copy_(local(rows))
         del given, full, rows  # before the next weight is allocated
     method.load_state_dict(shards, strict=False, assign=True)  # buffers are not in `shards`
-
-
-def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield each parameter of `module` in full, after gathering it from all processes. Collective."""
-    for parameter in module.parameters():
-        yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _local_rows(tensor: Tensor) -> LocalTensor:

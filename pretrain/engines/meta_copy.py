@@ -1,4 +1,4 @@
-"""A copy of a method on the meta device. Engines that shard weights use the copy to build modules with full weights."""
+"""Copies of modules on the meta device, where parameters take no memory."""
 
 import copy
 from collections.abc import Iterable
@@ -10,18 +10,22 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 
+def meta_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return a parameter on the meta device for the `id` of each parameter of `module`."""
+    return {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+
+
 class MetaCopy:
-    """A copy of a method whose parameters are on the meta device, so that they take no memory.
+    """A copy of a method on the meta device. Engines that shard weights build modules with full weights from it.
 
     The copy must be made before the method is sharded.
     """
 
     def __init__(self, method: nn.Module) -> None:
-        empty: dict[int, object] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in method.parameters()
-        }
-        self._copy = copy.deepcopy(method, empty)
+        self._copy = copy.deepcopy(method, dict[int, object](meta_parameters(method)))
         self._names = {id(module): name for name, module in method.named_modules()}
 
     def fill(self, module: M, parameters: Iterable[Tensor], device: torch.device) -> M:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.base import MOMENTS, AdamWState, Engine, M, allocate_moments, build_optimizer, trainable
+from tessera.pretrain.engines.base import MOMENTS, AdamWState, Engine, allocate_moments, build_optimizer, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.base import Method
@@ -40,7 +40,7 @@ class ZeRO(Engine):
                 "weights. Remove --compile, or use FSDP2 (configs/accelerate/fsdp2.yaml)."
             )
         self.accelerator, self.method = accelerator, method
-        self.meta_copy = MetaCopy(method)
+        self.meta_copy = MetaCopy(method) if self.stage == 3 else None
         self.trained = trainable(method)
         wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
         self.engine = cast(Any, wrapped)
@@ -80,19 +80,13 @@ class ZeRO(Engine):
         finally:
             del self.zero.optimizer.step  # restores the optimizer's own `step`
 
-    def gather_full_parameters(self, module: M) -> M:
-        if self.stage < 3:
-            return module
-        return self.meta_copy.fill(module, _full_parameters(module), self.accelerator.device)
+    def full_parameters(self, module: nn.Module) -> Iterator[Tensor]:
+        import deepspeed  # imported here, because the import takes seconds and other engines do not need DeepSpeed
 
-    def gather_on_main(self, module: M) -> M | None:
-        if self.stage < 3:
-            return super().gather_on_main(module)
-        if self.accelerator.is_main_process:
-            return self.meta_copy.fill(module, _full_parameters(module), torch.device("cpu"))
-        for _ in _full_parameters(module):  # all processes must take part in gathering the parameters
-            pass
-        return None
+        for parameter in module.parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                full = parameter.detach().clone()
+            yield full
 
     def local_state(self) -> dict[str, LocalTensor]:
         found = {}
@@ -146,16 +140,6 @@ class ZeRO(Engine):
             flat = self.zero.single_partition_of_fp32_groups[fragment.param_group_index].grad
             return flat.narrow(0, fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel)
         return fragment.get_lp_grad_fragment(parameter._index_in_param_group)
-
-
-def _full_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield each parameter of `module` in full, after gathering it from all processes. Collective."""
-    import deepspeed  # imported here, because the import takes seconds and other engines do not need DeepSpeed
-
-    for parameter in module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            full = parameter.detach().clone()
-        yield full
 
 
 def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -> None:

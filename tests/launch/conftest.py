@@ -30,7 +30,7 @@ with (folder / "calls.jsonl").open("a") as file:
     call["ignores"] = [s for s in ("SIGTERM", "SIGUSR1") if signal.getsignal(getattr(signal, s)) == signal.SIG_IGN]
     file.write(json.dumps(call) + "\\n")
 answers = json.loads((folder / "answers.json").read_text())
-key = f"{{name}} {{pathlib.Path(sys.argv[1]).name if sys.argv[1:] else ''}}"
+key = f"{{name}} {{sys.argv[1] if sys.argv[1:] else ''}}"
 turns = answers.get(key) or answers.get(name) or [[0, "", ""]]
 said = folder / f"said {{key}}"
 turn = len(said.read_text()) if said.exists() else 0
@@ -59,7 +59,7 @@ class StandIns:
     def answer(self, answers: dict[str, list[tuple[int, str, str]]]) -> None:
         """Set answers, for example `{"scontrol requeue": [(0, "", "")]}`: exit code, stdout and stderr of each call.
 
-        The last answer repeats. A key is a command and its first argument; if that argument is a path, its name.
+        The last answer repeats. A key is a command and its first argument, or only a command.
         """
         self.answers |= answers
         (self.folder / "answers.json").write_text(json.dumps(self.answers))

@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     def start(*arguments: str, processes: int = 2, options: tuple[str, ...] = ()) -> BaseProcess:
         command = ["--num_processes", str(processes), "--num_machines", "1"]
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", *options]
-        command += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+        command += ["--main_process_port", "0"] if processes > 1 else []
         command += [str(tmp_path / "trainer.py"), str(tmp_path), *arguments]
         launcher = multiprocessing.get_context("forkserver").Process(
             target=_run_launcher, args=(tmp_path / "log.txt", command)
@@ -125,7 +125,9 @@ def module() -> ModuleType:
         ([-10], None, 138),
     ],
 )
-def test_one_code_for_all(module: ModuleType, codes: list[int], asked: signal.Signals | None, expected: int) -> None:
+def test_exit_codes_of_trainers_become_one(
+    module: ModuleType, codes: list[int], asked: signal.Signals | None, expected: int
+) -> None:
     assert module.exit_code(codes, asked) == expected
 
 
@@ -133,7 +135,7 @@ def test_one_code_for_all(module: ModuleType, codes: list[int], asked: signal.Si
 @pytest.mark.parametrize(
     ("codes", "expected"), [([0], 0), ([2], 2), ([75], 75), ([0, 0], 0), ([0, 3], 3), ([-1, 2], 2), ([137, -1], 137)]
 )
-def test_the_trainers_own_code(start, tmp_path: Path, codes: list[int], expected: int) -> None:
+def test_the_exit_code_is_that_of_the_trainers(start, tmp_path: Path, codes: list[int], expected: int) -> None:
     options = ("--debug",) if codes == [0, 3] else ()  # accelerate then prints nothing about a failure
     launcher = start("codes", *map(str, codes), processes=len(codes), options=options)
     for rank, code in enumerate(codes):
@@ -147,11 +149,18 @@ def test_the_trainers_own_code(start, tmp_path: Path, codes: list[int], expected
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize(
+    "options", [("--cpu",), ("--multi_gpu",), ("--config_file", "ddp"), ("--config_file", "fsdp2")]
+)
+def test_as_many_processes_as_asked_for_with_any_engine(start, tmp_path: Path, options: tuple[str, ...]) -> None:
+    launcher = start("codes", "0", "0", options=options)  # waits until both trainers run
+    assert exit_code(launcher) == 0
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_reaches_the_trainers_and_nothing_else_happens(
-    start, tmp_path: Path, processes: int, number: signal.Signals
-) -> None:
+def test_signals_are_forwarded_to_the_trainers(start, tmp_path: Path, processes: int, number: signal.Signals) -> None:
     launcher = start("save", "2", processes=processes)
     os.kill(launcher.pid, number)
     time.sleep(0.3)
@@ -164,7 +173,7 @@ def test_a_signal_reaches_the_trainers_and_nothing_else_happens(
 
 
 @pytest.mark.slow
-def test_they_may_save_for_longer_than_half_a_minute_and_are_not_started_again(start, tmp_path: Path) -> None:
+def test_trainers_may_save_for_longer_than_30_seconds(start, tmp_path: Path) -> None:
     """torch's agent would kill the trainers 30 seconds after its own SIGTERM."""
     launcher = start("save", "33", options=("--max_restarts", "3"))
     os.kill(launcher.pid, signal.SIGTERM)
@@ -176,7 +185,7 @@ def test_they_may_save_for_longer_than_half_a_minute_and_are_not_started_again(s
 
 
 @pytest.mark.medium
-def test_asked_before_the_trainers_listen(start) -> None:
+def test_a_signal_before_the_trainers_set_their_handlers(start) -> None:
     launcher = start("unprepared", "0")
     os.kill(launcher.pid, signal.SIGTERM)
     assert exit_code(launcher) == 75

@@ -1,5 +1,6 @@
 """launch/check_node.py: problems of a node that are found before a job starts."""
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ def tars(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["a-{0..2}.tar", "a-*.tar", "a-1.tar", '["{0}/a-0.tar", "{0}/a-1.tar"]'])
-def test_shards_that_can_be_read(tars: Path, form: str) -> None:
+def test_readable_shards_pass(tars: Path, form: str) -> None:
     named = form.replace("{0}/", f"{tars}/") if form.startswith("[") else f"{tars}/{form}"
     assert check_node.main(["--writes", str(tars), "--", "--data", named]) == 0
 
@@ -36,7 +37,7 @@ def test_shards_that_can_be_read(tars: Path, form: str) -> None:
     [
         (
             "b-{0..4}.tar",
-            "cannot read {0}/b-0.tar: No such file or directory (and 4 more of 5). Check that this node sees its disk",
+            "cannot read {0}/b-0.tar: No such file or directory. Check that this node sees its disk",
         ),
         ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory. Check that this node sees its disk"),
         ("b-*.tar", "no shard matches {0}/b-*.tar. Check the pattern, and that this node sees its disk"),
@@ -44,7 +45,7 @@ def test_shards_that_can_be_read(tars: Path, form: str) -> None:
         ("folder.tar", "cannot read {0}/folder.tar: the folder is empty. Check that this node sees its disk"),
     ],
 )
-def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
+def test_unreadable_shards_are_named(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
     (tars / "empty.tar").touch()
     (tars / "folder.tar").mkdir()
     assert check_node.main(["--", "--method", "mae", "--data", f"{tars}/{named}"]) == 2
@@ -58,6 +59,7 @@ def test_shards_that_cannot(tars: Path, capsys: pytest.CaptureFixture[str], name
         ("x.tar", ["x.tar"]),
         (["x.tar", "y.tar"], ["x.tar", "y.tar"]),
         ({"x.tar": 0.3, "y.tar": 0.7}, ["x.tar", "y.tar"]),
+        ({"shards": ["x.tar", "y.tar"], "channels": 3}, ["x.tar", "y.tar"]),
         (None, []),
     ],
 )
@@ -66,7 +68,7 @@ def test_shards_of_a_settings_file(tmp_path: Path, data: object, found: list[str
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     file = ["--config", str(tmp_path / "config.yaml")]
     assert list(check_node.shard_patterns(file)) == [*found, "t.tar", "v.tar"]
-    flags = ["--data", "f.tar", "--data=g.tar", "--evaluation.val", '["h.tar"]']
+    flags = ["--data", "f.tar", "--data.shards=g.tar", "--evaluation.val", '["h.tar"]']
     assert list(check_node.shard_patterns([*file, *flags])) == ["f.tar", "g.tar", "t.tar", "h.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path), "--resume"])) == [*found, "t.tar", "v.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path)])) == []
@@ -77,21 +79,13 @@ def test_shards_of_an_evaluation() -> None:
     assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]
 
 
-def test_settings_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_node.main(["--", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "cannot tell which shards the job reads" in capsys.readouterr().err
 
 
-def test_a_url_is_left_to_the_loader() -> None:
+def test_urls_are_not_opened() -> None:
     assert list(check_node.check_shards(["--data", "https://host/a-{0..3}.tar"])) == []
-
-
-def test_of_many_shards_some_are_opened() -> None:
-    names = [str(number) for number in range(10_000)]
-    chosen = check_node.sample(names)
-    assert len(set(chosen)) == check_node.MAX_OPENED
-    assert (chosen[0], chosen[-1]) == ("0", "9999")
-    assert check_node.sample(names[:5]) == names[:5]
 
 
 def test_a_disk_that_is_not_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +122,7 @@ def test_space_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "2.00 GB free, and a checkpoint needs 3.00 GB" in problem
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert check_node.main([]) == 2
@@ -137,7 +131,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "--exclude=node7" in error
 
 
-def test_gpus_that_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.ones
 
     def ones(*size: int, device: str) -> torch.Tensor:
@@ -152,16 +146,15 @@ def test_gpus_that_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GPU 2 does not compute: the sum of the product of two 256 x 256 matrices of ones is" in third
 
 
-def test_software_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(check_node, "PACKAGES", ("torch", "no_such_package"))
+def test_a_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")  # not looked at without torch
     assert check_node.main([]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("node7: ")
-    assert "has no no_such_package" in error
+    assert error.startswith(f"node7: {sys.executable} cannot import torch (")
     assert len(error.splitlines()) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_gpus_that_compute() -> None:
+def test_working_gpus_pass() -> None:
     assert list(check_node.check_gpus(torch.cuda.device_count())) == []

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.launch.conftest import ROOT, Cluster
-from tests.launched import records
+from tests.launched import newest_step, records, timeless
 
 pytestmark = pytest.mark.slow
 STEPS, EVERY = 200, 100
@@ -68,14 +68,7 @@ def work(cluster: Cluster) -> Work:
 
 
 def step_reached(output: Path) -> int:
-    path = output / "metrics.jsonl"
-    return json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() and path.read_text() else 0
-
-
-def numbers(output: Path) -> list[dict]:
-    """Return the records without the values that depend on the clock."""
-    timed = ("images_per_second", "data_wait")
-    return [{name: value for name, value in record.items() if name not in timed} for record in records(output)]
+    return max((record["step"] for record in records(output)), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +140,7 @@ def test_a_time_limit_costs_nothing(work: Work, undisturbed: Path) -> None:
     work.cluster.wait(lambda: step_reached(output) >= 20, work.log(job), job)
     assert work.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=5").returncode == 0
     work.cluster.wait(lambda: work.cluster.restarts(job) == 1, work.log(job), job)
-    stopped = newest(output)
+    stopped = newest_step(output)
     assert 20 <= stopped < STEPS
     assert step_reached(output) in range(stopped - 1, stopped + 1)  # the last record before it, and none after it
     assert work.cluster.state(after) == "PENDING"  # a job that returns to the queue has not failed
@@ -155,7 +148,7 @@ def test_a_time_limit_costs_nothing(work: Work, undisturbed: Path) -> None:
     work.cluster.wait_for(job, "COMPLETED", work.log(job))
     text = work.log(job).read_text()
     assert f"resumed from {output}/checkpoints/step-{stopped:08d}" in text
-    assert numbers(output) == numbers(undisturbed)
+    assert timeless(output) == timeless(undisturbed)
     work.cluster.wait_for(after, "COMPLETED", work.log(after))
 
 
@@ -183,24 +176,20 @@ def test_preempted_then_cancelled(work: Work) -> None:
     ).stdout.strip()
     work.cluster.wait_for(urgent, "COMPLETED", work.log(urgent))
     assert work.cluster.restarts(job) == 1
-    first = newest(output)
+    first = newest_step(output)
     assert 20 <= first < STEPS
     work.cluster.wait(lambda: step_reached(output) >= first + 6, work.log(job), job)
     assert f"resumed from {output}/checkpoints/step-{first:08d}" in work.log(job).read_text()
     assert work.cluster.run("scancel", job).returncode == 0
     work.cluster.wait_for(job, "CANCELLED", work.log(job))
-    work.cluster.wait(lambda: newest(output) > first, work.log(job))  # it had the time to save
-    reached = newest(output)
+    work.cluster.wait(lambda: newest_step(output) > first, work.log(job))  # it had the time to save
+    reached = newest_step(output)
     assert reached >= step_reached(output)
     again = work.cluster.submit("pretrain.sbatch", *flags, "--resume", options=("--nodes=1", "--cpus-per-task=2"))
     work.cluster.wait(lambda: step_reached(output) > reached, work.log(again), again)
     assert f"resumed from {output}/checkpoints/step-{reached:08d}" in work.log(again).read_text()
     work.cluster.run("scancel", again)
     work.cluster.wait_for(again, "CANCELLED", work.log(again))
-
-
-def newest(output: Path) -> int:
-    return int((output / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
 
 
 def test_no_evaluation_after_a_failure(work: Work) -> None:
@@ -217,7 +206,7 @@ def test_no_evaluation_after_a_failure(work: Work) -> None:
     for job in (probe, knn):
         work.cluster.wait_for(job["id"], "CANCELLED", log)
     for node in ("127.0.0.2", "127.0.0.3"):
-        message = f"{node}: cannot read /nowhere/train-000.tar: No such file or directory (and 3 more of 4)"
+        message = f"{node}: cannot read /nowhere/train-000.tar: No such file or directory"
         assert message in log.read_text()
     assert not (output / "evaluation").exists()
     shown = work.slurm("status", output).stdout
@@ -243,7 +232,7 @@ def test_a_gpu_that_is_not_there_is_found(work: Work) -> None:
         (["--after-pretraining", "knn", "--evaluation-gpus", "3"], "Requested node configuration is not available"),
     ],
 )
-def test_what_slurm_refuses_is_said_at_submission(work: Work, options: list[str], said: str) -> None:
+def test_refusals_of_slurm_are_reported_at_submission(work: Work, options: list[str], said: str) -> None:
     output = work.folder / "refused"
     before = work.cluster.run("squeue", "--noheader", "--states=PENDING,RUNNING").stdout
     done = work.slurm("submit", "--config", work.config, "--output", output, "--gpus", "1", "--cpus", "2", *options)

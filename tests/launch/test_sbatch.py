@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from tessera.data.workers import free_cores
-from tessera.launch.jobs import EVALUATIONS, FINAL_ONLY
 from tests.launch.conftest import HARD, ROOT, StandIns
 
-OF_FEATURES = [stem for name, stem in EVALUATIONS.items() if name not in FINAL_ONLY]
-
-# says where the project is, records all other calls, and writes a checkpoint if $SAVES is set
+# runs code of the scripts, records calls of modules (`python -m`), and writes a checkpoint if $SAVES is set
 PYTHON = """#!/usr/bin/env bash
 [[ $1 == -c ]] && exec {python} "$@"
-if [[ -n $SAVES && $1 == */accelerate_launch.py ]]; then
+shift
+if [[ -n $SAVES && $1 == tessera && $2 != slurm ]]; then
     mkdir -p "$SAVES/checkpoints/step-$(date +%s%N)" && touch "$SAVES/config.yaml"
 fi
 exec "$(dirname "$0")/called" "$@"
@@ -55,9 +53,13 @@ class Script:
             env=self.commands.environment | job | environment,
         )  # fmt: skip
 
-    def called(self, script: str) -> list[dict]:
-        """Return the calls of a Python script of the project."""
-        return [call for call in self.commands.calls("called") if call["argv"][0].endswith(script)]
+    def called(self, module: str) -> list[dict]:
+        """Return the calls of a module of the project."""
+        return [call for call in self.commands.calls("called") if call["argv"][0] == module]
+
+    def trained(self) -> list[dict]:
+        """Return the calls of the command that starts the trainers."""
+        return [call for call in self.called("tessera") if call["argv"][1] != "slurm"]
 
 
 @pytest.fixture
@@ -70,79 +72,93 @@ def value(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-@pytest.mark.parametrize("name", ["pretrain", *EVALUATIONS.values()])
-def test_bash_understands_it(name: str) -> None:
+@pytest.mark.parametrize("name", ["pretrain", "evaluation"])
+def test_the_syntax_is_valid(name: str) -> None:
     done = subprocess.run(["bash", "-n", ROOT / "launch" / f"{name}.sbatch"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
 
 
-def test_flags_come_out_unharmed(script: Callable[[str], Script]) -> None:
+def after(word: str, argv: list[str]) -> list[str]:
+    return argv[argv.index(word) + 1 :]
+
+
+def test_flags_are_passed_unchanged(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     done = pretrain.run(*HARD, "--output", "a $folder's")
     assert done.returncode == 0, done.stderr
-    first, second = pretrain.called("accelerate_launch.py")
+    first, second = pretrain.trained()
     for call in (first, second):
-        place = call["argv"].index(str(ROOT / "pretrain" / "run.py"))
-        assert call["argv"][place + 1 :] == [*HARD, "--output", "a $folder's"]
-    for call in pretrain.called("check_node.py"):
-        assert call["argv"][call["argv"].index("--") + 1 :] == [*HARD, "--output", "a $folder's"]
+        assert after("pretrain", call["argv"]) == [*HARD, "--output", "a $folder's"]
+    for call in pretrain.called("tessera.launch.check_node"):
+        assert after("--", call["argv"]) == [*HARD, "--output", "a $folder's"]
     assert (pretrain.folder / "a $folder's").is_dir()
 
 
-@pytest.mark.parametrize("name", OF_FEATURES)
-def test_flags_of_evaluations_come_out_unharmed(script: Callable[[str], Script], name: str) -> None:
-    evaluation = script(f"{name}.sbatch")
-    done = evaluation.run(*HARD, SLURM_JOB_NUM_NODES="1")
+def test_evaluation_flags_are_passed_unchanged(script: Callable[[str], Script]) -> None:
+    evaluation = script("evaluation.sbatch")
+    done = evaluation.run("few_shot", *HARD, SLURM_JOB_NUM_NODES="1")
     assert done.returncode == 0, done.stderr
-    (call,) = evaluation.called("accelerate_launch.py")
-    place = call["argv"].index(str(ROOT / "evaluation" / f"{name}.py"))
-    assert call["argv"][place + 1 :] == HARD
+    (call,) = evaluation.trained()
+    assert after("few_shot", call["argv"]) == HARD
     assert value(call["argv"], "--num_processes") == "4"
-    (check,) = evaluation.called("check_node.py")
-    assert check["argv"][check["argv"].index("--") + 1 :] == HARD
+    (check,) = evaluation.called("tessera.launch.check_node")
+    assert after("few_shot", check["argv"]) == HARD
+
+
+def test_the_prologue_chooses_python(script: Callable[[str], Script], tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "python").write_text("#!/bin/sh\necho the own python >> own.log\n")
+    (tmp_path / "own" / "python").chmod(0o755)
+    for name, flags in (("pretrain.sbatch", []), ("evaluation.sbatch", ["knn"])):
+        (tmp_path / "own.log").unlink(missing_ok=True)
+        assert script(name).run(*flags, TESSERA_PROLOGUE=f"PATH='{tmp_path}/own':$PATH").returncode == 0
+        assert set((tmp_path / "own.log").read_text().splitlines()) == {"the own python"}
+        assert not script(name).commands.calls("called")
 
 
 def test_fine_tuning_is_a_training_job(script: Callable[[str], Script]) -> None:
-    finetune = script("finetune.sbatch")
-    done = finetune.run("--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", *HARD)
+    finetune = script("pretrain.sbatch")
+    flags = ["--checkpoint", "a run", "--train", "t.tar"]
+    done = finetune.run("finetune", *flags, "--val", "v.tar", *HARD)
     assert done.returncode == 0, done.stderr
     folder = finetune.folder / "a run" / "finetune"
-    for call in finetune.called("accelerate_launch.py"):
-        place = call["argv"].index(str(ROOT / "pretrain" / "run.py"))
-        flags = ["--init_from", "a run", "--data", "t.tar", "--evaluation.val", "v.tar", *HARD]
-        assert call["argv"][place + 1 :] == ["--method", "finetune", *flags, "--output", str(folder)]
-    assert len(finetune.called("accelerate_launch.py")) == 2
+    for call in finetune.trained():
+        given = ["--init_from", "a run", "--data", "t.tar", "--evaluation.val", "v.tar", *HARD]
+        assert after("pretrain", call["argv"]) == ["--method", "finetune", *given, "--output", str(folder)]
+    assert len(finetune.trained()) == 2
     (folder / "config.yaml").touch()
-    again = finetune.run("--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", SLURM_RESTART_COUNT="1")
+    again = finetune.run(
+        "finetune", "--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", SLURM_RESTART_COUNT="1"
+    )
     assert again.returncode == 0
-    assert finetune.called("accelerate_launch.py")[-1]["argv"][-1] == "--resume"
-    refused = finetune.run("--checkpoint", "a run", "--train", "t.tar")
-    assert (refused.returncode, refused.stderr.splitlines()[-1][:34]) == (2, "finetune.sbatch: --val is missing.")
+    assert finetune.trained()[-1]["argv"][-1] == "--resume"
+    refused = finetune.run("finetune", *flags)
+    assert (refused.returncode, refused.stderr.splitlines()[-1][:34]) == (2, "pretrain.sbatch: --val is missing.")
 
 
 def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     assert pretrain.run("--method", "mae").returncode == 0
-    for rank, call in enumerate(pretrain.called("accelerate_launch.py")):
+    for rank, call in enumerate(pretrain.trained()):
         argv = call["argv"]
         assert value(argv, "--machine_rank") == str(rank)
         assert value(argv, "--num_machines") == "2"
         assert value(argv, "--num_processes") == "8"
         assert value(argv, "--main_process_ip") == "nodeA"
         assert value(argv, "--main_process_port") == "24567"
-        assert value(argv, "--config_file") == str(ROOT / "configs" / "accelerate" / "ddp.yaml")
+        assert value(argv, "--config_file") == "ddp"
         assert call["environment"]["OMP_NUM_THREADS"] == "3"
         assert call["ignores"] == ["SIGTERM", "SIGUSR1"]  # until the trainers listen
         assert argv[-4:] == ["--method", "mae", "--output", "runs/slurm-1234567"]
-    assert len(pretrain.called("accelerate_launch.py")) == 2
+    assert len(pretrain.trained()) == 2
 
 
 def test_engine_and_processes_from_the_environment(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     flags = {"TESSERA_ENGINE": "an engine.yaml", "TESSERA_PROCESSES_PER_NODE": "3", "SLURM_GPUS_ON_NODE": ""}
     assert pretrain.run(**flags).returncode == 0
-    argv = pretrain.called("accelerate_launch.py")[0]["argv"]
+    argv = pretrain.trained()[0]["argv"]
     assert value(argv, "--config_file") == "an engine.yaml"
     assert value(argv, "--num_processes") == "6"
     assert not {"--multi_gpu", "--mixed_precision"} & set(argv)  # the file says it, and flags would win over it
@@ -155,7 +171,7 @@ def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str
 
     def resumes(**environment: str) -> bool:
         assert pretrain.run(*given, **environment).returncode == 0
-        return "--resume" in pretrain.called("accelerate_launch.py")[-1]["argv"]
+        return "--resume" in pretrain.trained()[-1]["argv"]
 
     assert not resumes()
     assert not resumes(SLURM_RESTART_COUNT="1")  # it had not begun
@@ -167,17 +183,17 @@ def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False), (143, False)])
 def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
     pretrain = script("pretrain.sbatch")
-    pretrain.commands.answer({"called accelerate_launch.py": [(code, "", "")]})
+    pretrain.commands.answer({"called tessera": [(code, "", "")]})
     done = pretrain.run("--output", "run", SAVES="run")
     assert done.returncode == code
     calls = [call["argv"] for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
     assert calls == [["requeue", "1234567"]] * requeued
 
 
-def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
+def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]) -> None:
     """A warning before the first step could requeue the job for ever. One or two such starts may be bad luck."""
     pretrain = script("pretrain.sbatch")
-    pretrain.commands.answer({"called accelerate_launch.py": [(75, "", "")]})
+    pretrain.commands.answer({"called tessera": [(75, "", "")]})
     requeued, errors = [], []
     for saves in ("", "", "run", "", "", ""):  # a start that saves forgives those before it
         before = len(pretrain.commands.calls("scontrol"))
@@ -189,22 +205,19 @@ def test_starts_without_a_step_end(script: Callable[[str], Script]) -> None:
     assert errors == [False] * 5 + [True]
 
 
-@pytest.mark.parametrize("name", OF_FEATURES)
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False)])
-def test_an_evaluation_that_was_told_to_stop_begins_again(
-    script: Callable[[str], Script], name: str, code: int, requeued: bool
-) -> None:
-    evaluation = script(f"{name}.sbatch")
-    evaluation.commands.answer({"called accelerate_launch.py": [(code, "", "")]})
-    assert evaluation.run("--checkpoint", "run", SLURM_JOB_NUM_NODES="1").returncode == code
+def test_a_preempted_evaluation_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
+    evaluation = script("evaluation.sbatch")
+    evaluation.commands.answer({"called tessera": [(code, "", "")]})
+    assert evaluation.run("knn", "--checkpoint", "run", SLURM_JOB_NUM_NODES="1").returncode == code
     calls = [call["argv"] for call in evaluation.commands.calls("scontrol")]
     assert calls == [["requeue", "1234567"]] * requeued
 
 
-def test_a_refused_requeue_is_said(script: Callable[[str], Script]) -> None:
+def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     pretrain.commands.answer({
-        "called accelerate_launch.py": [(75, "", "")], "scontrol requeue": [(1, "", "Requeue is disabled\n")],
+        "called tessera": [(75, "", "")], "scontrol requeue": [(1, "", "Requeue is disabled\n")],
     })  # fmt: skip
     done = pretrain.run("--output", "run", SAVES="run")
     assert done.returncode == 75
@@ -214,33 +227,33 @@ def test_a_refused_requeue_is_said(script: Callable[[str], Script]) -> None:
 
 def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
-    pretrain.commands.answer({"called check_node.py": [(0, "", ""), (2, "", "node1: no GPU\n")]})
+    pretrain.commands.answer({"called tessera.launch.check_node": [(0, "", ""), (2, "", "node1: no GPU\n")]})
     done = pretrain.run("--output", "run")
     assert done.returncode == 2
     assert "node1: no GPU" in done.stderr
     assert "not started" in done.stderr
-    assert not pretrain.called("accelerate_launch.py")
+    assert not pretrain.trained()
     assert not [call for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
 
 
-def test_a_python_without_the_project_is_said(script: Callable[[str], Script]) -> None:
-    for name in ("pretrain", *EVALUATIONS.values()):
-        one = script(f"{name}.sbatch")
-        one.commands.add("python", "#!/bin/sh\nexit 1\n")
-        done = one.run()
-        assert done.returncode == 2
-        assert "pip install -e ." in done.stderr
-        assert not one.called("accelerate_launch.py")
+@pytest.mark.parametrize("name", ["pretrain", "evaluation"])
+def test_a_python_without_the_project_is_reported(script: Callable[[str], Script], name: str) -> None:
+    one = script(f"{name}.sbatch")
+    one.commands.add("python", "#!/bin/sh\nexit 1\n")
+    done = one.run()
+    assert done.returncode == 2
+    assert "pip install -e ." in done.stderr
+    assert not one.called("tessera")
 
 
-def test_checkpoints_are_followed_where_that_was_asked(script: Callable[[str], Script]) -> None:
+def test_new_checkpoints_are_followed_if_the_run_was_submitted(script: Callable[[str], Script]) -> None:
     pretrain = script("pretrain.sbatch")
     assert pretrain.run("--output", "run").returncode == 0
-    assert not pretrain.called("slurm.py")
+    assert pretrain.called("tessera") == pretrain.trained()
     (pretrain.folder / "run" / "submitted").mkdir()
     (pretrain.folder / "run" / "submitted" / "jobs.json").touch()
     assert pretrain.run("--output", "run").returncode == 0
-    assert pretrain.called("slurm.py")[-1]["argv"][1:] == ["follow", "run"]
+    assert pretrain.called("tessera")[-1]["argv"][1:] == ["slurm", "follow", "run"]
 
 
 @pytest.mark.parametrize(("allocated", "workers"), [(None, 7), ("16", 3), ("64", 7), ("4", 1)])

@@ -1,8 +1,5 @@
 """A method of a few thousand parameters with its engine and its Saver, for tests of checkpoints."""
 
-import multiprocessing
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section
+from tests.ranks import on_processes  # noqa: F401, tests of other folders import it from here
 from tests.teachers import small_settings
 
 STEPS = 10
@@ -69,27 +67,3 @@ def saver(folder: Path, accelerator: Accelerator, engine: DDP, name: str = "dino
 def tensors(engine: DDP) -> dict[str, torch.Tensor]:
     """Return copies of all tensors that a checkpoint holds, by name."""
     return {name: tensor.data.clone() for name, tensor in engine.local_state().items()}
-
-
-def on_processes(target: Callable[..., None], port: int, *arguments: Any, count: int = 2, limit: float = 90) -> None:
-    """Run `target(rank, *arguments)` on the processes of one launch. One that fails or hangs fails the test.
-
-    The processes are forked from a server that has imported this module, so that only the first call waits for that.
-    """
-    context = multiprocessing.get_context("forkserver")
-    started = [context.Process(target=_run, args=(target, rank, count, port, arguments)) for rank in range(count)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(limit)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
-    assert codes == [0] * count, codes
-
-
-def _run(target: Callable[..., None], rank: int, count: int, port: int, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    target(rank, *arguments)

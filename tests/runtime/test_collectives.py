@@ -23,7 +23,7 @@ from tessera.runtime.collectives import (
     wait_for_path,
     world_size,
 )
-from tests.pretrain.small import on_processes
+from tests.ranks import on_processes
 
 
 def fail(error: BaseException) -> None:
@@ -64,7 +64,6 @@ def test_failures_are_described_in_one_line(error: Exception, message: str) -> N
 
 
 def _two_processes(own: int, folder: str) -> None:
-    dist.init_process_group("gloo")
     collectives.VISIBILITY_TIMEOUT = 0.5
     assert (world_size(), rank()) == (2, own)
     x = torch.tensor([1.0, 10.0 * own], requires_grad=True)
@@ -89,7 +88,6 @@ def _two_processes(own: int, folder: str) -> None:
         run_on_all_ranks(lambda: fail(RuntimeError("ab"[own])))
     with pytest.raises(RankError, match=r"^process 0: .*nothing is missing on "):
         run_on_all_ranks(lambda: wait_for_path(Path(folder, "nothing")) if own == 0 else None)
-    dist.destroy_process_group()
 
 
 def _one_prepares_for_longer_than_collectives_wait(own: int, folder: str) -> None:
@@ -104,11 +102,11 @@ def _one_prepares_for_longer_than_collectives_wait(own: int, folder: str) -> Non
     dist.destroy_process_group()
 
 
-def test_the_first_process_may_prepare_for_longer_than_collectives_wait(tmp_path: Path, free_port: int) -> None:
+def test_the_first_process_of_a_node_may_take_longer_than_a_collective_waits(tmp_path: Path, free_port: int) -> None:
     with collectives.first_of_node_first():
         pass
     on_processes(_one_prepares_for_longer_than_collectives_wait, free_port, str(tmp_path))
 
 
-def test_two_processes(tmp_path: Path, free_port: int) -> None:
-    on_processes(_two_processes, free_port, str(tmp_path))
+def test_collectives_of_two_processes(tmp_path: Path, free_port: int) -> None:
+    on_processes(_two_processes, free_port, str(tmp_path), group=True)

@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tessera.runtime import watchdog
+from tessera.runtime.machine import is_running
 from tessera.runtime.watchdog import Timing, Watch, watched
-from tests.launched import TINY, records
+from tests.launched import TINY, newest_step, records, wait_until
 
 TIMING = Timing(interval=0.05, timeout=1.0, exit_delay=0.6)
 
@@ -43,15 +45,6 @@ def room() -> Room:
     return Room()
 
 
-def _wait(condition: Callable[[], object], timeout: float = 20) -> float:
-    """Wait until the condition holds, and return the seconds that took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() < start + timeout
-        time.sleep(0.01)
-    return time.monotonic() - start
-
-
 def _freeze(watch: Watch) -> None:
     """Stop the heartbeats without signing off, as SIGKILL does."""
     watch._leave = lambda store: None
@@ -61,9 +54,9 @@ def _freeze(watch: Watch) -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     watches = [room.enter(rank, 4) for rank in range(4)]
-    _wait(lambda: all(peer.beats > 3 for watch in watches for peer in watch._peers.values()))
+    wait_until(lambda: all(peer.beats > 3 for watch in watches for peer in watch._peers.values()))
     _freeze(watches[lost])
-    silent_for = _wait(lambda: len(room.said) == 3)
+    silent_for = wait_until(lambda: len(room.said) == 3)
     assert TIMING.timeout - 2 * TIMING.interval < silent_for < TIMING.timeout + 2
     host = os.uname().nodename
     for rank, message in room.said.items():
@@ -84,14 +77,14 @@ def test_a_process_that_signs_off_is_not_lost(room: Room) -> None:
     assert all(not watch.close() for watch in again), "the next run in these processes knows nothing of the one before"
 
 
-def test_a_failure_is_told_and_leaves_time_for_others_to_fail_by_themselves(room: Room) -> None:
+def test_other_processes_exit_some_seconds_after_a_failure(room: Room) -> None:
     watches = [room.enter(rank, 3) for rank in range(3)]
     watches[1].close(failure="OSError: disk on fire")
-    _wait(lambda: watches[0]._failed)
+    wait_until(lambda: watches[0]._told)
     known = watches[0].close(failure="RuntimeError: Connection closed by peer")
     assert "process 1 on " in known
     assert "failed: OSError: disk on fire" in known
-    waited = _wait(lambda: 2 in room.said)
+    waited = wait_until(lambda: 2 in room.said)
     assert waited > TIMING.exit_delay / 2
     assert "process 1" in room.said[2], "the first failure is the one to tell"
     assert list(room.said) == [2]
@@ -111,9 +104,9 @@ def test_a_lost_store_is_reported() -> None:
             address = ("127.0.0.1", int(server.stdout.readline()))
             said: list[str] = []
             watches = [Watch(r, 2, address, "x", said.append, TIMING) for r in range(2)]
-            _wait(lambda: all(p.beats > 3 for watch in watches for p in watch._peers.values()))  # noqa: B023
+            wait_until(lambda: all(p.beats > 3 for watch in watches for p in watch._peers.values()))  # noqa: B023
             server.send_signal(how)
-            _wait(lambda: len(said) == 2)  # noqa: B023
+            wait_until(lambda: len(said) == 2)  # noqa: B023
             assert all(f"the store at 127.0.0.1:{address[1]}, which carries" in message for message in said)
         finally:
             server.kill()
@@ -182,6 +175,82 @@ def test_errors_of_gloo_and_nccl_for_a_lost_process() -> None:
     assert not any(watchdog._is_broken_collective(error) for error in [*others, RuntimeError("shapes differ")])
 
 
+# a process of a launch of two, which waits for the other one
+STARTING = """
+import os, sys, time
+import torch.distributed as dist
+from tessera.runtime import watchdog
+watchdog.TIMING = watchdog.Timing(interval=0.1, timeout=1.5, notice=1.0)
+print("imported", flush=True)
+{before}
+with watchdog.watched():
+    {inside}
+    dist.init_process_group("gloo")
+    print("together", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start a process of a launch of two. The store runs in this process, as it does in the launcher's."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = []
+
+    def process(rank: int, before: str = "", inside: str = "", port: int | None = None) -> subprocess.Popen:
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": str(port or store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        code = STARTING.format(before=before, inside=inside)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes))
+        return started[-1]
+
+    yield process
+    for one in started:
+        one.kill()
+        one.wait(20)
+
+
+@pytest.mark.medium
+def test_a_process_that_does_not_start_is_named_and_waited_for(start) -> None:
+    waiting = start(0)
+    late = start(1, before="time.sleep(6)")
+    line = waiting.stderr.readline()
+    assert line.startswith(f"process 0 on {socket.gethostname()} has waited for ")
+    assert "Of 2 processes, these have not started: 1. Look at the logs" in line
+    assert "together" in waiting.communicate(timeout=60)[0]
+    assert "together" in late.communicate(timeout=60)[0]
+    assert waiting.returncode == late.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_lost_during_the_start_ends_the_other(start, lost: int, how: signal.Signals) -> None:
+    # both send heartbeats, and neither goes on
+    processes = [start(rank, inside="time.sleep(100)") for rank in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "imported\n"
+    time.sleep(5)
+    assert [process.poll() for process in processes] == [None, None]
+    os.kill(processes[lost].pid, how)
+    began = time.monotonic()
+    other = processes[1 - lost]
+    said = other.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 15
+    assert other.returncode == watchdog.EXIT_CODE
+    assert f"process {1 - lost}: process {lost} on {socket.gethostname()} was last heard at" in said
+
+
+@pytest.mark.medium
+def test_a_store_that_does_not_answer_is_named(start, free_port: int) -> None:
+    waiting = start(1, port=free_port)
+    lines = [waiting.stderr.readline() for _ in range(1)]
+    while "does not answer" not in lines[-1] and lines[-1]:
+        lines.append(waiting.stderr.readline())
+    assert f"The store at 127.0.0.1:{free_port} does not answer" in lines[-1]
+
+
 # a run with shorter intervals, so that a test takes seconds, and with a forward pass that can be made to fail or hang
 FAST = """
     import os, sys, time
@@ -221,13 +290,6 @@ def _start(launch, script: Path | None, output: Path):
     return run, trainers
 
 
-def _ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def _kill_the_frozen(process: int) -> None:
     """Do what the launcher does half a minute after it has found that another trainer ended."""
     time.sleep(2)  # until it has found that
@@ -236,7 +298,7 @@ def _kill_the_frozen(process: int) -> None:
 
 def _resumes(launch, output: Path) -> None:
     """Assert that the run resumes from its newest checkpoint for two more steps."""
-    newest = int((output / "checkpoints" / "latest").resolve().name[5:])
+    newest = newest_step(output)
     shorter = ["--steps", str(newest + 2), "--optim.warmup_steps", "1", "--dino.freeze_steps", "0"]
     run = launch(["--output", str(output), "--resume", *shorter, "--dino.teacher_temperature_steps", "0"])
     assert f"resumed from {output}" in run.wait().replace("\n", "")
@@ -245,12 +307,12 @@ def _resumes(launch, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed(launch, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_run(launch, tmp_path: Path) -> None:
     """The other process translates the error of gloo."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
     os.kill(trainers[1], signal.SIGKILL)
-    assert _wait(lambda: _ended(trainers[0]), 60) < 60
+    assert wait_until(lambda: not is_running(trainers[0], None), 60) < 60
     log = run.wait(60)
     assert run.process.returncode == 137
     assert re.search(r"run.py: process 0: .* \(.*by peer.*\)\. To continue .* with --resume", log), log
@@ -259,16 +321,16 @@ def test_killed(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_frozen_as_a_lost_machine_is(launch, tmp_path: Path) -> None:
+def test_a_frozen_process_ends_the_run_within_a_minute(launch, tmp_path: Path) -> None:
     """The other process waits in a collective that never ends. The test uses the real intervals and takes a minute."""
     output = tmp_path / "run"
     run, trainers = _start(launch, None, output)
     os.kill(trainers[0], signal.SIGSTOP)  # process 0, to which all others listen
-    assert 30 < _wait(lambda: _ended(trainers[1]), 60) < 60
+    assert 30 < wait_until(lambda: not is_running(trainers[1], None), 60) < 60
     assert re.search(r"run.py: process 1: process 0 on .* was last heard at .* with --resume", run.log.read_text())
     _kill_the_frozen(trainers[0])
     run.wait(60)
-    assert run.process.returncode == watchdog.EXIT_CODE
+    assert run.process.returncode == 137  # one trainer was killed; the other one exits with 69
     _resumes(launch, output)
 
 
@@ -280,7 +342,7 @@ def test_an_error_of_one_process_ends_both(launch, fast: Callable[..., Path], tm
     held = "try:\n    code = main()\nexcept OSError:\n    time.sleep(600)"
     script.write_text(script.read_text().replace("code = main()", held))
     run, trainers = _start(launch, script, output)
-    _wait(lambda: _ended(trainers[0]), 60)
+    wait_until(lambda: not is_running(trainers[0], None), 60)
     assert re.search(r"process 0: process 1 on \S+ failed: OSError: disk on fire", run.log.read_text())
     run.kill()
 
@@ -298,7 +360,7 @@ def test_a_busy_process_is_waited_for(launch, fast: Callable[..., Path], tmp_pat
 
 
 @pytest.mark.slow
-def test_an_evaluation_whose_process_is_frozen_ends_by_name(launch, tmp_path: Path) -> None:
+def test_a_frozen_process_ends_an_evaluation(launch, tmp_path: Path) -> None:
     script = tmp_path / "evaluate.py"
     script.write_text(
         textwrap.dedent("""
@@ -320,10 +382,10 @@ def test_an_evaluation_whose_process_is_frozen_ends_by_name(launch, tmp_path: Pa
     run.wait_for(lambda: run.log.read_text().count("worked") > 10)
     trainers = run.children()
     os.kill(trainers[1], signal.SIGSTOP)
-    _wait(lambda: _ended(trainers[0]), 30)
+    wait_until(lambda: not is_running(trainers[0], None), 30)
     assert re.search(
         r"evaluate.py: process 0: process 1 on .* was last heard at .*Start the command again", run.log.read_text()
     )
     _kill_the_frozen(trainers[1])
     run.wait(60)
-    assert run.process.returncode == watchdog.EXIT_CODE
+    assert run.process.returncode == 137  # one trainer was killed; the other one exits with 69

@@ -25,7 +25,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("a: &a [*a]", "contains itself"),
         ("a: &a {b: *a}", "contains itself"),
         ("[" * 50_000, "nested too deeply"),
-        ("a: 2001-12-14", "a is a date, which no setting is. Put it into quotes"),
+        ("a: 2001-12-14", "a is a date. Settings cannot be of this type. Put text into quotes"),
         ("a: 2001-12-14 21:59:43", "a is a datetime"),
         ("a: 2001-99-99", "does not fit its type"),
         ("a: {b: !!binary aGk=}", r"a\.b is a bytes"),
@@ -62,7 +62,7 @@ def test_slow_numbers_take_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("kind", ["large", "fifo", "folder", "device", "bytes"])
-def test_files_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
+def test_large_files_and_devices_are_refused(tmp_path: Path, kind: str) -> None:
     path = Path("/dev/zero") if kind == "device" else tmp_path / "x.yaml"
     if kind == "large":
         path.write_bytes(b" " * (MAX_BYTES + 1))

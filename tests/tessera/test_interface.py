@@ -110,11 +110,12 @@ def crowded(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [[], ["--multi_gpu", "--num_processes", "2"]])
+@pytest.mark.parametrize("processes", [[], ["--num_processes", "2"]])
 def test_the_command_works_among_files_of_the_same_names(crowded: Path, processes: list[str]) -> None:
     done = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--steps", "2", "--output", "run")
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in records(crowded / "run")] == [0, 1, 2]
+    assert f"{processes[-1] if processes else 1} process(es)" in done.stderr
     refused = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--output", "run")
     assert refused.returncode == 2
     assert "holds another run" in refused.stderr.strip().splitlines()[-1]  # nothing is printed after it
@@ -128,4 +129,6 @@ def test_unknown_commands_and_help(crowded: Path) -> None:
         assert name in helped.stdout
         assert name in unknown.stderr
     assert unknown.stderr.endswith("'pretrian' is not a command. Did you mean 'pretrain'?\n")
+    wrong = called(crowded, "-m", "tessera", "--gpus", "2", "pretrain")
+    assert (wrong.returncode, wrong.stderr) == (2, "tessera: unknown flag --gpus. Did you mean --num_processes?\n")
     assert "unknown flag --stps" in called(crowded, "-m", "tessera", "pretrain", "--stps", "3").stderr

@@ -41,12 +41,12 @@ def test_holds_sizes_and_checksums(folder: Path) -> None:
         ),
     ],
 )
-def test_names_what_is_wrong(folder: Path, harm: Callable[[Path], object], fault: str) -> None:
+def test_damage_is_named(folder: Path, harm: Callable[[Path], object], fault: str) -> None:
     harm(folder)
     assert manifest.wrong_sizes(folder) == [fault]
 
 
-def test_a_manifest_that_lost_a_line_is_no_proof(folder: Path) -> None:
+def test_files_without_an_entry_are_named(folder: Path) -> None:
     listed = json.loads((folder / "manifest.json").read_text())
     del listed["files"]["file-0"]
     (folder / "manifest.json").write_text(json.dumps(listed))
@@ -64,7 +64,7 @@ def test_processes_share_the_checksums(folder: Path) -> None:
         assert max(map(len, found)) == -(-4 // processes)
 
 
-def test_what_vanishes_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Path) -> str:
         raise OSError(5, "Input/output error")
 

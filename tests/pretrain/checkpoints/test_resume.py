@@ -16,7 +16,8 @@ from tessera import encoders
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
 from tessera.runtime import collectives
-from tests.pretrain.small import make, method, on_processes, saver, settings, tensors
+from tests.pretrain.small import make, method, saver, settings, tensors
+from tests.ranks import on_processes
 
 
 def saved(output: Path, *steps: int) -> Path:
@@ -55,7 +56,9 @@ def test_restores_everything(tmp_path: Path) -> None:
     assert (path.parent / "latest").resolve() == path.resolve()
 
 
-def test_another_encoder_is_refused_and_another_order_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_encoder_is_refused_and_another_sample_order_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     resume.check_fits(path, settings())
     assert "the order of the samples changes" not in caplog.text
@@ -119,7 +122,9 @@ FILES = ["__0_0.distcp", ".metadata", "random-00000.pt", "trainer.json", "encode
         (lambda f: f.with_name(f"{f.name}.2").touch(), r"{name}\.2 is not listed in manifest\.json"),
     ],
 )
-def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[[Path], object], said: str) -> None:
+def test_damage_is_named_with_the_newest_intact_checkpoint(
+    tmp_path: Path, harm: Callable[[Path], object], said: str
+) -> None:
     folder = saved(tmp_path, 99_999_998, 99_999_999, 100_000_000)  # the last name is a digit longer
     before, middle, newest = resume.list_checkpoints(folder)
     (middle / "encoder.json").unlink()  # nor is this one whole
@@ -153,7 +158,7 @@ def test_damage_is_named_and_where_to_go_back_to(tmp_path: Path, harm: Callable[
         resume.verify(before)
 
 
-def test_checkpoints_of_other_versions_are_refused_in_words(tmp_path: Path) -> None:
+def test_checkpoints_of_other_versions_are_refused(tmp_path: Path) -> None:
     (path,) = resume.list_checkpoints(saved(tmp_path, 1))
     known = json.loads((path / "trainer.json").read_text())
     later = known | {"position": known["position"] | {"epoch": 3}}

@@ -24,7 +24,8 @@ from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints import save as saving
 from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints
 from tessera.runtime import collectives
-from tests.pretrain.small import make, on_processes, saver, tensors, walk
+from tests.pretrain.small import make, saver, tensors, walk
+from tests.ranks import on_processes
 
 
 def write(to: saving.Saver, step: int) -> None:
@@ -57,7 +58,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def test_it_gets_its_name_in_one_move_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_renamed_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, engine = make()
     moves, rename = [], os.rename
 
@@ -89,7 +90,7 @@ def test_retention_by_count_and_by_interval(tmp_path: Path) -> None:
     assert [int(p.name[5:]) for p in list_checkpoints(folder)] == [3, 6, 7, 8]
 
 
-def test_what_cannot_be_removed_keeps_nothing_else(
+def test_a_checkpoint_that_cannot_be_removed_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, engine = make()
@@ -107,7 +108,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(
     assert "could not remove" in caplog.text
 
 
-def test_a_step_that_has_a_checkpoint_keeps_it_and_half_a_one_is_said(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_kept(tmp_path: Path) -> None:
     accelerator, engine = make()
     to, folder = saver(tmp_path, accelerator, engine), tmp_path / "checkpoints"
     to.save(TrainState(1, 4), engine.method.trained_encoder())
@@ -172,9 +173,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, mon
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_ctrl_c_in_the_middle_of_writing_is_no_trouble_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_writing_raises_keyboard_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, engine = make()
 
     def interrupted(*_: Any, **__: Any) -> None:
@@ -186,7 +185,7 @@ def test_ctrl_c_in_the_middle_of_writing_is_no_trouble_of_the_disk(
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
-def test_the_background_writes_what_was_there_when_it_began(tmp_path: Path, gate: Gate) -> None:
+def test_a_background_save_writes_the_state_of_its_start(tmp_path: Path, gate: Gate) -> None:
     accelerator, engine = make()
     position = TrainState(1, 4, alarm={"rung": ["rank"]})
     later = saver(tmp_path / "later", accelerator, engine, background=True)
@@ -216,7 +215,7 @@ def test_the_background_writes_what_was_there_when_it_began(tmp_path: Path, gate
         assert all(torch.equal(t.reshape(-1), before[f"method.teacher.encoder.{n}"]) for n, t in encoder.items())
 
 
-def test_an_error_of_the_background_comes_out_at_the_next_save_and_at_the_end(
+def test_a_failed_background_save_is_raised_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, engine = make()
@@ -247,7 +246,7 @@ def test_an_error_of_the_background_comes_out_at_the_next_save_and_at_the_end(
         to.wait()
 
 
-def test_a_run_that_fails_leaves_the_background_some_time(
+def test_a_failed_run_waits_for_a_background_save(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, engine = make()
@@ -274,6 +273,7 @@ from pathlib import Path
 from tessera.pretrain.checkpoints import save as saving
 from tessera.pretrain.checkpoints.resume import TrainState
 from tests.pretrain.small import make, saver
+from tests.ranks import on_processes
 saving.BACKGROUND_TIMEOUT = 0.2
 saving.write = lambda *_: time.sleep(600)
 accelerator, engine = make()
@@ -284,7 +284,7 @@ with saver(Path(sys.argv[1]), accelerator, engine, background=True) as to:
 
 
 @pytest.mark.slow
-def test_the_interpreter_does_not_wait_for_the_background(tmp_path: Path) -> None:
+def test_the_interpreter_does_not_wait_for_a_background_save(tmp_path: Path) -> None:
     codes = {"ctrl-c": -signal.SIGINT, "crash": 1}
     started = {
         how: subprocess.Popen(
@@ -344,7 +344,7 @@ def _save(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_trouble_of_one_process_is_everyones(tmp_path: Path, free_port: int) -> None:
+def test_a_failed_write_of_one_process_is_an_error_on_all(tmp_path: Path, free_port: int) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     on_processes(_save, free_port, str(tmp_path))

@@ -31,6 +31,7 @@ from tessera.runtime.collectives import local
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import SettingsError
 from tests.pretrain import small
+from tests.ranks import on_processes
 
 Event = tuple[str, int]
 IN_HEAD = "student.head.mlp.0.weight"
@@ -107,7 +108,7 @@ def step(rank: int, precision: str, folder: str) -> None:
 def test_blocks_are_gathered_in_the_precision_of_the_run(
     precision: str, width: int, tmp_path: Path, free_port: int
 ) -> None:
-    small.on_processes(step, free_port, precision, str(tmp_path))
+    on_processes(step, free_port, precision, str(tmp_path))
     found = json.loads((tmp_path / "found.json").read_text())
     events, blocks = found["events"], found["blocks"]
     gathered = [size for kind, size in events if kind == "gather"]
@@ -155,7 +156,7 @@ def start(rank: int) -> None:
 
 @pytest.mark.medium
 def test_all_processes_start_from_the_weights_of_the_main_process(free_port: int) -> None:
-    small.on_processes(start, free_port)
+    on_processes(start, free_port)
 
 
 class Stray(MAE):
@@ -210,4 +211,4 @@ def test_only_the_main_process_builds_the_weights(tmp_path: Path, free_port: int
     accelerator, engine = small.make(0, "dinov2")
     small.saver(tmp_path / "run", accelerator, engine, "dinov2").save(TrainState(3, 4), engine.method.trained_encoder())
     torch.save(engine.method.state_dict()[IN_HEAD], tmp_path / "run" / "held.pt")
-    small.on_processes(build, free_port, str(tmp_path / "run"))
+    on_processes(build, free_port, str(tmp_path / "run"))

@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from tessera import encoders
 from tessera.pretrain.checkpoints import resume
 from tessera.runtime import preemption, watchdog
-from tests.launched import TINY, records
+from tessera.runtime.machine import is_running
+from tests.launched import TINY, records, same_encoder, wait_until
 
 KILLS = 2
 STEPS = 24
@@ -42,13 +41,6 @@ def descendants(pid: int) -> list[int]:
     return own + [one for child in own for one in descendants(child)]
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_kills_at_random_moments_change_nothing(launch, tmp_path: Path, engine: str) -> None:
@@ -62,8 +54,8 @@ def test_kills_at_random_moments_change_nothing(launch, tmp_path: Path, engine: 
     words, started = [*tiny, "--output", str(broken)], []
     for number in range(KILLS):
         run = launch(words, processes=2, engine=engine, wrapped=True)
-        goal = max(losses(broken), default=0) + rng.randint(1, STEPS // KILLS - 2) if _has_metrics(broken) else 1
-        run.wait_for(lambda goal=goal: _has_metrics(broken) and max(losses(broken), default=0) >= goal)
+        goal = max(losses(broken)) + rng.randint(1, STEPS // KILLS - 2) if losses(broken) else 1
+        run.wait_for(lambda goal=goal: max(losses(broken), default=0) >= goal)
         time.sleep(rng.random() * 0.3)
         trainers = run.children()
         started += [run.process.pid, *descendants(run.process.pid)]
@@ -81,16 +73,7 @@ def test_kills_at_random_moments_change_nothing(launch, tmp_path: Path, engine: 
     log = run.wait()
     assert run.process.returncode == 0, log
     assert losses(broken) == losses(whole)
-    ours, theirs = (encoders.load(folder / "encoder.safetensors").state_dict() for folder in (broken, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    end = time.monotonic() + 30
+    assert same_encoder(broken, whole)
     # other programs of the machine may hold shared memory for a while
-    while (any(map(running, started)) or not shared_memory() <= before) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not any(map(running, started)), "a process is left"
+    wait_until(lambda: not any(is_running(pid, None) for pid in started) and shared_memory() <= before, 30)
     assert not [path for path in broken.rglob(".*") if path.name != ".metadata"], "a temporary file or a lock is left"
-    assert shared_memory() <= before
-
-
-def _has_metrics(output: Path) -> bool:
-    return (output / "metrics.jsonl").exists() and bool((output / "metrics.jsonl").read_text().strip())

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tessera.pretrain.engines import local_state
 from tessera.pretrain.engines.local_state import LocalTensor, read, unsharded, write
 from tessera.runtime.collectives import RankError, run_on_all_ranks
-from tests.pretrain.small import on_processes
+from tests.ranks import on_processes
 
 Split = Callable[[Tensor, int, int], LocalTensor]
 
@@ -112,7 +112,7 @@ def test_any_split_is_read_in_any_other(
         assert all(torch.equal(t, data[n].reshape(-1)) for n, t in other.items())
 
 
-def test_a_tensor_without_numbers_is_no_matter(tmp_path: Path) -> None:
+def test_empty_tensors_are_written_and_read(tmp_path: Path) -> None:
     held = {"none": unsharded(torch.empty(0, 4)), "some": unsharded(torch.ones(3))}
     write(held, tmp_path)
     into = {"none": unsharded(torch.empty(0, 4)), "some": unsharded(torch.zeros(3))}
@@ -140,7 +140,7 @@ def test_other_names_and_sizes_are_refused(tmp_path: Path, wanted: dict[str, int
     assert all(piece.data.eq(0).all() for piece in into.values())
 
 
-def test_some_of_the_tensors_are_read_where_that_is_asked(tmp_path: Path) -> None:
+def test_a_subset_of_the_tensors_is_read(tmp_path: Path) -> None:
     write({"a": unsharded(torch.ones(4)), "b": unsharded(torch.ones(2))}, tmp_path)
     into = unsharded(torch.zeros(2))
     read({"b": into}, tmp_path, strict=False)
@@ -149,7 +149,7 @@ def test_some_of_the_tensors_are_read_where_that_is_asked(tmp_path: Path) -> Non
         read({"c": into}, tmp_path, strict=False)
 
 
-def test_a_gap_in_what_was_written_is_no_zero(tmp_path: Path) -> None:
+def test_missing_parts_of_a_tensor_are_an_error(tmp_path: Path) -> None:
     write({"a": LocalTensor(torch.ones(3), 0, 8)}, tmp_path)
     read({"a": LocalTensor(torch.zeros(2), 1, 8)}, tmp_path)
     with pytest.raises(CheckpointException, match="the checkpoint holds only a part of a"):
@@ -157,7 +157,6 @@ def test_a_gap_in_what_was_written_is_no_zero(tmp_path: Path) -> None:
 
 
 def _over_processes(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo")
     data = {f"{split.__name__}{n}": torch.arange(float(n)) for split in SPLITS for n in (1, 2, 9)}
     split = {name: next(s for s in SPLITS if name.startswith(s.__name__)) for name in data}
     write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder))
@@ -173,7 +172,6 @@ def _over_processes(rank: int, folder: str) -> None:
             lambda: write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder) / "b")
         )
     dist.barrier()
-    dist.destroy_process_group()
 
 
 class _full:  # noqa: N801, in place of a function
@@ -197,7 +195,7 @@ class _full:  # noqa: N801, in place of a function
 
 @pytest.mark.slow
 def test_over_two_processes(tmp_path: Path, free_port: int) -> None:
-    on_processes(_over_processes, free_port, str(tmp_path))
+    on_processes(_over_processes, free_port, str(tmp_path), group=True)
     dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
     for name, tensor in torch.load(tmp_path / "whole.pt").items():
         assert torch.equal(tensor, torch.arange(float(name[-1]))), name

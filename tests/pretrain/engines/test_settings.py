@@ -156,7 +156,7 @@ def test_groups_of_processes_are_refused_without_fsdp(monkeypatch: pytest.Monkey
         engines.select(fsdp(), "bf16", 1)
 
 
-def test_what_accelerate_knows_besides_is_refused() -> None:
+def test_other_distributed_types_are_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
     with pytest.raises(SettingsError, match="configs/accelerate"):
         engines.select(accelerator, "fp32", 1)

@@ -1,3 +1,5 @@
+"""Launchers are recognised by their command lines, and glibc keeps freed memory for the next tensors."""
+
 import os
 import platform
 import subprocess
@@ -5,7 +7,7 @@ import sys
 
 import pytest
 
-from tessera.runtime import allocator
+from tessera.runtime import machine
 from tests.launched import ROOT
 
 # Prints the memory of the process, in MiB, before tensors of 64 MiB, after some of them, and after as many more. Each
@@ -13,7 +15,7 @@ from tests.launched import ROOT
 RESIDENT = """
 import resource, sys
 import torch
-from tessera.runtime.allocator import keep_freed_memory, return_freed_memory
+from tessera.runtime.machine import keep_freed_memory, return_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -62,10 +64,10 @@ def test_the_users_settings_of_the_allocator_hold(name: str, value: str, monkeyp
     def refused(values: object) -> bool:
         raise AssertionError("The settings of the allocator were changed.")
 
-    monkeypatch.setattr(allocator, "_keeps", False)
-    monkeypatch.setattr(allocator, "_set", refused)
+    monkeypatch.setattr(machine, "_keeps_freed_memory", False)
+    monkeypatch.setattr(machine, "_mallopt", refused)
     monkeypatch.setenv(name, value)
-    assert not allocator.keep_freed_memory()
+    assert not machine.keep_freed_memory()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_the_users_settings_of_the_allocator_hold(name: str, value: str, monkeyp
 )
 def test_segments_of_cuda_grow_unless_the_user_says_otherwise(given: dict[str, str], value: str) -> None:
     code = (
-        "import os, pretrain.run, torch\n"
+        "import os, tessera.pretrain.run, torch\n"
         "chosen = os.environ.get('PYTORCH_ALLOC_CONF')\n"
         "torch._C._accelerator_setAllocatorSettings(chosen or '')\n"  # fails if torch does not know the setting
         "print(chosen)"
@@ -88,3 +90,22 @@ def test_segments_of_cuda_grow_unless_the_user_says_otherwise(given: dict[str, s
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=kept | given
     )
     assert ran.stdout.strip() == value
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python /venv/bin/accelerate launch pretrain/run.py", True),
+        ("python3 -m accelerate.commands.launch pretrain/run.py", True),
+        ("/venv/bin/python /venv/bin/accelerate-launch pretrain/run.py", True),
+        ("python3 launch/accelerate_launch.py pretrain/run.py", True),
+        ("python -u -m torch.distributed.run pretrain/run.py", True),
+        ("/venv/bin/python /venv/bin/tessera --num_processes 2 pretrain", True),
+        ("bash tessera-sweep.sh", False),
+        ("python accelerate_sweep.py", False),
+        ("bash -c", False),
+    ],
+)
+def test_launchers_are_recognised_by_their_command_lines(command: str, expected: bool) -> None:
+    assert machine.is_launcher(command.split()) is expected
+    assert not machine.is_launcher(["bash", "-c", "accelerate launch pretrain/run.py"])
