@@ -206,25 +206,26 @@ def _jittered(
         mean: means of the gray images, (N, 1, 1), for channels that are apart. Only then gray images are returned.
     """
     apart = not isinstance(crops, Tensor)
-    there = blends if apart else copy_to_device(blends, crops.device)
+    factors = blends if apart else copy_to_device(blends, crops.device)
     reference = torch.empty(0)
     for place in range(4):
         if not apart or len(crops) == 3:  # only RGB has a hue
             crops = changed(crops, hue_place == place, shift_hue, sixths)
-        if place == 3 or (not apart and bool((blends[0, place] == 1).all())):
-            continue
-        gray = gray_image(crops)
-        scale, to_gray, to_mean = (per_crop(factors, gray) for factors in there[:, place])
-        if apart:
-            reference = gray if place == 0 else torch.where(to_mean != 0, gray, reference)
-        of_gray = gray.mean((-2, -1), keepdim=True) if mean is None else mean
-        shade = torch.addcmul(of_gray * to_mean, gray, to_gray)
-        crops = each(crops, _blended, shade, scale)
+        if place < 3 and (apart or bool((blends[0, place] != 1).any())):
+            gray = gray_image(crops)
+            if apart:
+                with_contrast = per_crop(factors[2, place] != 0, gray)
+                reference = gray if place == 0 else torch.where(with_contrast, gray, reference)
+            crops = _blended(crops, gray, factors[:, place], mean)
     return crops, reference
 
 
-def _blended(x: Tensor, shade: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(shade, x, scale).clamp_(0, 1)
+def _blended(crops: Crops, gray: Tensor, factors: Tensor, mean: Tensor | None) -> Crops:
+    """Blend crops with their gray images and the means of these by the factors (3, N) of one change."""
+    scale, to_gray, to_mean = (per_crop(factor, gray) for factor in factors)
+    mean = gray.mean((-2, -1), keepdim=True) if mean is None else mean
+    shade = torch.addcmul(mean * to_mean, gray, to_gray)
+    return each(crops, lambda x: torch.addcmul(shade, x, scale).clamp_(0, 1))
 
 
 @dataclass(frozen=True)
@@ -346,26 +347,15 @@ def augment_colors(
         raise ValueError(
             f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels."
         )
-    if compile:
-        return _compiled_colors(images, drawn, preprocessing)
-    x = _from_bytes(images)
-    for operation, numbers in drawn:
-        x = operation.apply(x, *operation.prepare(numbers))
-    assert isinstance(x, Tensor)
-    return normalize(x, preprocessing)
-
-
-def _compiled_colors(images: Tensor, drawn: Sequence[tuple[Operation, Tensor]], preprocessing: Preprocessing) -> Tensor:
-    """Apply colour changes as `augment_colors`. Runs of operations that can be fused are compiled together."""
-    x = images
-    steps: list[tuple[bool, Callable[..., Crops], tuple[Any, ...]]] = [
-        (True, _scaled, ()),
+    steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
+        (True, _from_bytes, ()),
         *((operation.fuses, operation.apply, operation.prepare(numbers)) for operation, numbers in drawn),
-        (True, _normalized, (preprocessing.mean, preprocessing.std)),
+        (True, _normalized, (preprocessing,)),
     ]
-    for fuses, group in groupby(steps, key=lambda step: step[0]):
+    x = images
+    for together, group in groupby(steps, key=lambda step: compile and step[0]):
         _, functions, arguments = zip(*group, strict=True)
-        if fuses:
+        if together:
             moved = [[copy_to_device(a, x.device) if isinstance(a, Tensor) else a for a in one] for one in arguments]
             x = compiled(fused)(x, functions, moved)
         else:
@@ -374,12 +364,12 @@ def _compiled_colors(images: Tensor, drawn: Sequence[tuple[Operation, Tensor]], 
     return x
 
 
-def fused(x: Tensor, functions: Sequence[Callable[..., Crops]], arguments: Sequence[Sequence[Any]]) -> Tensor:
+def fused(x: Tensor, functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> Tensor:
     """Apply functions to crops with channels apart, each with its own arguments: (N, C, H, W) -> (N, C, H, W)."""
-    crops: Crops = x.unbind(1)
+    channels = x.unbind(1)
     for function, one in zip(functions, arguments, strict=True):
-        crops = function(crops, *one)
-    return torch.stack(tuple(crops), dim=1)
+        channels = function(channels, *one)
+    return torch.stack(channels, dim=1)
 
 
 @cache
@@ -390,14 +380,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # By default, a GPU gets a kernel of its own for the channels, which reads and writes all values again.
     separate = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
     return torch.compile(function, dynamic=False, options={name: 1 for name in separate if name in list_options()})
-
-
-def _scaled(channels: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(channel.float() / 255 for channel in channels)
-
-
-def _normalized(channels: tuple[Tensor, ...], mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, ...]:
-    return tuple((channel - m) / s for channel, m, s in zip(channels, mean, std, strict=True))
 
 
 def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers: Tensor) -> Crops:
@@ -420,11 +402,9 @@ def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers
     return crops.index_copy_(0, places, new.expand(-1, *crops.shape[1:]))
 
 
-def each(crops: Crops, change: Callable[..., Tensor], *arguments: Any) -> Crops:
-    """Apply `change(x, *arguments)` to one tensor of crops, or to each of their channels."""
-    if isinstance(crops, Tensor):
-        return change(crops, *arguments)
-    return tuple(change(channel, *arguments) for channel in crops)
+def each(crops: Crops, change: Callable[[Tensor], Tensor]) -> Crops:
+    """Apply a function to one tensor of crops, or to each of their channels."""
+    return change(crops) if isinstance(crops, Tensor) else tuple(change(channel) for channel in crops)
 
 
 @torch.no_grad()
@@ -457,14 +437,14 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compil
         # Within a patch, the channel index varies fastest, so that the last axis after `view` is the channel.
         x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
         return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
-    if view.colors:
-        return augment_colors(images, view.colors, preprocessing, compile=compile).to(dtype)
-    return normalize(_from_bytes(images), preprocessing).to(dtype)
+    return augment_colors(images, view.colors, preprocessing, compile=compile and len(view.colors) > 0).to(dtype)
 
 
-def _from_bytes(images: Tensor) -> Tensor:
-    """Return uint8 images of any memory order as contiguous float32 values from 0 to 1, in one operation."""
-    return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
+def _from_bytes(images: Crops) -> Crops:
+    """Return uint8 images of any memory order as contiguous float32 values from 0 to 1."""
+    if isinstance(images, Tensor):  # in one operation
+        return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
+    return tuple(channel.float() / 255 for channel in images)
 
 
 def gray_image(crops: Crops) -> Tensor:
@@ -566,3 +546,10 @@ def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
 def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
     """Normalise a tensor (N, C, ...) of values from 0 to 1 in place."""
     return x.sub_(per_channel(preprocessing.mean, x)).div_(per_channel(preprocessing.std, x))
+
+
+def _normalized(crops: Crops, preprocessing: Preprocessing) -> Crops:
+    """Normalise crops. One tensor is changed in place."""
+    if isinstance(crops, Tensor):
+        return normalize(crops, preprocessing)
+    return tuple((x - m) / s for x, m, s in zip(crops, preprocessing.mean, preprocessing.std, strict=True))
