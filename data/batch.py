@@ -5,9 +5,9 @@ total. Crops are stored in crop-major order: crop c of image b is row c * B + b.
 into sequences, and a packed view has one crop of each image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from tessera.encoders.images import Images, Mask, PackedImages
 
 if TYPE_CHECKING:
     from tessera.data.augment import Operation
-
 
 Colors = Sequence[tuple["Operation", np.ndarray]]
 """Colour changes of N crops: operations in the order in which they are applied, and their numbers for each crop.
@@ -113,14 +112,6 @@ class View:
             colors=_stack_colors([sample.colors for sample in samples]),
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "View":
-        """Return a copy of the view on a device. Colour changes stay on the CPU."""
-        masks = tuple(mask.to(device, non_blocking) for mask in self.masks)
-        return replace(self, images=self.images.to(device, non_blocking=non_blocking), masks=masks)
-
-    def pin_memory(self) -> "View":
-        return replace(self, images=self.images.pin_memory(), masks=tuple(mask.pin_memory() for mask in self.masks))
-
 
 def _stack_colors(images: Sequence[Colors]) -> Colors:
     """Return the colour changes of a batch in crop-major order. `images` holds the changes of each image."""
@@ -185,24 +176,21 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """Return a copy of the batch on a device. Colour changes stay on the CPU."""
-        labels, maps = (
-            None if one is None else one.to(device, non_blocking=non_blocking) for one in (self.labels, self.maps)
-        )
-        if self.memory is None:
-            views = [view.to(device, non_blocking) for view in self.views]
-            return replace(self, views=views, labels=labels, maps=maps)
-        batch = self.in_memory(self.memory.to(device, non_blocking=non_blocking))
-        masks = [tuple(mask.to(device, non_blocking) for mask in view.masks) for view in self.views]
-        return replace(batch, views=_with_masks(batch.views, masks), labels=labels, maps=maps)
+        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return a copy of the batch in pinned memory, from which CUDA can copy in the background."""
-        labels, maps = (None if one is None else one.pin_memory() for one in (self.labels, self.maps))
-        if self.memory is None:
-            return replace(self, views=[view.pin_memory() for view in self.views], labels=labels, maps=maps)
-        batch = self.in_memory(self.memory.pin_memory())
-        masks = [tuple(mask.pin_memory() for mask in view.masks) for view in self.views]
-        return replace(batch, views=_with_masks(batch.views, masks), labels=labels, maps=maps)
+        return self._moved(lambda part: part.pin_memory())
+
+    def _moved(self, move: Callable[[Any], Any]) -> "Batch":
+        """Return a copy of the batch with all tensors and masks moved by a function."""
+        labels, maps = (None if one is None else move(one) for one in (self.labels, self.maps))
+        batch = self if self.memory is None else self.in_memory(move(self.memory))
+        views = []
+        for view in batch.views:
+            images = move(view.images) if self.memory is None else view.images
+            views.append(replace(view, images=images, masks=tuple(move(mask) for mask in view.masks)))
+        return replace(batch, views=views, labels=labels, maps=maps)
 
     def in_memory(self, memory: Tensor) -> "Batch":
         """Return a batch whose pixels are in `memory` instead of in the buffer of this batch.
@@ -223,7 +211,3 @@ class Batch:
             return part(view.images)
 
         return replace(self, views=[replace(view, images=images(view)) for view in self.views], memory=memory)
-
-
-def _with_masks(views: Sequence[View], masks: Sequence[tuple[Mask, ...]]) -> list[View]:
-    return [replace(view, masks=own) for view, own in zip(views, masks, strict=True)]

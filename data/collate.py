@@ -17,6 +17,9 @@ from tessera.data.resample import cut
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import best_fit, pack
 
+NO_PIXELS = torch.empty(0, dtype=torch.uint8)
+"""Image of a sample whose crops are cut. The decoded images of a batch would take much memory."""
+
 
 class ViewShape(NamedTuple):
     """Number and size of the crops of one view."""
@@ -99,10 +102,7 @@ class Collator:
         Pixels are written to `memory` (bytes,) uint8, or to new memory if `memory` is None or too small.
         """
         builder: CropBuilder | PackBuilder | None = None
-        keys: list[str] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        maps: list[Tensor] = []
+        kept: list[Sample] = []
         skipped: list[str] = []
         for sample in samples:
             if isinstance(sample, Skipped):
@@ -110,22 +110,20 @@ class Collator:
                 continue
             builder = builder or self._builder(sample.views, memory)
             builder.add(sample.image, sample.views)
-            keys.append(sample.key)
-            if sample.label is not None:
-                labels.append(sample.label)
-            if sample.position is not None:
-                positions.append(sample.position)
-            if sample.map is not None:
-                maps.append(sample.map)
+            kept.append(sample._replace(image=NO_PIXELS))
         if builder is None:
             return Batch([], skipped=skipped, preprocessing=self.preprocessing)
         batch, order = builder.build()
+        kept = [kept[i] for i in order]
+        labels = [sample.label for sample in kept if sample.label is not None]
+        positions = [sample.position for sample in kept if sample.position is not None]
+        maps = [sample.map for sample in kept if sample.map is not None]
         return replace(
             batch,
-            keys=[keys[i] for i in order],
-            labels=torch.tensor([labels[i] for i in order]) if labels else None,
-            positions=np.array([positions[i] for i in order]) if positions else None,
-            maps=torch.stack([maps[i] for i in order]) if maps else None,
+            keys=[sample.key for sample in kept],
+            labels=torch.tensor(labels) if labels else None,
+            positions=np.array(positions) if positions else None,
+            maps=torch.stack(maps) if maps else None,
             skipped=skipped,
             preprocessing=self.preprocessing,
         )

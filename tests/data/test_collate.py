@@ -290,7 +290,7 @@ def test_masks_of_a_view_are_crop_major():
         assert 16 in mask.lengths.tolist()  # a crop that hides nothing
         assert len(set(mask.lengths.tolist())) > 2
         mask.check(torch.full((12, 2), 4))
-    moved = view.to("meta")
+    moved = batch.to("meta").views[0]
     assert all(mask.hidden.device.type == "meta" and mask.lengths.device.type == "cpu" for mask in moved.masks)
 
 
