@@ -33,13 +33,12 @@ from torch import Tensor
 
 from tessera.data.augment import augment_colors
 from tessera.data.batch import Batch
-from tessera.data.collate import CropBuilder, RawBuilder, Transform
+from tessera.data.collate import CropBuilder, Transform
 from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
 from tessera.data.dataset import decode_sample
 from tessera.data.decode import Picture, decode
-from tessera.data.loader import LoaderConfig, Reading, training_batches
+from tessera.data.loader import Reading, training_batches
 from tessera.data.masking import MaskedCrop
-from tessera.data.resample import cut_views
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, expand, open_shards
 from tessera.data.shards.reader import Reader
@@ -154,10 +153,8 @@ def stages(shards: str) -> list[Row]:
         Row(DECODE, each(decode), "Pillow: decode"),
         Row("header and drawing, DINO", each(drawing())),
         Row("10 crops of a decoded image", putting(lambda memory: CropBuilder(DINO.views, BATCH, memory=memory))),
-        Row("a decoded image put into the batch whole", putting(lambda memory: RawBuilder(memory=memory))),
         Row("collate: the rest of a batch", collating),
-        Row(f"10 crops of whole images, on {device().type}", device_part(cut_views)),
-        Row(f"colour changes, on {device().type}", device_part(change, cut=True)),
+        Row(f"colour changes, on {device().type}", device_part(change)),
     ]
 
 
@@ -165,13 +162,11 @@ def loaders(settings: LoaderBenchmark) -> list[Row]:
     """Return the rows of the whole loader, from shards to batches."""
     rows = []
     for count in worker_counts(settings.workers):
-        for crops in ("workers", "device"):
-            rows.append(Row(f"DINO, {by(crops, count)}", whole(settings.data, DINO, count, crops), PILLOW_DINO))
-    for crops in ("workers", "device"):
-        rows.append(Row(f"MAE, {by(crops, 1)}", whole(settings.data, MAE, 1, crops), PILLOW_MAE))
-    rows.append(Row(f"NaViT's packed native sizes, {by('workers', 1)}", whole(settings.data, NAVIT, 1, "workers")))
-    probe = whole(settings.data, CenterCrop(), 1, "workers")
-    return [*rows, Row(f"a probe's centre crop, {by('workers', 1)}", probe, PILLOW_PROBE)]
+        rows.append(Row(f"DINO, workers: {count}", whole(settings.data, DINO, count), PILLOW_DINO))
+    rows.append(Row("MAE, workers: 1", whole(settings.data, MAE, 1), PILLOW_MAE))
+    rows.append(Row("NaViT's packed native sizes, workers: 1", whole(settings.data, NAVIT, 1)))
+    probe = whole(settings.data, CenterCrop(), 1)
+    return [*rows, Row("a probe's centre crop, workers: 1", probe, PILLOW_PROBE)]
 
 
 def cameras(files: list[bytes]) -> list[Row]:
@@ -242,14 +237,14 @@ def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
     return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
 
 
-def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callable[[list[bytes], float], Measured]:
+def putting(make: Callable[[Tensor | None], CropBuilder]) -> Callable[[list[bytes], float], Measured]:
     """Return a function that measures how long a builder takes to add decoded images to a batch in reused memory."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
         images, rng = [decode(file) for file in files], np.random.default_rng(0)
         drawn = [DINO.draw((image.shape[1], image.shape[2]), rng) for image in images]
 
-        def put(memory: Tensor | None) -> CropBuilder | RawBuilder:
+        def put(memory: Tensor | None) -> CropBuilder:
             builder = make(memory)
             for image, views in zip(images, drawn, strict=True):
                 builder.add(image, views)
@@ -261,7 +256,7 @@ def putting(make: Callable[[Tensor | None], CropBuilder | RawBuilder]) -> Callab
     return measure
 
 
-def filled(builder: CropBuilder | RawBuilder, files: list[bytes]) -> CropBuilder | RawBuilder:
+def filled(builder: CropBuilder, files: list[bytes]) -> CropBuilder:
     """Add DINO's crops of some encoded images to a builder, and return the builder."""
     rng = np.random.default_rng(0)
     for file in files:
@@ -280,16 +275,15 @@ def collating(files: list[bytes], seconds: float) -> Measured:
 def change(batch: Batch) -> None:
     """Apply the colour changes of a batch to its images."""
     for view in batch.views:
-        if view.color is not None and isinstance(view.images, Tensor):
-            augment_colors(view.images, view.color)
+        if isinstance(view.images, Tensor):
+            augment_colors(view.images, view.colors)
 
 
-def device_part(work: Callable[[Batch], object], *, cut: bool = False) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures `work` on a batch on the device: crops if `cut` is true, else whole images."""
+def device_part(work: Callable[[Batch], object]) -> Callable[[list[bytes], float], Measured]:
+    """Return a function that measures `work` on a batch of crops on the device."""
 
     def measure(files: list[bytes], seconds: float) -> Measured:
-        batch = filled(RawBuilder(), files).build()[0].to(device())
-        batch = cut_views(batch) if cut else batch
+        batch = filled(CropBuilder(DINO.views, BATCH), files).build()[0].to(device())
 
         def once() -> int:
             work(batch)
@@ -308,18 +302,11 @@ def worker_counts(most: int) -> list[int]:
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
 
 
-def by(crops: str, count: int) -> str:
-    """Return the end of a row's name: the number of workers, and whether workers or the device cut the crops."""
-    workers = "1 worker" if count == 1 else f"{count} workers"
-    return f"{workers}, which cut" if crops == "workers" else f"{workers}, the device to cut"
-
-
-def whole(shards: str, transform: Transform, workers: int, crops: str) -> Callable[[list[bytes], float], Measured]:
+def whole(shards: str, transform: Transform, workers: int) -> Callable[[list[bytes], float], Measured]:
     """Return a function that measures the whole loader on training batches, in time per image."""
-    config = LoaderConfig.model_validate({"crops": crops})
 
     def measure(_files: list[bytes], seconds: float) -> Measured:
-        sampler, reading = BatchSampler(BATCH, steps=1_000_000), Reading(workers, config)
+        sampler, reading = BatchSampler(BATCH, steps=1_000_000), Reading(workers)
         return running(iter(training_batches(shards, transform, sampler, seed=0, reading=reading)), workers, seconds)
 
     return measure

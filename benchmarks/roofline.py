@@ -3,7 +3,7 @@
     python benchmarks/roofline.py [--method dino] [--encoder vit_small] [--batch_size 512] [--gpu h200]
         [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}'] [--compile true]
 
-The step is that of a run: the loader's batch is copied to the device, crops are cut and colours changed, then
+The step is that of a run: the loader's batch is copied to the device, colours are changed, then
 `pretrain.loop.training_step` runs through the engine. The tensors on the device are fake (`fake_device.py`). For each
 kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of matrix
 products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates and
@@ -52,8 +52,8 @@ IMAGE = (375, 500)
 """Height and width of the images in pixels, which are typical of ImageNet."""
 IMAGES = 1_281_167
 """Number of training images for which settings are derived: ImageNet's."""
-COLORS = "crops and colours"
-"""Name of the part that cuts crops and changes colours."""
+COLORS = "colours"
+"""Name of the part that changes colours."""
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
@@ -76,8 +76,6 @@ class RooflineBenchmark(Settings):
     """number of images of a step on one GPU"""
     gpu: Literal["h200", "h100", "a100"] = "h200"
     """GPU whose rates bound the step"""
-    crops: Literal["device", "workers"] = "workers"
-    """where crops are cut"""
     compile: bool = False
     """count colours and blocks as torch's compiler fuses them with --compile true (ViT, RoPE-ViT); takes minutes"""
     top: int = Field(default=0, ge=0)
@@ -113,7 +111,7 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
     with torch.device("meta"):
         encoder = encoders.build(options.pop("variant"), **options)
         method = METHODS[config.method](encoder, config.method_config, config.steps)
-    batch = loader_batch(method.transform(), settings.batch_size, raw=settings.crops == "device")
+    batch = loader_batch(method.transform(), settings.batch_size)
     accelerator = make_accelerator(mixed_precision="bf16", cpu=True)
     with (
         mock.patch.dict(PartialState._shared_state, device=DEVICE),
@@ -138,12 +136,12 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
     return counter, calls
 
 
-def loader_batch(transform: Transform, images: int, *, raw: bool) -> Batch:
+def loader_batch(transform: Transform, images: int) -> Batch:
     """Return a batch as the loader yields it, of black images."""
     rng = np.random.default_rng(0)
     image = torch.zeros(*IMAGE, 3, dtype=torch.uint8).permute(2, 0, 1)
     samples = (Sample(str(i), image, transform.draw(IMAGE, rng), position=i) for i in range(images))
-    return Collator(transform, images, raw=raw)(samples)
+    return Collator(transform, images)(samples)
 
 
 def make_run(config: RunConfig, accelerator: Accelerator, method: Method) -> loop.Run:

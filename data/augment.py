@@ -1,4 +1,8 @@
-"""Colour augmentation of DINO (2104.14294): parameters are drawn on the CPU and applied to batches on any device.
+"""Colour augmentation of DINO (2104.14294): operations are drawn on the CPU and applied to batches on any device.
+
+An operation has settings, draws numbers for each crop, and changes the crops of a batch (`Operation`). To add one,
+write a subclass of `Operation`, add its settings to `ColorConfig`, and add it to the list in `color_operations`. The
+draws of all other operations stay the same.
 
 The default settings are those of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in
 torchvision: values are clamped after each change, contrast scales the distance of each value from the mean of the gray
@@ -8,28 +12,41 @@ Shapes: N crops have C channels and H x W pixels. An operation changes n of the 
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from itertools import groupby
 from math import ceil
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from tessera.data.batch import Batch, ColorParameters, View
-from tessera.data.fused_colors import LUMINANCE, compiled, jitter_and_gray, solarize_and_normalize
-from tessera.data.resample import cut_views, exact
+from tessera.data.batch import Batch, Colors, View
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import Images, PackedImages
+from tessera.encoders.segments import copy_to_device
 from tessera.runtime.settings import Section
 
-COLOR_DRAWS = 13
-"""Number of random values that are drawn for the colour changes of each crop."""
-BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+SHARED_DRAWS = 13
+"""Number of random values that are drawn for each crop and shared by the operations of DINO."""
+HUE = 3
+"""Number of the hue in the random order of changes: brightness (0), contrast (1), saturation (2), hue (3)."""
+LUMINANCE = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in the gray image."""
 RGB_ONLY = ("saturation", "hue", "grayscale")
 """Names of the colour settings whose operations need RGB images."""
+
+Crops = Tensor | tuple[Tensor, ...]
+"""Values of N crops: one tensor (N, C, H, W), or one tensor (N, H, W) for each channel.
+
+With channels apart, torch's compiler fuses all operations into few kernels. Operations then compute all crops and
+choose by flags, because the compiler knows no indices. In one tensor, they compute only the crops that they change.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -93,127 +110,308 @@ def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
     return config.model_copy(update=dict.fromkeys(names, 0.0))
 
 
-def draw_colors(
-    rng: np.random.Generator,
+class Operation:
+    """A random colour change. Its attributes are its settings. Operations must be picklable."""
+
+    draws: ClassVar[int] = 1
+    """Number of uniform random values for each crop."""
+    shared: ClassVar[tuple[int, ...] | None] = None
+    """Places of the values among the `SHARED_DRAWS` values of a crop, for the operations of DINO. Other operations draw
+    from a stream of their own, which depends on the seed, the position of the sample, and the name of the class."""
+    fuses: ClassVar[bool] = True
+    """True if `apply` also takes channels apart. False if it takes one tensor."""
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        """Turn uniform values (n, draws) of n crops into the numbers of the operation, (n,) or (n, k)."""
+        raise NotImplementedError
+
+    def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of `apply`, computed on the CPU from the numbers of a batch, (N,) or (N, k)."""
+        return (numbers,)
+
+    apply: ClassVar[Callable[..., Crops]]
+    """Static method that changes crops: `apply(crops, *arguments)` returns crops of the same kind.
+
+    Values are from 0 to 1. One tensor may be changed in place, and the arguments are then on the CPU, so that the CPU
+    can decide which crops need the operation without waiting for the device. If the channels are apart, the arguments
+    are on the device.
+    """
+
+    def needs_rgb(self, numbers: Tensor) -> bool:
+        """Return True if the numbers of a batch ask for a change that only RGB crops have."""
+        del numbers
+        return False
+
+
+@dataclass(frozen=True)
+class Jitter(Operation):
+    """Changes brightness, contrast, saturation and hue in random order, as torchvision's ColorJitter.
+
+    The numbers of a crop are the factors of brightness, contrast and saturation (1 for no change), the shift of the hue
+    from -0.5 to 0.5 turns of the colour circle (0 for no change), and the four changes in their order.
+    """
+
+    shared = (0, 1, 2, 3, 4, 7, 8, 9, 10)
+
+    brightness: float
+    contrast: float
+    saturation: float
+    hue: float
+    probability: float
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        spread = np.array([self.brightness, self.contrast, self.saturation, self.hue])
+        neutral = np.array([1.0, 1.0, 1.0, 0.0])
+        low = np.maximum(neutral - spread, [0, 0, 0, -0.5])
+        factors = np.where(u[:, :1] < self.probability, low + (neutral + spread - low) * u[:, 1:5], neutral)  # (n, 4)
+        return np.concatenate([factors, u[:, 5:].argsort(1)], axis=1).astype(np.float32)  # (n, 8)
+
+    def needs_rgb(self, numbers: Tensor) -> bool:
+        return bool(((numbers[:, 2] != 1) | (numbers[:, 3] != 0)).any())
+
+    def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return the factors of three blends, when to shift the hue, and its shift: (3, 3, N), (N,), (N,).
+
+        Brightness, contrast and saturation compute x * f + (1 - f) * r, where r is black for brightness, the mean of
+        the gray image for contrast, and the gray image for saturation. Because they have the same form, one operation
+        changes crops that have different orders of changes. The first axis of the blends holds the factor of the
+        image, the factor of its gray image, and the factor of the mean of the gray image; the second axis is the order.
+        The hue is shifted before, between or after the blends, which is the number of blends before it; -1 is never.
+        """
+        hue, order = numbers[:, HUE], numbers[:, 4:].long()  # (N,), (N, 4)
+        is_hue = order == HUE
+        blends = order[~is_hue].view(-1, 3)  # (N, 3): brightness, contrast and saturation in their order
+        factors = numbers.gather(1, blends)
+        rest = 1 - factors
+        stacked = torch.stack([factors, rest * (blends == 2), rest * (blends == 1)])  # (3, N, 3)
+        return stacked.transpose(1, 2), torch.where(hue != 0, is_hue.int().argmax(1), -1), 6 * hue
+
+    @staticmethod
+    def apply(crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor) -> Crops:
+        if isinstance(crops, Tensor):
+            return _jittered(crops, blends, hue_place, sixths)[0]
+        # Contrast needs a mean of all pixels. The compiler reads the crops twice: for this mean, then for the values.
+        _, gray = _jittered(crops, blends, hue_place, sixths, mean=torch.zeros_like(crops[0][:, :1, :1]))
+        return _jittered(crops, blends, hue_place, sixths, mean=gray.mean((1, 2), keepdim=True))[0]
+
+
+def _jittered(
+    crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor, mean: Tensor | None = None
+) -> tuple[Crops, Tensor]:
+    """Return jittered crops, and the gray images whose means the contrast needs.
+
+    Args:
+        crops: values from 0 to 1.
+        blends: result of `Jitter.prepare`, as the next two arguments.
+        mean: means of the gray images, (N, 1, 1), for channels that are apart. Only then gray images are returned.
+    """
+    apart = not isinstance(crops, Tensor)
+    factors = blends if apart else copy_to_device(blends, crops.device)
+    reference = torch.empty(0)
+    for place in range(4):
+        if not apart or len(crops) == 3:  # only RGB has a hue
+            crops = changed(crops, hue_place == place, shift_hue, sixths)
+        if place < 3 and (apart or bool((blends[0, place] != 1).any())):
+            gray = gray_image(crops)
+            if apart:
+                with_contrast = per_crop(factors[2, place] != 0, gray)
+                reference = gray if place == 0 else torch.where(with_contrast, gray, reference)
+            crops = _blended(crops, gray, factors[:, place], mean)
+    return crops, reference
+
+
+def _blended(crops: Crops, gray: Tensor, factors: Tensor, mean: Tensor | None) -> Crops:
+    """Blend crops with their gray images and the means of these by the factors (3, N) of one change."""
+    scale, to_gray, to_mean = (per_crop(factor, gray) for factor in factors)
+    mean = gray.mean((-2, -1), keepdim=True) if mean is None else mean
+    shade = torch.addcmul(mean * to_mean, gray, to_gray)
+    return each(crops, lambda x: torch.addcmul(shade, x, scale).clamp_(0, 1))
+
+
+@dataclass(frozen=True)
+class Grayscale(Operation):
+    """Converts crops to gray. The number of a crop is True if it is converted."""
+
+    shared = (11,)
+
+    probability: float
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        return u[:, 0] < self.probability
+
+    def needs_rgb(self, numbers: Tensor) -> bool:
+        return bool(numbers.any())
+
+    @staticmethod
+    def apply(crops: Crops, flags: Tensor) -> Crops:
+        return changed(crops, flags, gray_image)
+
+
+@dataclass(frozen=True)
+class Blur(Operation):
+    """Blurs crops. The number of a crop is the standard deviation of the Gaussian in pixels, 0 for no blur."""
+
+    shared = (5, 6)
+    fuses = False
+
+    probability: tuple[float, ...]
+    """Probability of each crop of an image."""
+    sigma: tuple[float, float]
+    """Smallest and largest standard deviation."""
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        least, most = self.sigma
+        return np.where(u[:, 0] < self.probability, least + (most - least) * u[:, 1], 0).astype(np.float32)
+
+    def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        return numbers > 0, blur_weights(numbers, radius=ceil(4 * float(numbers.max())))
+
+    @staticmethod
+    def apply(crops: Tensor, blurred: Tensor, weights: Tensor) -> Tensor:
+        # (N, H, C, W), the memory order in which the blur copies nothing
+        changed(crops.transpose(1, 2), blurred, gaussian_blur, weights)
+        return crops
+
+
+@dataclass(frozen=True)
+class Solarize(Operation):
+    """Inverts values of 0.5 and above. The number of a crop is True if it is solarised."""
+
+    shared = (12,)
+
+    probability: tuple[float, ...]
+    """Probability of each crop of an image."""
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        return u[:, 0] < self.probability
+
+    @staticmethod
+    def apply(crops: Crops, flags: Tensor) -> Crops:
+        # 1 - x if x is at least 0.5
+        return changed(crops, flags, lambda some: each(some, lambda x: torch.minimum(x, 1 - x)))
+
+
+def color_operations(
     config: ColorConfig,
     blur: Sequence[float],
     solarize: Sequence[float],
     *,
     blur_sigma: tuple[float, float] = BLUR_SIGMA,
-) -> ColorParameters:
-    """Draw the colour changes of N crops.
+) -> list[Operation]:
+    """Return the colour changes of a view of n crops, in the order in which they are applied.
 
     Crop i is blurred with probability `blur[i]`, by a standard deviation in the range `blur_sigma`, and solarised with
-    probability `solarize[i]`. For any settings, the function draws N * `COLOR_DRAWS` values from `rng`, one crop after
-    another.
+    probability `solarize[i]`.
     """
-    u = rng.random((len(blur), COLOR_DRAWS))  # (N, COLOR_DRAWS)
-    spread = np.array([config.brightness, config.contrast, config.saturation, config.hue])
-    neutral = np.array([1.0, 1.0, 1.0, 0.0])
-    low = np.maximum(neutral - spread, [0, 0, 0, -0.5])
-    factors = np.where(u[:, :1] < config.jitter, low + (neutral + spread - low) * u[:, 1:5], neutral)  # (N, 4)
-    least, most = blur_sigma
-    sigma = np.where(u[:, 5] < blur, least + (most - least) * u[:, 6], 0)
-    values = torch.from_numpy(np.column_stack([factors, sigma]).astype(np.float32))  # (N, 5)
-    brightness, contrast, saturation, hue, sigmas = values.unbind(1)
-    return ColorParameters(
-        brightness=brightness,
-        contrast=contrast,
-        saturation=saturation,
-        hue=hue,
-        order=torch.from_numpy(u[:, 7:11].argsort(1)),  # (N, 4)
-        grayscale=torch.from_numpy(u[:, 11] < config.grayscale),
-        blur=sigmas,
-        solarize=torch.from_numpy(u[:, 12] < solarize),
-    )
+    return [
+        Jitter(config.brightness, config.contrast, config.saturation, config.hue, config.jitter),
+        Grayscale(config.grayscale),
+        Blur(tuple(blur), blur_sigma),
+        Solarize(tuple(solarize)),
+    ]
+
+
+def draw_colors(rng: np.random.Generator, operations: Sequence[Operation], crops: int) -> Colors:
+    """Draw the numbers of colour changes for the crops of one image.
+
+    For any operations, the function draws `crops` * `SHARED_DRAWS` values from `rng`, one crop after another.
+    """
+    values = rng.random((crops, SHARED_DRAWS))
+
+    def of(operation: Operation) -> np.ndarray:
+        if operation.shared is not None:
+            return values[:, operation.shared]
+        jumps = 1 + zlib.crc32(type(operation).__name__.encode())
+        own = np.random.Generator(rng.bit_generator.jumped(jumps))  # does not advance `rng`
+        return own.random((crops, operation.draws))
+
+    return [(operation, operation.draw(of(operation))) for operation in operations]
 
 
 @torch.no_grad()
 def augment_colors(
-    images: Tensor, p: ColorParameters, preprocessing: Preprocessing = IMAGENET, *, compile: bool = False
+    images: Tensor, colors: Colors, preprocessing: Preprocessing = IMAGENET, *, compile: bool = False
 ) -> Tensor:
     """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
-    The operations are applied in the order jitter, gray, blur, solarise. Operations that no crop needs are skipped. The
-    parameters are in CPU memory, so that the CPU decides which crops need which operation without waiting for the
-    device. Only factors and crop indices are sent to the device.
-
     Args:
-        compile: compile all operations but the blur with torch's compiler, once for each shape of `images`. They are
-            computed for every crop and chosen by flags. The values differ by rounding.
+        colors: operations in their order, and their numbers for each crop.
+        compile: compile neighbouring operations that can be fused with torch's compiler, once for each shape of
+            `images`. The values differ by rounding.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
     """
-    if images.shape[1] != 3 and bool(((p.saturation != 1) | (p.hue != 0) | p.grayscale).any()):
+    drawn = [(operation, torch.from_numpy(numbers)) for operation, numbers in colors]
+    if images.shape[1] != 3 and any(operation.needs_rgb(numbers) for operation, numbers in drawn):
         raise ValueError(
             f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels."
         )
-    # The hue is shifted before, between or after the three blends.
-    is_hue = p.order == HUE  # (N, 4)
-    hue_place = torch.where(p.hue != 0, is_hue.int().argmax(1), -1)  # (N,)
-    blends = _blends(p, p.order[~is_hue].view(-1, 3))  # (3, 3, N)
-    if compile:
-        [blurred] = _chosen([p.blur > 0], images.device)
-        places, gray, solarize = _to_device(torch.stack([hue_place, p.grayscale, p.solarize]), images.device)
-        factors = _to_device(torch.stack([*blends.flatten(0, 1), p.hue, p.blur]), images.device)
-        x = compiled(jitter_and_gray)(images, factors[:9].view(3, 3, -1), places, factors[9], gray != 0)
-        _blur(x, blurred, p.blur, factors[10])
-        return compiled(solarize_and_normalize)(x, solarize != 0, preprocessing.mean, preprocessing.std)
-    x = _from_bytes(images)
-    *hues, gray, blurred, solarized = _chosen(
-        [*(hue_place == place for place in range(4)), p.grayscale, p.blur > 0, p.solarize], x.device
-    )
-    hue, sigma = _to_device(torch.stack([p.hue, p.blur]), x.device)  # (N,)
-    x = _jitter(x, hues, hue, blends)
-    if len(gray):
-        x.index_copy_(0, gray, gray_image(x[gray]).expand(-1, x.shape[1], -1, -1))
-    _blur(x, blurred, p.blur, sigma)
-    if len(solarized):
-        y = x[solarized]
-        x.index_copy_(0, solarized, torch.minimum(y, 1 - y))  # which is 1 - y if y is at least 0.5
-    return normalize(x, preprocessing)
-
-
-def _jitter(x: Tensor, hues: Sequence[Tensor], hue: Tensor, blends: Tensor) -> Tensor:
-    """Change the brightness, contrast, saturation and hue of crops: (N, C, H, W) values from 0 to 1. May change `x`.
-
-    Args:
-        hues: indices of the crops whose hue is shifted before, between or after the three blends, on the device.
-        hue: (N,) shift of the hue in turns, on the device.
-        blends: factors of `_blends`, on the CPU.
-    """
-    scale, to_gray, to_mean = _to_device(blends, x.device)[..., None, None, None]  # (3, N, 1, 1, 1)
-    for place in range(4):
-        if len(hues[place]):
-            x.index_copy_(0, hues[place], shift_hue(x[hues[place]], hue[hues[place]]))
-        if place < 3 and (blends[0, place] != 1).any():
-            shade = gray_image(x)  # (N, 1, H, W)
-            shade = torch.addcmul(shade.mean((2, 3), keepdim=True) * to_mean[place], shade, to_gray[place])
-            x = torch.addcmul(shade, x, scale[place]).clamp_(0, 1)
+    steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
+        (True, _from_bytes, ()),
+        *((operation.fuses, operation.apply, operation.prepare(numbers)) for operation, numbers in drawn),
+        (True, _normalized, (preprocessing,)),
+    ]
+    x = images
+    for together, group in groupby(steps, key=lambda step: compile and step[0]):
+        _, functions, arguments = zip(*group, strict=True)
+        if together:
+            moved = [[copy_to_device(a, x.device) if isinstance(a, Tensor) else a for a in one] for one in arguments]
+            x = compiled(fused)(x, functions, moved)
+        else:
+            for function, one in zip(functions, arguments, strict=True):
+                x = function(x, *one)
     return x
 
 
-def _blur(x: Tensor, blurred: Tensor, known: Tensor, sigma: Tensor) -> None:
-    """Blur crops in place: (N, C, H, W).
+def fused(x: Tensor, functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> Tensor:
+    """Apply functions to crops with channels apart, each with its own arguments: (N, C, H, W) -> (N, C, H, W)."""
+    channels = x.unbind(1)
+    for function, one in zip(functions, arguments, strict=True):
+        channels = function(channels, *one)
+    return torch.stack(channels, dim=1)
 
-    Args:
-        blurred: (n,) indices of the crops, on the device.
-        known: (N,) standard deviations on the CPU, which bound the reach of the kernel.
-        sigma: (N,) the same on the device.
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled by torch, which compiles it once for each shape of its arguments."""
+    from torch._inductor import list_options  # imported here, because the import takes seconds
+
+    # By default, a GPU gets a kernel of its own for the channels, which reads and writes all values again.
+    separate = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
+    return torch.compile(function, dynamic=False, options={name: 1 for name in separate if name in list_options()})
+
+
+def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers: Tensor) -> Crops:
+    """Return crops of which those chosen by `chosen` (N,) bool are replaced by `change(crops, *numbers)`.
+
+    `change` may return one channel for all channels. Numbers (N, ...) belong to the crops. In one tensor, only the
+    chosen crops are computed, and they are replaced in place. `chosen` and the numbers are then on the CPU.
     """
-    if len(blurred):
-        # (n, H, C, W), the memory order in which the blur copies nothing
-        lines = x.transpose(1, 2).index_select(0, blurred)
-        y = gaussian_blur(lines.transpose(1, 2), sigma[blurred], radius=ceil(4 * float(known.max())))
-        x.index_copy_(0, blurred, y)
+    if not isinstance(crops, Tensor):
+        flags, new = per_crop(chosen, crops[0]), change(crops, *numbers)
+        channels = (new,) * len(crops) if isinstance(new, Tensor) else new
+        return tuple(torch.where(flags, one, x) for one, x in zip(channels, crops, strict=True))
+    indices = chosen.nonzero().squeeze(1)  # (n,)
+    if not len(indices):
+        return crops
+    places = copy_to_device(indices, crops.device)
+    own = (copy_to_device(number[indices], crops.device) for number in numbers)
+    new = change(crops.index_select(0, places), *own)
+    assert isinstance(new, Tensor)
+    return crops.index_copy_(0, places, new.expand(-1, *crops.shape[1:]))
+
+
+def each(crops: Crops, change: Callable[[Tensor], Tensor]) -> Crops:
+    """Apply a function to one tensor of crops, or to each of their channels."""
+    return change(crops) if isinstance(crops, Tensor) else tuple(change(channel) for channel in crops)
 
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile: bool = False) -> Batch:
     """Convert the uint8 views of a batch to normalised float views.
 
-    If the batch holds whole images, the crops are cut first. Then colours are changed and values are normalised.
+    Colours are changed, and then values are normalised.
 
     Args:
         compile: compile the colour changes with torch's compiler (`augment_colors`).
@@ -221,10 +419,8 @@ def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile:
     Raises:
         ValueError: the views are already floats, or a view of packed images has colour changes.
     """
-    if batch.raw is not None:
-        batch = cut_views(batch)
     views = [
-        replace(view, images=_finish(view, batch.preprocessing, dtype, compile), color=None) for view in batch.views
+        replace(view, images=_finish(view, batch.preprocessing, dtype, compile), colors=()) for view in batch.views
     ]
     return replace(batch, views=views, memory=None)
 
@@ -236,119 +432,107 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compil
     if pixels.is_floating_point():
         raise ValueError("The views of this batch are floats already. Pass a batch of the loader, with uint8 views.")
     if isinstance(images, PackedImages):
-        if view.color is not None:
+        if view.colors:
             raise ValueError("Packed images cannot have colour changes. Use a transform that draws no colour changes.")
         # Within a patch, the channel index varies fastest, so that the last axis after `view` is the channel.
         x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
         return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
-    if view.color is not None:
-        return augment_colors(images, view.color, preprocessing, compile=compile).to(dtype)
-    return normalize(_from_bytes(images), preprocessing).to(dtype)
+    return augment_colors(images, view.colors, preprocessing, compile=compile and len(view.colors) > 0).to(dtype)
 
 
-def _from_bytes(images: Tensor) -> Tensor:
-    """Return uint8 images of any memory order as contiguous float32 values from 0 to 1, in one operation."""
-    return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
+def _from_bytes(images: Crops) -> Crops:
+    """Return uint8 images of any memory order as contiguous float32 values from 0 to 1."""
+    if isinstance(images, Tensor):  # in one operation
+        return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
+    return tuple(channel.float() / 255 for channel in images)
 
 
-def gray_image(x: Tensor) -> Tensor:
-    """Return the ITU-R 601 luminance of RGB images, or the channel mean of other images.
+def gray_image(crops: Crops) -> Tensor:
+    """Return the ITU-R 601 luminance of RGB crops, or the channel mean of other crops.
 
-    Shapes: (N, C, H, W) -> (N, 1, H, W).
+    The shape is (N, 1, H, W), or (N, H, W) for channels that are apart.
     """
-    if x.shape[1] != 3:
-        return x.mean(1, keepdim=True)
-    weights = x.new_empty(1, 1, 3)
-    for channel, weight in enumerate(LUMINANCE):
-        weights[..., channel] = weight
-    with exact(x.device):
-        return torch.bmm(weights.expand(len(x), 1, 3), x.flatten(2)).view_as(x[:, :1])
+    if not isinstance(crops, Tensor):
+        weights = LUMINANCE if len(crops) == 3 else (1 / len(crops),) * len(crops)
+        return reduce(torch.add, (w * x for w, x in zip(weights, crops, strict=True)))
+    if crops.shape[1] != 3:
+        return crops.mean(1, keepdim=True)
+    weights = copy_to_device(torch.tensor(LUMINANCE), crops.device)
+    with exact(crops.device):
+        return torch.bmm(weights.expand(len(crops), 1, 3), crops.flatten(2)).view_as(crops[:, :1])
 
 
-def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """Shift the hue of crop i by `turns[i]` turns of the colour circle: (N, 3, H, W), (N,) -> (N, 3, H, W).
+def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
+    """Shift the hue of RGB crop i by `sixths[i]` sixths of the colour circle, sixths (N,).
 
     In HSV, only the hue changes. Saturation and value stay constant.
     """
-    red, green, blue = x.unbind(1)  # (N, H, W)
-    value = x.amax(1)
-    chroma = value - x.amin(1)
+    red, green, blue = crops.split(1, dim=1) if isinstance(crops, Tensor) else crops
+    value = torch.maximum(torch.maximum(red, green), blue)
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
     # the hue in sixths of the circle times the chroma, from -1 to 5 times the chroma
-    sixth = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
-    sixth = torch.where(value == red, green - blue, sixth).div_(chroma.clamp(min=torch.finfo(x.dtype).tiny))
-    sixth = sixth.add_(6 * turns[:, None, None]).remainder_(6)
+    hue = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
+    hue = torch.where(value == red, green - blue, hue).div_(chroma.clamp(min=torch.finfo(chroma.dtype).tiny))
+    hue = hue.add_(per_crop(sixths, hue)).remainder_(6)
     # As the hue goes round the colour circle, each channel stays at its maximum for two sixths of the circle, stays at
     # its minimum for two sixths, and is linear in between. The distance of the hue from that of red, green or blue,
     # clamped to a range from 1 to 2, thus says how far the channel is from its maximum. The distance from red, which is
     # at 0 and 6, is 3 less the distance from 3.
-    far = torch.empty_like(x)
-    for channel, other in enumerate((3, 2, 4)):
-        torch.sub(sixth, other, out=far[:, channel])
-    far.abs_().clamp_(1, 2)[:, 0].neg_().add_(3)
-    return torch.addcmul((value + chroma)[:, None], chroma[:, None], far, value=-1)
+    if isinstance(crops, Tensor):
+        far: Crops = (hue - per_channel((3, 2, 4), crops)).abs_()
+        far[:, :1].neg_().add_(3)
+    else:
+        far = (3 - (hue - 3).abs(), (hue - 2).abs(), (hue - 4).abs())
+    top = value + chroma
+    return each(far, lambda x: torch.addcmul(top, chroma, x.clamp_(1, 2), value=-1))
 
 
-def gaussian_blur(x: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Apply a Gaussian blur of standard deviation `sigma[i]` to crop i: (N, C, H, W), (N,) -> (N, C, H, W).
+def per_crop(numbers: Tensor, x: Tensor) -> Tensor:
+    """Return one number for each crop of a tensor (N, ...), as a tensor (N, 1, ...)."""
+    return numbers.view(-1, *(1,) * (x.ndim - 1))
 
-    The kernel reaches four standard deviations to each side, but at most `radius` pixels. The kernel weights sum to
-    one. Outside the crop, the kernel sees repeated edge pixels.
+
+def per_channel(values: Sequence[float], x: Tensor) -> Tensor:
+    """Return one value for each channel of a tensor (N, C, ...), as a tensor (C, 1, ...) on its device."""
+    return copy_to_device(torch.tensor(values), x.device).view(-1, *(1,) * (x.ndim - 2))
+
+
+def exact(device: torch.device) -> AbstractContextManager:
+    """Return a context that turns autocast off, because a lower precision than float32 would change pixel values."""
+    return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
+
+
+def blur_weights(sigma: Tensor, radius: int) -> Tensor:
+    """Return the taps of Gaussian kernels: (N,) -> (N, D), D = 2 * `radius` + 1.
+
+    A kernel reaches four standard deviations to each side, but at most `radius` pixels. Its weights sum to one.
     """
-    lines = x.transpose(1, 2)  # (N, H, C, W)
+    offsets, sigma = torch.arange(-radius, radius + 1), sigma.clamp(min=torch.finfo(sigma.dtype).tiny)[:, None]
+    weights = torch.exp(-0.5 * (offsets / sigma).square()) * (offsets.abs() <= torch.ceil(4 * sigma))
+    return weights / weights.sum(1, keepdim=True)
+
+
+def gaussian_blur(lines: Tensor, weights: Tensor) -> Tensor:
+    """Blur crop i in both directions by the kernel `weights[i]`: (n, H, C, W), (n, D) -> (n, H, C, W).
+
+    Outside the crop, the kernel sees repeated edge pixels.
+    """
     height, _, width = lines.shape[1:]
-    with exact(x.device):
-        rows = _blur_matrix(sigma, height, radius)  # (N, H, H)
-        columns = rows if width == height else _blur_matrix(sigma, width, radius)  # (N, W, W)
-        lines = (rows @ lines.flatten(2)).view(len(x), -1, width) @ columns.mT  # (N, H * C, W)
-    return lines.unflatten(1, (height, -1)).transpose(1, 2)  # (N, C, H, W)
+    with exact(lines.device):
+        rows = _blur_matrix(weights, height)  # (n, H, H)
+        columns = rows if width == height else _blur_matrix(weights, width)  # (n, W, W)
+        blurred = (rows @ lines.flatten(2)).view(len(lines), -1, width) @ columns.mT  # (n, H * C, W)
+    return blurred.unflatten(1, (height, -1))
 
 
-def _blur_matrix(sigma: Tensor, length: int, radius: int) -> Tensor:
-    """Return for each standard deviation a matrix that blurs lines of `length` pixels: (n,) -> (n, length, length)."""
-    offsets = torch.arange(-radius, radius + 1, device=sigma.device)  # (D,)
-    weights = torch.exp(-0.5 * (offsets / sigma[:, None]).square())  # (n, D)
-    weights = weights * (offsets.abs() <= torch.ceil(4 * sigma[:, None]))
-    weights = weights / weights.sum(1, keepdim=True)
-    pixels = torch.arange(length, device=sigma.device)
-    sources = (pixels + offsets[:, None]).clamp_(0, length - 1)  # (D, length)
+def _blur_matrix(weights: Tensor, length: int) -> Tensor:
+    """Return for each kernel a matrix that blurs lines of `length` pixels: (n, D) -> (n, length, length)."""
+    pixels = torch.arange(length, device=weights.device)
+    offsets = torch.arange(weights.shape[1], device=weights.device)[:, None] - weights.shape[1] // 2  # (D, 1)
+    sources = (pixels + offsets).clamp_(0, length - 1)  # (D, length)
     # (D, length, length): entry [d, i, j] is 1 if tap d of output pixel i takes its value from input pixel j.
     taps = (sources[:, :, None] == pixels).to(weights.dtype)
     return (weights @ taps.flatten(1)).unflatten(1, (length, length))
-
-
-def _blends(p: ColorParameters, order: Tensor) -> Tensor:
-    """Return the factors of brightness, contrast and saturation of each crop, in the order in which they are applied.
-
-    The result is (3, 3, N). Its first axis holds the factor of the image, the factor of its gray image, and the factor
-    of the mean of the gray image. The three changes compute x * f + (1 - f) * r, where r is black for brightness, the
-    gray image for saturation, and the mean of the gray image for contrast. Because they have the same form, one
-    operation can change crops that have different orders of changes.
-
-    Args:
-        order: (N, 3) changes without the hue, in the order in which they are applied.
-    """
-    factors = torch.stack([p.brightness, p.contrast, p.saturation], dim=1).gather(1, order)  # (N, 3)
-    rest = 1 - factors
-    return torch.stack([factors, rest * (order == SATURATION), rest * (order == CONTRAST)]).transpose(1, 2)
-
-
-def _chosen(flags: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return one tensor on `device` for each tensor in `flags`: the indices of the true values.
-
-    Each tensor in `flags` is (N,) bool on the CPU. A single copy moves the indices of all tensors to the device.
-    """
-    places = [flag.nonzero().squeeze(1) for flag in flags]
-    return list(_to_device(torch.cat(places), device).split([len(p) for p in places]))
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for the end of the copy.
-
-    For CUDA, the tensor is pinned first, because a copy from memory that is not pinned blocks the CPU.
-    """
-    return (
-        tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-    )
 
 
 def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
@@ -360,7 +544,12 @@ def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Normalise a tensor (N, C, ...) of values from 0 to 1 in place, one channel at a time."""
-    for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
-        x[:, channel].sub_(mean).div_(std)
-    return x
+    """Normalise a tensor (N, C, ...) of values from 0 to 1 in place."""
+    return x.sub_(per_channel(preprocessing.mean, x)).div_(per_channel(preprocessing.std, x))
+
+
+def _normalized(crops: Crops, preprocessing: Preprocessing) -> Crops:
+    """Normalise crops. One tensor is changed in place."""
+    if isinstance(crops, Tensor):
+        return normalize(crops, preprocessing)
+    return tuple((x - m) / s for x, m, s in zip(crops, preprocessing.mean, preprocessing.std, strict=True))

@@ -5,9 +5,9 @@ total. Crops are stored in crop-major order: crop c of image b is row c * B + b.
 into sequences, and a packed view has one crop of each image.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,68 +16,46 @@ from torch import Tensor
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import Images, Mask, PackedImages
 
+if TYPE_CHECKING:
+    from tessera.data.augment import Operation
+
+Colors = Sequence[tuple["Operation", np.ndarray]]
+"""Colour changes of N crops: operations in the order in which they are applied, and their numbers for each crop.
+
+The numbers, (N,) or (N, k), stay on the CPU, so that the CPU can decide which crops need which operation without
+waiting for a device. They are NumPy arrays, because a worker process sends arrays by value. Each tensor would need a
+block of shared memory with an open file.
+"""
+
 
 @dataclass
-class ColorParameters:
-    """Random colour changes of N crops. `data.augment.augment_colors` applies the changes on any device.
+class ViewParameters:
+    """Random parameters of the n crops of one image in one view. The parameters are drawn before decoding.
 
-    All tensors are (N,) float32 unless noted. The tensors stay on the CPU, so that the CPU can decide which crops need
-    which operation without waiting for a device.
+    A crop is made from a box of the image: the box is resized, mirrored, and rotated or cut to a window.
     """
 
-    brightness: Tensor
-    """Brightness factor of each crop. The factor 1 leaves the brightness unchanged."""
-    contrast: Tensor
-    """Contrast factor of each crop. The factor 1 leaves the contrast unchanged."""
-    saturation: Tensor
-    """Saturation factor of each crop. The factor 1 leaves the saturation unchanged."""
-    hue: Tensor
-    """Shift of the hue of each crop, from -0.5 to 0.5 turns of the colour circle; 0 leaves the hue unchanged."""
-    order: Tensor
-    """(N, 4) int64: order in which brightness (0), contrast (1), saturation (2) and hue (3) of a crop are changed."""
-    grayscale: Tensor
-    """(N,) bool: True for each crop that is converted to gray."""
-    blur: Tensor
-    """Standard deviation of the Gaussian blur of each crop, in pixels; 0 for a crop that is not blurred."""
-    solarize: Tensor
-    """(N,) bool: True for each crop that is solarised. Solarising inverts values of 0.5 and above."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Tensors are pickled as NumPy arrays, because worker processes send arrays by value. To send a tensor, a worker
-        # would need a block of shared memory and an open file.
-        return {name: value.numpy(force=True) for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: torch.from_numpy(value) for name, value in state.items()})
-
-    @classmethod
-    def stack(cls, images: Sequence["ColorParameters"]) -> "ColorParameters":
-        """Combine the parameters of B images, each (n, ...), into parameters (n * B, ...) in crop-major order."""
-        columns = ([getattr(image, f.name) for image in images] for f in fields(cls))
-        return cls(*(torch.stack(column, dim=1).flatten(0, 1) for column in columns))
-
-
-@dataclass
-class CropParameters:
-    """Boxes of N crops, and the operations that turn each box into a crop: resize, cut a window, mirror, rotate."""
-
     boxes: np.ndarray
-    """(N, 4) int64: top, left, height and width of each box, in pixels of the image."""
+    """(n, 4) int64: top, left, height and width of each box, in pixels of the image."""
     size: tuple[int, int]
     """Height and width to which each box is resized, in pixels."""
     flips: np.ndarray
-    """(N,) bool: True for each box that is mirrored left to right after the resize."""
+    """(n,) bool: True for each box that is mirrored left to right after the resize."""
     degrees: np.ndarray | None = None
-    """(N,): counter-clockwise rotation of each crop in degrees, applied after mirroring; None for no rotation."""
+    """(n,): counter-clockwise rotation of each crop in degrees, applied after mirroring; None for no rotation."""
     window: tuple[int, int, int, int] | None = None
     """Top, left, height and width of the part of the resized box that becomes the crop; None for the whole box."""
+    colors: Colors = ()
+    """Colour changes of the crops. `data.augment.augment_colors` applies them on any device."""
+    masks: tuple[np.ndarray, ...] = ()
+    """Masks of the crops: any number of bool arrays (n, h, w). True marks a hidden token."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """Height and width of a crop in pixels."""
         return self.size if self.window is None else self.window[2:]
 
-    def shrunk(self, shrink: int) -> "CropParameters":
+    def shrunk(self, shrink: int) -> "ViewParameters":
         """Return the parameters for an image that was shrunk by the factor `shrink`.
 
         The edges of the scaled boxes are rounded to whole pixels.
@@ -85,25 +63,6 @@ class CropParameters:
         start, end = self.boxes[:, :2], self.boxes[:, :2] + self.boxes[:, 2:]
         start, end = ((2 * edge + shrink) // (2 * shrink) for edge in (start, end))
         return replace(self, boxes=np.concatenate([start, end - start], axis=1))
-
-    @classmethod
-    def stack(cls, images: Sequence["CropParameters"]) -> "CropParameters":
-        """Combine the parameters of B images, each (n, ...), into parameters (n * B, ...) in crop-major order."""
-        stacked = [np.stack(column, axis=1) for column in ([p.boxes for p in images], [p.flips for p in images])]
-        boxes, flips = (column.reshape(-1, *column.shape[2:]) for column in stacked)
-        degrees = [image.degrees for image in images if image.degrees is not None]
-        return cls(boxes, images[0].size, flips, np.stack(degrees, axis=1).ravel() if degrees else None)
-
-
-@dataclass
-class ViewParameters:
-    """Random parameters of the n crops of one image in one view. The parameters are drawn before decoding."""
-
-    boxes: CropParameters
-    color: ColorParameters | None = None
-    """Colour changes of the crops; None if the colours do not change."""
-    masks: tuple[np.ndarray, ...] = ()
-    """Masks of the crops: any number of bool arrays (n, h, w). True marks a hidden token."""
 
 
 SampleParameters = Sequence[ViewParameters]
@@ -116,37 +75,11 @@ def largest_shrink(views: SampleParameters, size: tuple[int, int]) -> int:
     The factor is limited so that no box becomes smaller than the crop to which the box is resized. If a view keeps only
     a window of the resized box, as in evaluation, the factor is 1.
     """
-    most = min(min(size[0] // view.boxes.size[0], size[1] // view.boxes.size[1]) for view in views)
-    if most < 2 or any(view.boxes.window for view in views):
+    most = min(min(size[0] // view.size[0], size[1] // view.size[1]) for view in views)
+    if most < 2 or any(view.window for view in views):
         return 1
-    most = min(int((view.boxes.boxes[:, 2:] // view.boxes.size).min()) for view in views)
+    most = min(int((view.boxes[:, 2:] // view.size).min()) for view in views)
     return next(shrink for shrink in (8, 4, 2, 1) if shrink <= max(most, 1))
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Settings for packing crops of different sizes into sequences."""
-
-    patch: int
-    """Side of a patch in pixels."""
-    budget: int
-    """Maximum number of patches in a packed sequence. A sequence can contain several images."""
-
-
-@dataclass
-class RawImages:
-    """Sizes and byte positions of whole images, whose pixels are in `Batch.memory`.
-
-    `data.resample.cut_views` cuts the crops of these images on a device.
-    """
-
-    sizes: np.ndarray
-    """(B, 2) int64: height and width of each image."""
-    starts: np.ndarray
-    """(B,) int64: index in `Batch.memory` of the first byte of each image.
-
-    The pixels of an image are stored in the order row, column, channel.
-    """
 
 
 @dataclass
@@ -155,44 +88,38 @@ class View:
 
     images: Images
     """Crops (n * B, C, H, W) in crop-major order, or packed images. The loader yields uint8 values, and
-    `data.augment.to_model_input` returns normalised floats. The tensor is empty before the crops are cut from
-    `Batch.raw`."""
+    `data.augment.to_model_input` returns normalised floats."""
     crops: int
     """Number of crops per image (n)."""
     masks: tuple[Mask, ...] = ()
     """Masks, each of which covers all n * B crops in crop-major order. The tuple is empty for methods without masks,
     and can hold several masks for methods such as I-JEPA."""
-    color: ColorParameters | None = None
-    """Colour changes that still have to be applied to the crops; None if there are no such changes."""
-    boxes: CropParameters | None = None
-    """Boxes of the crops that still have to be cut from `Batch.raw`; None if the crops are already cut."""
+    colors: Colors = ()
+    """Colour changes that still have to be applied to the crops."""
 
     @classmethod
-    def from_samples(cls, images: Images, samples: Sequence[ViewParameters], *, raw: bool = False) -> "View":
+    def from_samples(cls, images: Images, samples: Sequence[ViewParameters]) -> "View":
         """Return a view made from crops and from the random parameters of each image.
-
-        If `raw` is true, the crops are cut later on a device, and the view stores the crop boxes for this purpose.
 
         Raises:
             ValueError: the images have different numbers of masks, or a mask has a wrong shape.
         """
-        color = [sample.color for sample in samples if sample.color is not None]
-        crops = len(samples[0].boxes.boxes)
+        crops = len(samples[0].boxes)
         return cls(
             images,
             crops=crops,
             masks=_stack_masks([sample.masks for sample in samples], crops),
-            color=ColorParameters.stack(color) if color else None,
-            boxes=CropParameters.stack([sample.boxes for sample in samples]) if raw else None,
+            colors=_stack_colors([sample.colors for sample in samples]),
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "View":
-        """Return a copy of the view on a device. Colour changes and crop boxes stay on the CPU."""
-        masks = tuple(mask.to(device, non_blocking) for mask in self.masks)
-        return replace(self, images=self.images.to(device, non_blocking=non_blocking), masks=masks)
 
-    def pin_memory(self) -> "View":
-        return replace(self, images=self.images.pin_memory(), masks=tuple(mask.pin_memory() for mask in self.masks))
+def _stack_colors(images: Sequence[Colors]) -> Colors:
+    """Return the colour changes of a batch in crop-major order. `images` holds the changes of each image."""
+    stacked = []
+    for column in zip(*images, strict=True):
+        numbers = np.stack([numbers for _, numbers in column], axis=1)  # (n, B) or (n, B, k)
+        stacked.append((column[0][0], numbers.reshape(-1, *numbers.shape[2:])))
+    return stacked
 
 
 def _stack_masks(images: Sequence[tuple[np.ndarray, ...]], crops: int) -> tuple[Mask, ...]:
@@ -240,38 +167,30 @@ class Batch:
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
     """Mean and standard deviation with which `data.augment.to_model_input` normalises the pixels."""
-    raw: RawImages | None = None
-    """Whole images from which the device cuts the crops; None if the loader has cut the crops."""
     memory: Tensor | None = None
-    """(bytes,) uint8: the buffer that holds the pixels of all views, or of `raw`.
-
-    A single copy moves the buffer to a device.
-    """
+    """(bytes,) uint8: the buffer that holds the pixels of all views. A single copy moves it to a device."""
 
     def __len__(self) -> int:
         """Return the number of images (B)."""
-        return len(self.raw.sizes) if self.raw else len(self.views[0].images) // self.views[0].crops
+        return len(self.views[0].images) // self.views[0].crops
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Return a copy of the batch on a device. Colour changes and crop boxes stay on the CPU."""
-        labels, maps = (
-            None if one is None else one.to(device, non_blocking=non_blocking) for one in (self.labels, self.maps)
-        )
-        if self.memory is None:
-            views = [view.to(device, non_blocking) for view in self.views]
-            return replace(self, views=views, labels=labels, maps=maps)
-        batch = self.in_memory(self.memory.to(device, non_blocking=non_blocking))
-        masks = [tuple(mask.to(device, non_blocking) for mask in view.masks) for view in self.views]
-        return replace(batch, views=_with_masks(batch.views, masks), labels=labels, maps=maps)
+        """Return a copy of the batch on a device. Colour changes stay on the CPU."""
+        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return a copy of the batch in pinned memory, from which CUDA can copy in the background."""
-        labels, maps = (None if one is None else one.pin_memory() for one in (self.labels, self.maps))
-        if self.memory is None:
-            return replace(self, views=[view.pin_memory() for view in self.views], labels=labels, maps=maps)
-        batch = self.in_memory(self.memory.pin_memory())
-        masks = [tuple(mask.pin_memory() for mask in view.masks) for view in self.views]
-        return replace(batch, views=_with_masks(batch.views, masks), labels=labels, maps=maps)
+        return self._moved(lambda part: part.pin_memory())
+
+    def _moved(self, move: Callable[[Any], Any]) -> "Batch":
+        """Return a copy of the batch with all tensors and masks moved by a function."""
+        labels, maps = (None if one is None else move(one) for one in (self.labels, self.maps))
+        batch = self if self.memory is None else self.in_memory(move(self.memory))
+        views = []
+        for view in batch.views:
+            images = move(view.images) if self.memory is None else view.images
+            views.append(replace(view, images=images, masks=tuple(move(mask) for mask in view.masks)))
+        return replace(batch, views=views, labels=labels, maps=maps)
 
     def in_memory(self, memory: Tensor) -> "Batch":
         """Return a batch whose pixels are in `memory` instead of in the buffer of this batch.
@@ -281,8 +200,6 @@ class Batch:
         """
         if self.memory is None:
             raise ValueError("The memory of this batch cannot be replaced, because its views do not share a buffer.")
-        if self.raw is not None:
-            return replace(self, memory=memory)
         moved = memory.storage_offset() - self.memory.storage_offset()
 
         def part(pixels: Tensor) -> Tensor:
@@ -294,7 +211,3 @@ class Batch:
             return part(view.images)
 
         return replace(self, views=[replace(view, images=images(view)) for view in self.views], memory=memory)
-
-
-def _with_masks(views: Sequence[View], masks: Sequence[tuple[Mask, ...]]) -> list[View]:
-    return [replace(view, masks=own) for view, own in zip(views, masks, strict=True)]

@@ -1,10 +1,7 @@
-"""Batches that the workers of a `torch.utils.data.DataLoader` make, and workers that have to be started again."""
+"""Batches that the workers of a `torch.utils.data.DataLoader` make."""
 
 import functools
-import itertools
 import logging
-import os
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,20 +16,10 @@ from tessera.data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
 from tessera.data.shared_memory import BufferRing, SharedBatch
-from tessera.data.workers import (
-    POLL,
-    IdleWorkersError,
-    WorkersError,
-    WorkerStates,
-    check_semaphores,
-    receive,
-    start_worker,
-)
+from tessera.data.workers import POLL, WorkerStates, receive, start_worker
 
 AHEAD = 2
 """Number of batches that each worker prepares in advance."""
-MOST_RESTARTS = 3
-"""Number of times in a row that workers which send nothing are started again."""
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +50,11 @@ class Batches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        skipped = 0
-        for batch in self._received():
+        skipped, states = 0, WorkerStates(self._workers)
+        # An evaluation within a run is not interrupted, because other processes may wait for it in a collective. The
+        # run saves and ends after it.
+        interruptible = isinstance(self.dataset, TrainDataset)
+        for batch in receive(self._loader(states), states, interruptible=interruptible):
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
             if isinstance(batch, SharedBatch):
@@ -76,40 +66,6 @@ class Batches:
                     log.warning("corrupt image %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
-
-    def _received(self) -> "Iterator[Batch | SharedBatch | _Failure]":
-        """Yield what the workers send. Start new workers if all wait although a batch is missing.
-
-        Raises:
-            WorkersError: new workers, too, sent nothing several times in a row.
-        """
-        count = failures = 0
-        while True:
-            # An evaluation within a run is not interrupted, because other processes may wait for it in a collective.
-            # The run saves and ends after it.
-            batches = receive(self._start(count), self._states, interruptible=isinstance(self.dataset, TrainDataset))
-            try:
-                for batch in batches:
-                    count, failures = count + 1, 0
-                    yield batch
-                return
-            except IdleWorkersError as error:
-                failures += 1
-                if failures > MOST_RESTARTS:
-                    raise WorkersError(
-                        f"The loader workers sent no batch, {failures} times in a row ({error}). Use --workers 0, and "
-                        "report the lines above, please."
-                    ) from None
-                log.warning("Process %d starts its loader workers again, because %s.", os.getpid(), error)
-
-    def _start(self, first: int) -> Iterator[Any]:
-        """Start the workers. Return the iterator of a `DataLoader` over the batches from number `first`."""
-        # Block SIGTERM while the workers are forked, so that no worker receives a SIGTERM before it can handle signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        try:
-            return iter(self._loader(first))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _ring(self) -> BufferRing | None:
         """Return the shared buffers of the workers; None if there are no workers or the system refuses the memory.
@@ -128,17 +84,14 @@ class Batches:
             )
             return None
 
-    def _loader(self, first: int) -> DataLoader:
+    def _loader(self, states: WorkerStates) -> DataLoader:
         workers = self._workers
-        if workers:
-            check_semaphores()
-        self._states = WorkerStates(workers)
         of_main_thread = threading.current_thread() is threading.main_thread()
-        start = functools.partial(start_worker, states=self._states, parent=os.getpid(), of_main_thread=of_main_thread)
+        start = functools.partial(start_worker, states=states, of_main_thread=of_main_thread)
         return DataLoader(
             self.dataset,
-            batch_sampler=_From(self.batches, first),  # pyright: ignore[reportArgumentType] - torch expects lists
-            collate_fn=_SharedCollator(self.collator, self._ring(), self._states),
+            batch_sampler=self.batches,  # pyright: ignore[reportArgumentType] - torch expects lists
+            collate_fn=_SharedCollator(self.collator, self._ring(), states),
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
             # Workers must be children of this process, and must set signal handlers before they start threads. Only the
@@ -151,20 +104,6 @@ class Batches:
             # of a run, and so change the random numbers that follow.
             generator=torch.Generator(),
         )
-
-
-@dataclass
-class _From:
-    """The batches of a sampler from number `first`."""
-
-    batches: BatchSampler | Sequence[range]
-    first: int
-
-    def __len__(self) -> int:
-        return len(self.batches) - self.first
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.batches, self.first, None)
 
 
 @dataclass

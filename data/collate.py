@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.data.batch import Batch, Packing, RawImages, SampleParameters, View
+from tessera.data.batch import Batch, SampleParameters, View
 from tessera.data.resample import cut
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import best_fit, pack
 
-RAW_PIXELS = 2**20
-"""Expected mean number of pixels of a whole image. The shared memory of a batch has room for images of this size."""
+NO_PIXELS = torch.empty(0, dtype=torch.uint8)
+"""Image of a sample whose crops are cut. The decoded images of a batch would take much memory."""
 
 
 class ViewShape(NamedTuple):
@@ -28,6 +28,16 @@ class ViewShape(NamedTuple):
     """Number of crops per image (n)."""
     size: int
     """Side length of a crop in pixels. A packed crop has at most as many pixels as a square of this side length."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Settings for packing crops of different sizes into sequences."""
+
+    patch: int
+    """Side of a patch in pixels."""
+    budget: int
+    """Maximum number of patches in a packed sequence. A sequence can contain several images."""
 
 
 class Transform(Protocol):
@@ -79,25 +89,20 @@ class Collator:
     images: int
     """Maximum number of images in a batch (B)."""
     preprocessing: Preprocessing = IMAGENET
-    raw: bool = False
-    """True to make batches of whole images, from which the device cuts the crops."""
 
     @property
     def size(self) -> int:
-        """Size of the buffer for one batch, in bytes. The size is chosen so that nearly every batch fits."""
-        channels = self.preprocessing.channels
-        return channels * RAW_PIXELS * self.images if self.raw else crop_bytes(self.transform, self.images, channels)
+        """Maximum size of the crops of a batch, in bytes."""
+        pixels = sum(view.crops * view.size**2 for view in self.transform.views)
+        return self.images * self.preprocessing.channels * pixels
 
     def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
         """Return a batch of the usable samples.
 
         Pixels are written to `memory` (bytes,) uint8, or to new memory if `memory` is None or too small.
         """
-        builder: CropBuilder | PackBuilder | RawBuilder | None = None
-        keys: list[str] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        maps: list[Tensor] = []
+        builder: CropBuilder | PackBuilder | None = None
+        kept: list[Sample] = []
         skipped: list[str] = []
         for sample in samples:
             if isinstance(sample, Skipped):
@@ -105,50 +110,32 @@ class Collator:
                 continue
             builder = builder or self._builder(sample.views, memory)
             builder.add(sample.image, sample.views)
-            keys.append(sample.key)
-            if sample.label is not None:
-                labels.append(sample.label)
-            if sample.position is not None:
-                positions.append(sample.position)
-            if sample.map is not None:
-                maps.append(sample.map)
+            kept.append(sample._replace(image=NO_PIXELS))
         if builder is None:
             return Batch([], skipped=skipped, preprocessing=self.preprocessing)
         batch, order = builder.build()
+        kept = [kept[i] for i in order]
+        labels = [sample.label for sample in kept if sample.label is not None]
+        positions = [sample.position for sample in kept if sample.position is not None]
+        maps = [sample.map for sample in kept if sample.map is not None]
         return replace(
             batch,
-            keys=[keys[i] for i in order],
-            labels=torch.tensor([labels[i] for i in order]) if labels else None,
-            positions=np.array([positions[i] for i in order]) if positions else None,
-            maps=torch.stack([maps[i] for i in order]) if maps else None,
+            keys=[sample.key for sample in kept],
+            labels=torch.tensor(labels) if labels else None,
+            positions=np.array(positions) if positions else None,
+            maps=torch.stack(maps) if maps else None,
             skipped=skipped,
             preprocessing=self.preprocessing,
         )
 
-    def _builder(self, views: SampleParameters, memory: Tensor | None) -> "CropBuilder | PackBuilder | RawBuilder":
+    def _builder(self, views: SampleParameters, memory: Tensor | None) -> "CropBuilder | PackBuilder":
         """Return the builder of a batch whose first sample has the parameters `views`."""
         channels = self.preprocessing.channels
-        if self.raw:
-            return RawBuilder(channels, memory)
         if self.transform.packing is not None:
             return PackBuilder(self.transform.packing, channels, memory)
         # Not `transform.views`, because the sizes of `data.crops.MixedCrops` change from step to step.
-        shapes = [ViewShape(len(view.boxes.boxes), view.boxes.shape[0]) for view in views]
+        shapes = [ViewShape(len(view.boxes), view.shape[0]) for view in views]
         return CropBuilder(shapes, self.images, channels, memory)
-
-
-def needs_workers(transform: Transform) -> bool:
-    """Return True if only workers can cut the crops of a transform.
-
-    A device can cut neither packed crops nor windows of resized boxes.
-    """
-    views = transform.draw((64, 64), np.random.default_rng(0))
-    return transform.packing is not None or any(view.boxes.window for view in views)
-
-
-def crop_bytes(transform: Transform, images: int, channels: int = 3) -> int:
-    """Return the maximum total size in bytes of the crops of `images` images."""
-    return images * sum(view.crops * channels * view.size**2 for view in transform.views)
 
 
 def collate(
@@ -190,7 +177,7 @@ class CropBuilder:
     def add(self, image: Tensor, views: SampleParameters) -> None:
         """Cut the crops of an image (C, H, W) uint8, and add them to the batch."""
         for view, crops in zip(views, self._crops, strict=True):
-            cut(image, view.boxes, crops[:, len(self._samples)])
+            cut(image, view, crops[:, len(self._samples)])
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
@@ -227,8 +214,8 @@ class PackBuilder:
     def add(self, image: Tensor, views: SampleParameters) -> None:
         """Cut the crop of an image (C, H, W) uint8, and add the crop to the batch."""
         (view,) = views
-        crop = torch.empty((1, *view.boxes.size, self._channels), dtype=torch.uint8)
-        cut(image, view.boxes, crop)
+        crop = torch.empty((1, *view.size, self._channels), dtype=torch.uint8)
+        cut(image, view, crop)
         self._crops.append(crop.permute(0, 3, 1, 2))  # (1, C, h, w)
         self._samples.append(views)
 
@@ -238,7 +225,7 @@ class PackBuilder:
         Raises:
             ValueError: an image has more patches than a sequence can hold.
         """
-        sizes = [view.boxes.size for (view,) in self._samples]
+        sizes = [view.size for (view,) in self._samples]
         lengths = [height * width // self._packing.patch**2 for height, width in sizes]
         sequences = best_fit(lengths, self._packing.budget)
         order = [image for sequence in sequences for image in sequence]
@@ -249,43 +236,6 @@ class PackBuilder:
         images = replace(packed, patches=patches, sequences=counts)
         (column,) = _columns([self._samples[i] for i in order])
         return Batch([View.from_samples(images, column)], memory=memory), order
-
-
-class RawBuilder:
-    """Builds a batch of whole images, which are stored one after another. The device cuts the crops later.
-
-    Args:
-        channels: number of channels of an image (C).
-        memory: memory of the batch, (bytes,) uint8. If the images do not fit, they are moved to new, larger memory.
-    """
-
-    def __init__(self, channels: int = 3, memory: Tensor | None = None) -> None:
-        self._used = 0
-        self._memory = torch.empty(channels * RAW_PIXELS, dtype=torch.uint8) if memory is None else memory
-        self._samples: list[SampleParameters] = []
-        self._starts: list[int] = []
-        self._sizes: list[tuple[int, int]] = []
-
-    def add(self, image: Tensor, views: SampleParameters) -> None:
-        """Add a whole image (C, H, W) uint8 to the batch."""
-        pixels = image.permute(1, 2, 0).reshape(-1)
-        end = self._used + len(pixels)
-        if end > len(self._memory):
-            larger = torch.empty(max(2 * len(self._memory), end), dtype=torch.uint8)
-            larger[: self._used] = self._memory[: self._used]
-            self._memory = larger
-        self._memory[self._used : end] = pixels
-        self._starts.append(self._used)
-        self._sizes.append((image.shape[1], image.shape[2]))
-        self._samples.append(views)
-        self._used = end
-
-    def build(self) -> tuple[Batch, Sequence[int]]:
-        """Return the batch and, for each image of the batch, the index of the `add` call that added the image."""
-        raw = RawImages(np.array(self._sizes, dtype=np.int64), np.array(self._starts, dtype=np.int64))
-        empty = torch.empty(0, dtype=torch.uint8)
-        views = [View.from_samples(empty, column, raw=True) for column in _columns(self._samples)]
-        return Batch(views, raw=raw, memory=self._memory[: self._used]), range(len(self._samples))
 
 
 def _columns(samples: Sequence[SampleParameters]) -> list[tuple]:

@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from tessera.data.augment import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, draw_colors
-from tessera.data.batch import CropParameters, Packing, SampleParameters, ViewParameters
-from tessera.data.collate import Transform, ViewShape
+from tessera.data.augment import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, color_operations, draw_colors
+from tessera.data.batch import SampleParameters, ViewParameters
+from tessera.data.collate import Packing, Transform, ViewShape
 from tessera.data.sampler import step_noise
 from tessera.runtime.settings import Section
 
@@ -118,16 +118,18 @@ class MultiCrop:
             RandomCropConfig(size=c.global_size, scale=c.global_scale, **shape),
             RandomCropConfig(size=c.local_size, scale=c.local_scale, **shape),
         )
-        self._blur = ((c.blur_global1, c.blur_global2), (c.blur_local,) * c.local_crops)
-        self._solarize = ((0.0, c.solarize_global2), (0.0,) * c.local_crops)
+        sigma = c.blur_sigma
+        self._colors = (
+            color_operations(c, (c.blur_global1, c.blur_global2), (0.0, c.solarize_global2), blur_sigma=sigma),
+            color_operations(c, (c.blur_local,) * c.local_crops, (0.0,) * c.local_crops, blur_sigma=sigma),
+        )
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         """Draw the parameters of the global and local crops of an image of `size` (H, W)."""
-        c = self.config
         parameters = []
-        for shape, boxes, blur, solarize in zip(self.views, self._boxes, self._blur, self._solarize, strict=False):
-            drawn = random_boxes(size, rng, shape.crops, boxes)
-            parameters.append(ViewParameters(drawn, draw_colors(rng, c, blur, solarize, blur_sigma=c.blur_sigma)))
+        for shape, boxes, operations in zip(self.views, self._boxes, self._colors, strict=False):
+            view = random_boxes(size, rng, shape.crops, boxes)
+            parameters.append(replace(view, colors=draw_colors(rng, operations, shape.crops)))
         return parameters
 
 
@@ -145,7 +147,7 @@ class ResizedView:
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         """Draw the parameters of the transform's views and of the added view, for an image of `size` (H, W)."""
         views = self.transform.draw(size, rng)
-        return [*views, ViewParameters(replace(views[0].boxes, size=(self.size, self.size)))]
+        return [*views, replace(views[0], size=(self.size, self.size), colors=(), masks=())]
 
 
 class MixedCrops:
@@ -187,7 +189,7 @@ class RandomCrop:
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         """Draw the parameters of the crop of an image of `size` (H, W)."""
-        return [ViewParameters(random_boxes(size, rng, 1, self.config))]
+        return [random_boxes(size, rng, 1, self.config)]
 
 
 class NativeCrop:
@@ -238,7 +240,7 @@ class NativeCrop:
         degrees = (2 * u[5:] - 1) * self.config.rotation if self.config.rotation else None
         shape = rows * self.patch, columns * self.patch
         boxes = np.array([corner + sides])
-        return [ViewParameters(CropParameters(boxes, shape, u[4:5] < self.config.flip, degrees))]
+        return [ViewParameters(boxes, shape, u[4:5] < self.config.flip, degrees)]
 
 
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
@@ -290,7 +292,7 @@ class CenterCrop:
         top, left = (round((side - self.size) / 2) for side in (height, width))
         window = (top, left, self.size, self.size)
         boxes, flips = np.array([corner + kept]), np.array([False])
-        return [ViewParameters(CropParameters(boxes, (height, width), flips, window=window))]
+        return [ViewParameters(boxes, (height, width), flips, window=window)]
 
 
 class WholeImage:
@@ -312,16 +314,14 @@ class WholeImage:
         """
         square = (self.size, self.size)
         # with a window, the image is decoded at full size, as for a centre crop
-        return [
-            ViewParameters(CropParameters(np.array([(0, 0, *size)]), square, np.array([False]), window=(0, 0, *square)))
-        ]
+        return [ViewParameters(np.array([(0, 0, *size)]), square, np.array([False]), window=(0, 0, *square))]
 
 
-def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> CropParameters:
+def random_boxes(size: tuple[int, int], rng: np.random.Generator, n: int, config: RandomCropConfig) -> ViewParameters:
     """Draw n crops of an image of `size` (H, W). For each crop, `BOX_DRAWS` values are drawn from `rng`."""
     u = rng.random((n, BOX_DRAWS))  # (n, BOX_DRAWS)
     degrees = (2 * u[:, -1] - 1) * config.rotation if config.rotation else None
-    return CropParameters(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
+    return ViewParameters(boxes(u, size, config), (config.size, config.size), u[:, -2] < config.flip, degrees)
 
 
 def boxes(u: np.ndarray, size: tuple[int, int], config: RandomCropConfig) -> np.ndarray:

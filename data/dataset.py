@@ -7,7 +7,7 @@ the samples of a batch in advance. A sample is decoded only when the collator re
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +81,7 @@ class Decoding:
         except ImageError as error:
             raise ShardError(f"the segmentation map of {key}: {error}. Correct the member KEY.{MAP}.") from None
         (view,) = views
-        return cut_map(values, view.boxes)[0]
+        return cut_map(values, view)[0]
 
 
 class _Address(NamedTuple):
@@ -308,6 +308,6 @@ def decode_sample(key: str, picture: Picture, views: SampleParameters) -> Sample
     """
     shrink = picture.fraction(largest_shrink(views, picture.size))
     if shrink > 1:
-        views = [replace(view, boxes=view.boxes.shrunk(shrink)) for view in views]
+        views = [view.shrunk(shrink) for view in views]
     pixels: Tensor = picture.pixels(shrink)
     return Sample(key, pixels, views)

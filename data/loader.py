@@ -8,20 +8,18 @@ an exact sample.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
 
 from tessera.data.batches import Batches
-from tessera.data.collate import Collator, Transform, needs_workers
+from tessera.data.collate import Collator, Transform
 from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
 from tessera.data.decode import MAX_PIXELS
 from tessera.data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, ShuffledSampler, bounded_buffers
 from tessera.data.shards import DEFAULT, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
 from tessera.data.shards.reader import Reader, warn_of_small_cache
-from tessera.data.workers import free_cores
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.runtime.settings import Section
 
@@ -40,43 +38,26 @@ class StreamConfig(Section):
     remote shards"""
 
 
-MANY_CORES = 8
-"""Number of free cores for each training process from which on the loader's workers cut the crops for a GPU."""
+OLD_SETTINGS = {"decode": ("cpu",), "crops": ("auto", "workers", "device")}
+"""Settings of `LoaderConfig` in config.yaml files of older runs, and their values. They have no effect."""
 
 
 class LoaderConfig(Section):
-    """Settings for decoding images and cutting crops."""
+    """Settings for decoding images."""
 
-    crops: Literal["auto", "workers", "device"] = "auto"
-    """where crops are cut: by the loader's workers or on the device; auto chooses the device if it is a GPU, all
-    crops of a view have one size, and there are fewer than 8 free cores for each training process"""
     max_pixels: int = Field(default=MAX_PIXELS, ge=1)
     """maximum number of pixels of an image; larger images count as corrupt"""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_decode(cls, values: Any) -> Any:
-        """Accept the old setting `decode: cpu`, which config.yaml files of older runs contain."""
-        if isinstance(values, dict) and "decode" in values:
-            values = dict(values)
-            if values.pop("decode") != "cpu":
-                raise ValueError("Only the loader's workers decode images. Remove the setting loader.decode.")
-        return values
-
-    def resolved(self, transform: Transform) -> "LoaderConfig":
-        """Return the settings with `crops: auto` replaced by the choice for this machine and this transform.
-
-        Raises:
-            ValueError: `crops` is `device`, but the device cannot cut the crops of this transform.
-        """
-        # On a GPU, cutting takes more kernels than the rest of the step (benchmarks/roofline.py). If there are enough
-        # cores, they cut.
-        cuda = torch.cuda.is_available() and (self.crops == "device" or free_cores(1) < MANY_CORES)
-        workers_only = (cuda or self.crops == "device") and needs_workers(transform)
-        if workers_only and self.crops == "device":
-            raise ValueError("The device cannot cut the crops of this transform. Set loader.crops to auto.")
-        crops = ("device" if cuda and not workers_only else "workers") if self.crops == "auto" else self.crops
-        return self.model_copy(update={"crops": crops})
+    def _without_old_settings(cls, values: Any) -> Any:
+        """Accept `decode` and `crops`, which config.yaml files of older runs contain. Workers decode and cut."""
+        if not isinstance(values, dict):
+            return values
+        for name, accepted in OLD_SETTINGS.items():
+            if name in values and values[name] not in accepted:
+                raise ValueError(f"Only the loader's workers decode images and cut crops. Remove loader.{name}.")
+        return {name: value for name, value in values.items() if name not in OLD_SETTINGS}
 
 
 @dataclass(frozen=True)
@@ -130,7 +111,7 @@ def training_batches(
         reading: settings of workers, decoding, access to remote shards, normalisation, labels and maps.
 
     Raises:
-        ValueError: there are fewer images than a batch needs, or the device cannot cut the crops of the transform.
+        ValueError: there are fewer images than a batch needs.
         ShardError: the shards cannot be used, or labels or maps are missing. Iterating over the batches also raises
             this error, if a shard vanishes or changes, if 100 images in a row are corrupt, or if a label or a map is
             wrong.
@@ -154,11 +135,10 @@ def training_batches(
         warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in samplers])
     mixture = MixtureSampler(samplers, weights, seed)
     _check_enough(mixture, batches.batch_size)
-    config = reading.loader.resolved(transform)
     dataset = TrainDataset(
         sources, mixture, transform, seed, batches.batch_size, decoding=reading.decoding, classes=reading.classes
     )
-    collator = Collator(transform, batches.pass_size, reading.preprocessing, raw=config.crops == "device")
+    collator = Collator(transform, batches.pass_size, reading.preprocessing)
     return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
 
 
@@ -176,8 +156,7 @@ def evaluation_batches(
     The batches of all processes together contain every image once, in the order of the shards. Each process gets one
     contiguous part of the images. The sizes of the parts differ by at most one image.
 
-    Crops are always cut on the CPU from images of full size, so that scores are the same on every machine. Corrupt
-    images are left out, and `Batch.skipped` names them. A batch whose images are all corrupt is left out.
+    Corrupt images are left out, and `Batch.skipped` names them. A batch whose images are all corrupt is left out.
 
     Args:
         shards: patterns, paths or URLs of the shards, or a list of opened shards.

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tessera.data.batch import CropParameters
+from tessera.data.batch import ViewParameters
 from tessera.data.decode import MAX_PIXELS, ImageError, check_header
 from tessera.data.headers import holds_all_pixels
 
@@ -68,7 +68,7 @@ def checked_map(encoded: bytes, size: tuple[int, int], classes: int | None = Non
     return values
 
 
-def cut_map(values: Tensor, cut: CropParameters) -> Tensor:
+def cut_map(values: Tensor, view: ViewParameters) -> Tensor:
     """Cut the crops of a map as `data.resample.cut` cuts those of its image: (H, W) -> (n, S, T).
 
     A pixel of a crop has the value of the nearest pixel of the map.
@@ -76,13 +76,13 @@ def cut_map(values: Tensor, cut: CropParameters) -> Tensor:
     Raises:
         ValueError: the crops are rotated.
     """
-    if cut.degrees is not None:
+    if view.degrees is not None:
         raise ValueError("The crops of segmentation maps cannot be rotated. Set the rotation to 0.")
-    first, second, height, width = cut.window or (0, 0, *cut.size)
+    first, second, height, width = view.window or (0, 0, *view.size)
     crops = []
-    for (top, left, *sides), flip in zip(cut.boxes.tolist(), cut.flips.tolist(), strict=True):
+    for (top, left, *sides), flip in zip(view.boxes.tolist(), view.flips.tolist(), strict=True):
         rows, columns = (
-            ((2 * torch.arange(size) + 1) * side) // (2 * size) for size, side in zip(cut.size, sides, strict=True)
+            ((2 * torch.arange(size) + 1) * side) // (2 * size) for size, side in zip(view.size, sides, strict=True)
         )
         rows, columns = top + rows[first : first + height], left + columns[second : second + width]
         crops.append(values[rows[:, None], columns.flip(0) if flip else columns])

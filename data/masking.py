@@ -122,7 +122,7 @@ class MaskedCrop:
         A crop of h * stride x w * stride pixels has a mask (1, h, w).
         """
         (view,) = self.crop.draw(size, rng)
-        rows, columns = (side // self.stride for side in view.boxes.shape)
+        rows, columns = (side // self.stride for side in view.shape)
         hidden = MASKS[self.kind]((rows, columns), self.ratio, rng)
         return [replace(view, masks=(hidden[None],))]
 

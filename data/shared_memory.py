@@ -10,7 +10,7 @@ import itertools
 import mmap
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,14 +46,14 @@ class BufferRing:
         _rings[self.number] = self
 
     def take(self, worker: int) -> "Buffer | None":
-        """Mark a free buffer of `worker` as taken, and return the buffer; None if no buffer is free.
+        """Mark a free buffer of `worker` as taken, and return it; None if no buffer is free.
 
         Only the process of this worker may call the method.
         """
         for index in range(worker * self.buffers, (worker + 1) * self.buffers):
             if not self._taken[index]:
                 self._taken[index] = 1
-                return Buffer(self, index)
+                return Buffer(self.number, index)
         return None
 
     def memory(self, index: int) -> Tensor:
@@ -65,28 +65,20 @@ class BufferRing:
         self._taken[index] = 0
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """One buffer of a ring. Pickling a buffer stores only the number of the ring and the index of the buffer."""
+class Buffer(NamedTuple):
+    """Number of a ring of this process or of its parent, and index of a buffer of the ring."""
 
-    ring: BufferRing
+    ring: int
     index: int
 
     @property
     def memory(self) -> Tensor:
         """Memory of the buffer: (size,) uint8."""
-        return self.ring.memory(self.index)
+        return _rings[self.ring].memory(self.index)
 
     def free(self) -> None:
         """Mark the buffer as free, so that the worker can use the buffer again."""
-        self.ring.free(self.index)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _buffer, (self.ring.number, self.index)
-
-
-def _buffer(number: int, index: int) -> Buffer:
-    return Buffer(_rings[number], index)
+        _rings[self.ring].free(self.index)
 
 
 @dataclass
@@ -110,8 +102,8 @@ class SharedBatch:
     def open(self, *, pinned: bool = False) -> Batch:
         """Return the batch with a copy of its pixels, and free the buffer."""
         size = 0 if self.batch.memory is None else len(self.batch.memory)
-        batch = self.batch.in_memory(self.buffer.memory[:size])
-        opened = batch.pin_memory() if pinned else self.batch.in_memory(self.buffer.memory[:size].clone())
+        memory = self.buffer.memory[:size]
+        opened = self.batch.in_memory(memory).pin_memory() if pinned else self.batch.in_memory(memory.clone())
         self.buffer.free()
         return opened
 

@@ -61,8 +61,6 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     torch.manual_seed(config.seed)  # the same seed on all processes, so that all build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     method = build_method(config, fresh=newest is None, main=main)
-    config = resolve_crops(config, method)
-    settings["loader"] = config.loader.model_dump(mode="json")
     if config.data.shards is not None:
         # Load the JPEG decoder before the loader workers are forked, so that the workers share its memory. The embedded
         # digits do not need the decoder, because they are PNG files.
@@ -110,22 +108,7 @@ def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:
     accelerator, _ = make_accelerator(given)
     prepared = prepare(given, accelerator)
     method = build_method(prepared.config, fresh=False)
-    config = resolve_crops(prepared.config, method)
-    return prepared, loader(config, method, prepared.sources, 0, accelerator), accelerator.device
-
-
-def resolve_crops(config: RunConfig, method: Method) -> RunConfig:
-    """Return the settings with `loader.crops` resolved to `workers` or `device`.
-
-    config.yaml then records where the crops are cut.
-
-    Raises:
-        SettingsError: the machine or the method does not support the value of `loader.crops`.
-    """
-    try:
-        return config.model_copy(update={"loader": config.loader.resolved(method.transform())})
-    except ValueError as error:
-        raise SettingsError(f"loader: {error}") from error
+    return prepared, loader(prepared.config, method, prepared.sources, 0, accelerator), accelerator.device
 
 
 def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, accelerator: Accelerator) -> Batches:

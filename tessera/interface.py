@@ -168,7 +168,7 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
         pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)
         (view,) = crop.draw((rgb.height, rgb.width))
         out = torch.empty(1, size, size, 3, dtype=torch.uint8)
-        cut(pixels.permute(2, 0, 1), view.boxes, out)
+        cut(pixels.permute(2, 0, 1), view, out)
         return (out[0].permute(2, 0, 1) / 255 - mean) / std
 
     return prepare

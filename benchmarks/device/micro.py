@@ -18,7 +18,6 @@ from device.training import IMAGE, attempt, loader_batch, make_run, milliseconds
 from tessera.data.augment import to_model_input
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.decode import decode
-from tessera.data.resample import cut_views
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import clip_gradients
@@ -64,18 +63,14 @@ def attention(images: int, tokens: int, backend: SDPBackend, times: int) -> Row:
 
 
 def pixel_work(images: int, times: int) -> Iterator[Row]:
-    """Yield the times of the copy of a batch, of its crops and of its colours."""
-    transform = MultiCrop(MultiCropConfig())
-    whole, crops = (loader_batch(transform, images, raw=raw) for raw in (True, False))
-    for name, batch in (("whole images", whole), ("crops", crops)):
-        assert batch.memory is not None
-        row = {"part": f"copy of {name}", "images": images, "MB": batch.memory.numel() / 1e6}
-        yield row | {"ms": milliseconds(lambda batch=batch: batch.to(device(), non_blocking=True), times)}
-    moved, cut = whole.to(device()), crops.to(device())
-    row = {"part": "crops of whole images", "images": images, "MB": None}
-    yield attempt(row, lambda: {"ms": milliseconds(lambda: cut_views(moved), times)})
-    row["part"] = "colours and normalisation"
-    yield attempt(row, lambda: {"ms": milliseconds(lambda: to_model_input(cut), times)})
+    """Yield the times of the copy of a batch and of its colours."""
+    batch = loader_batch(MultiCrop(MultiCropConfig()), images)
+    assert batch.memory is not None
+    row = {"part": "copy of crops", "images": images, "MB": batch.memory.numel() / 1e6}
+    yield row | {"ms": milliseconds(lambda: batch.to(device(), non_blocking=True), times)}
+    moved = batch.to(device())
+    row = {"part": "colours and normalisation", "images": images, "MB": None}
+    yield attempt(row, lambda: {"ms": milliseconds(lambda: to_model_input(moved), times)})
 
 
 def decoding(images: int) -> Iterator[Row]:

@@ -32,11 +32,11 @@ def run(check: DeviceCheck) -> Iterator[Row]:
         folder = Path(name)
         shards = check.data or make_shards(folder / "shards", images, small=check.small)
         most = free_cores(1)
-        cases = [("workers", most)] if check.small else [("workers", most), ("device", most // 2), ("device", most)]
-        for crops, workers in cases:
-            row = {"crops cut by": crops, "workers": workers}
-            flags = [*recipe(check), "--workers", str(workers), "--loader.crops", crops]
-            yield attempt(row, lambda f=flags, o=folder / f"{crops}-{workers}": fed(check, shards, o, f))
+        for workers in (most,) if check.small else (most // 2, most):
+            flags = [*recipe(check), "--workers", str(workers)]
+            yield attempt(
+                {"workers": workers}, lambda f=flags, o=folder / f"workers-{workers}": fed(check, shards, o, f)
+            )
         trained, undisturbed = folder / "killed", folder / f"workers-{most}"
         yield attempt({"run": "killed and resumed"}, lambda: killed(check, shards, trained, undisturbed))
         yield attempt({"run": "k-NN accuracy"}, lambda: scored(shards, trained, images))
@@ -94,7 +94,7 @@ def fed(check: DeviceCheck, shards: str, output: Path, flags: list[str]) -> Row:
 def killed(check: DeviceCheck, shards: str, output: Path, undisturbed: Path) -> Row:
     """Kill a run after its first checkpoint, resume it, and compare its last loss with that of an undisturbed run."""
     every = steps(check) // 4
-    flags = [*recipe(check), "--record_every", "1", "--checkpoint_every", str(every), "--loader.crops", "workers"]
+    flags = [*recipe(check), "--record_every", "1", "--checkpoint_every", str(every)]
     process = subprocess.Popen(command(shards, output, flags))
     checkpoint = output / "checkpoints" / f"step-{every:08d}"
     while not checkpoint.exists() and process.poll() is None:

@@ -75,11 +75,8 @@ def random_batch(transform: Transform, images: int, seed: int) -> Batch:
     return collate(transform, pictures, [rng] * images)
 
 
-def loader_batch(transform: Transform, images: int, *, raw: bool = False, size: tuple[int, int] = IMAGE) -> Batch:
-    """Return a batch of noise images as the loader yields it, in pinned memory if there is a GPU.
-
-    If `raw` is true, the batch holds whole images of `size` (H, W), from which the device cuts the crops.
-    """
+def loader_batch(transform: Transform, images: int, *, size: tuple[int, int] = IMAGE) -> Batch:
+    """Return a batch of noise images as the loader yields it, in pinned memory if there is a GPU."""
     rng = np.random.default_rng(0)
     noise = [
         torch.from_numpy(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).permute(2, 0, 1) for _ in range(DISTINCT)
@@ -87,7 +84,7 @@ def loader_batch(transform: Transform, images: int, *, raw: bool = False, size: 
     samples = (
         Sample(str(i), noise[i % DISTINCT], transform.draw(size, rng), position=i, label=0) for i in range(images)
     )
-    batch = Collator(transform, images, raw=raw)(samples)
+    batch = Collator(transform, images)(samples)
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 

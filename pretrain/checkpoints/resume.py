@@ -46,7 +46,7 @@ TRAINER_BYTES = 2**26
 """Largest size of trainer.json in bytes."""
 LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
-NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands")
+NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops")
 """Settings that may change between a run and its continuation without a warning."""
 
 

@@ -1,14 +1,20 @@
-"""The loader with one keyword per setting, and other helpers for tests of batches."""
+"""The loader with one keyword per setting, and other helpers for tests of images, crops and batches."""
 
+import struct
+import zlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from tessera.data.batch import Batch, ColorParameters, SampleParameters
+from tessera.data.augment import Blur, Grayscale, Jitter, Solarize
+from tessera.data.batch import Batch, Colors
 from tessera.data.batches import Batches
-from tessera.data.collate import CropBuilder, PackBuilder, RawBuilder, Transform, collate
+from tessera.data.collate import CropBuilder, PackBuilder, Transform, collate
 from tessera.data.loader import LoaderConfig, Reading, StreamConfig
 from tessera.data.loader import evaluation_batches as _evaluation_batches
 from tessera.data.loader import training_batches as _training_batches
@@ -83,7 +89,7 @@ def step_positions(
     return BatchSampler(batch_size, 0, 1, rank, world_size, accumulation, streams).positions(step, micro)
 
 
-def build(builder: CropBuilder | PackBuilder | RawBuilder, keys: Sequence[str] = ()) -> Batch:
+def build(builder: CropBuilder | PackBuilder, keys: Sequence[str] = ()) -> Batch:
     """Batch of a builder, with names where there are some."""
     batch, order = builder.build()
     return replace(batch, keys=[keys[i] for i in order] if keys else [])
@@ -105,19 +111,49 @@ def pixels(batch: Batch) -> list[torch.Tensor]:
     return [view.images.patches if isinstance(view.images, PackedImages) else view.images for view in batch.views]
 
 
-def color(batch: Batch, view: int = 0) -> ColorParameters:
-    """Colour parameters of a view that has some."""
-    found = batch.views[view].color
-    assert found is not None
-    return found
+NAMES = ("brightness", "contrast", "saturation", "hue", "order", "grayscale", "blur", "solarize")
+"""Names of the numbers of DINO's colour changes."""
 
 
-def same_color(one: ColorParameters | None, other: ColorParameters | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(ColorParameters))
+def by_name(colors: Colors) -> dict[str, np.ndarray]:
+    """Numbers of DINO's colour changes for each crop, (N,) or (N, 4) for the order."""
+    jitter, grayscale, blur, solarize = (numbers for _, numbers in colors)
+    return dict(zip(NAMES, (*jitter[:, :4].T, jitter[:, 4:], grayscale, blur, solarize), strict=True))
 
 
-def boxes(views: SampleParameters) -> np.ndarray:
-    """(n, 4): boxes of the first view."""
-    return views[0].boxes.boxes
+def from_names(numbers: dict[str, np.ndarray]) -> Colors:
+    """DINO's colour changes with these numbers."""
+    jitter = np.column_stack([numbers[name] for name in NAMES[:5]]).astype(np.float32)
+    return [
+        (Jitter(0, 0, 0, 0, 0), jitter),
+        (Grayscale(0), numbers["grayscale"]),
+        (Blur((), (0, 0)), numbers["blur"]),
+        (Solarize(()), numbers["solarize"]),
+    ]
+
+
+def same_colors(one: Colors, other: Colors) -> bool:
+    return len(one) == len(other) and all(
+        a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(one, other, strict=True)
+    )
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Image of noise (3, H, W), in the memory order of decoded images."""
+    return torch.from_numpy(rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).permute(2, 0, 1)
+
+
+def saved(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
+    """File of an image."""
+    file = BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, kind, **options)
+    return file.getvalue()
+
+
+def chunk(name: bytes, body: bytes) -> bytes:
+    """Chunk of a PNG."""
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))

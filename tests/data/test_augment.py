@@ -2,7 +2,6 @@
 
 import colorsys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -11,18 +10,29 @@ import torch
 from scipy import ndimage, stats
 from torchvision.transforms.v2 import functional as tv
 
+from tessera.data import augment
 from tessera.data.augment import (
     ColorConfig,
+    Crops,
+    Operation,
     augment_colors,
+    blur_weights,
+    changed,
+    color_operations,
     colors_for,
     draw_colors,
+    each,
     gaussian_blur,
+    per_crop,
     shift_hue,
     to_model_input,
 )
-from tessera.data.batch import Batch, ColorParameters, View
+from tessera.data.batch import Batch, Colors, View
+from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.data.masking import MaskedMultiCrop
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import PackedImages, pack
+from tests.data.batches import by_name, from_names, rng, same_colors
 
 N = 20_000
 STRONG = ColorConfig(brightness=0.8, contrast=0.8, saturation=1.5, hue=0.5, jitter=0.9, grayscale=0.3)
@@ -31,8 +41,7 @@ MEAN, STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET.mean, I
 
 def pictures(n: int, height: int = 20, width: int = 24) -> torch.Tensor:
     """Noise, smooth colours, and the flat extremes where HSV has no hue."""
-    rng = np.random.default_rng(1)
-    noise = rng.integers(0, 256, (n, 3, height, width), dtype=np.uint8)
+    noise = rng(1).integers(0, 256, (n, 3, height, width), dtype=np.uint8)
     noise[1::3] = ndimage.zoom(noise[1::3, :, :4, :4], (1, 1, height / 4, width / 4), order=1)
     noise[2::3, :, :5] = [[[0]], [[128]], [[128]]]
     noise[2::3, :, 5:10] = 255
@@ -40,31 +49,39 @@ def pictures(n: int, height: int = 20, width: int = 24) -> torch.Tensor:
     return torch.from_numpy(noise)
 
 
-def drawn(n: int, config: ColorConfig = STRONG, seed: int = 0) -> ColorParameters:
-    return draw_colors(np.random.default_rng(seed), config, blur=[0.6] * n, solarize=[0.4] * n, blur_sigma=(0.1, 3))
+def draw(config: ColorConfig, blur: list[float], solarize: list[float], seed: int = 0, **options) -> Colors:
+    return draw_colors(rng(seed), color_operations(config, blur, solarize, **options), len(blur))
 
 
-def row(p: ColorParameters, i: int) -> ColorParameters:
-    return ColorParameters(*(getattr(p, f.name)[i : i + 1] for f in fields(ColorParameters)))
+def drawn(n: int, config: ColorConfig = STRONG, seed: int = 0) -> Colors:
+    return draw(config, [0.6] * n, [0.4] * n, seed, blur_sigma=(0.1, 3))
 
 
-def one_by_one(image: torch.Tensor, p: ColorParameters) -> torch.Tensor:
-    """Oracle: torchvision's operations one after the other, the blur by SciPy; p of one crop."""
-    x = image.double() / 255
+def row(colors: Colors, i: int) -> Colors:
+    return [(operation, numbers[i : i + 1]) for operation, numbers in colors]
+
+
+def one_by_one(image: torch.Tensor, colors: Colors, i: int) -> torch.Tensor:
+    """Oracle: torchvision's operations one after the other, the blur by SciPy; colours of crop i."""
+    x, p = image.double() / 255, {name: numbers[i] for name, numbers in by_name(colors).items()}
     steps = [
-        lambda x: tv.adjust_brightness(x, float(p.brightness)),
-        lambda x: tv.adjust_contrast(x, float(p.contrast)),
-        lambda x: tv.adjust_saturation(x, float(p.saturation)),
-        lambda x: tv.adjust_hue(x, float(p.hue)),
+        lambda x: tv.adjust_brightness(x, float(p["brightness"])),
+        lambda x: tv.adjust_contrast(x, float(p["contrast"])),
+        lambda x: tv.adjust_saturation(x, float(p["saturation"])),
+        lambda x: tv.adjust_hue(x, float(p["hue"])),
     ]
-    for step in p.order[0].tolist():
+    for step in p["order"].astype(int):
         x = steps[step](x)
-    if p.grayscale:
+    if p["grayscale"]:
         x = tv.rgb_to_grayscale(x, num_output_channels=3)
-    if p.blur > 0:
-        blurred = [ndimage.gaussian_filter(c.numpy(), float(p.blur), mode="nearest", truncate=6) for c in x]
+    return blurred_and_solarized(x, float(p["blur"]), p["solarize"])
+
+
+def blurred_and_solarized(x: torch.Tensor, sigma: float, solarize: bool) -> torch.Tensor:
+    if sigma > 0:
+        blurred = [ndimage.gaussian_filter(c.numpy(), sigma, mode="nearest", truncate=6) for c in x]
         x = torch.from_numpy(np.stack(blurred))
-    return torch.where(x >= 0.5, 1 - x, x) if p.solarize else x
+    return torch.where(x >= 0.5, 1 - x, x) if solarize else x
 
 
 FUSED = ["fused", pytest.param("compiled", marks=pytest.mark.medium)]
@@ -72,29 +89,29 @@ FUSED = ["fused", pytest.param("compiled", marks=pytest.mark.medium)]
 
 @pytest.fixture(params=["separate", *FUSED])
 def colors_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """`augment_colors` by separate operations, and by the functions for the compiler, not compiled and compiled."""
+    """`augment_colors` on one tensor, and on channels that are apart, not compiled and compiled."""
     if request.param == "fused":
-        monkeypatch.setattr("tessera.data.augment.compiled", lambda function: function)
+        monkeypatch.setattr(augment, "compiled", lambda function: function)
     return partial(augment_colors, compile=request.param != "separate")
 
 
 def test_a_batch_gets_what_each_image_would_get_alone(colors_of):
     view, p = pictures(96), drawn(96)
-    colors = colors_of(view, p) * STD + MEAN
+    found = colors_of(view, p) * STD + MEAN
     for i in range(len(view)):
-        torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(p, i)), rtol=0, atol=1 / 255)
+        torch.testing.assert_close(found[i].double(), one_by_one(view[i], p, i), rtol=0, atol=1 / 255)
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize"])
 def test_each_change_alone(name, colors_of):
-    view, p = pictures(24), drawn(24)
-    off = drawn(24, ColorConfig(jitter=0, grayscale=0))
-    off.blur, off.solarize = torch.zeros(24), torch.zeros(24, dtype=torch.bool)
-    setattr(off, name, getattr(p, name))
-    colors = colors_of(view, off) * STD + MEAN
-    assert (colors - view / 255).abs().max() > 0.1
+    view, p = pictures(24), by_name(drawn(24))
+    off = by_name(drawn(24, ColorConfig(jitter=0, grayscale=0)))
+    off |= {"blur": np.zeros(24, np.float32), "solarize": np.zeros(24, bool)}
+    colors = from_names(off | {name: p[name]})
+    found = colors_of(view, colors) * STD + MEAN
+    assert (found - view / 255).abs().max() > 0.1
     for i in range(len(view)):
-        torch.testing.assert_close(colors[i].double(), one_by_one(view[i], row(off, i)), rtol=0, atol=5e-4)
+        torch.testing.assert_close(found[i].double(), one_by_one(view[i], colors, i), rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("colors_of", FUSED, indirect=True)
@@ -105,17 +122,16 @@ def test_fused_operations_equal_separate_ones_to_rounding(colors_of):
 
 def test_views_are_compiled_where_asked(monkeypatch):
     used = []
-    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: used.append(function.__name__) or function)
-    batch = Batch([View(pictures(6), 1, color=drawn(6))])
+    monkeypatch.setattr(augment, "compiled", lambda function: used.append(function.__name__) or function)
+    batch = Batch([View(pictures(6), 1, colors=drawn(6))])
     separate = to_model_input(batch).views[0].images
     assert used == []
     torch.testing.assert_close(to_model_input(batch, compile=True).views[0].images, separate, rtol=0, atol=2e-5)
-    assert used == ["jitter_and_gray", "solarize_and_normalize"]
+    assert used == ["fused", "fused"]  # before and after the blur
 
 
 def test_nothing_drawn_changes_nothing():
-    view = pictures(6)
-    p = draw_colors(np.random.default_rng(0), ColorConfig(jitter=0, grayscale=0), blur=[0] * 6, solarize=[0] * 6)
+    view, p = pictures(6), draw(ColorConfig(jitter=0, grayscale=0), [0] * 6, [0] * 6)
     assert torch.equal(augment_colors(view, p), (view / 255 - MEAN) / STD)
 
 
@@ -138,52 +154,54 @@ def test_memory_order_and_the_callers_pixels_are_left_alone():
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_device_is_never_waited_for(compile, monkeypatch):
     """The meta device has no values: reading one raises."""
-    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: function)
+    monkeypatch.setattr(augment, "compiled", lambda function: function)
     out = augment_colors(pictures(30).to("meta"), drawn(30), compile=compile)
     assert out.shape == (30, 3, 20, 24)
     assert out.device.type == "meta"
 
 
 def test_autocast_leaves_the_blur_exact():
-    x, sigma = torch.rand(4, 3, 20, 24), torch.tensor([0.5, 1, 2, 3])
+    lines, weights = torch.rand(4, 20, 3, 24), blur_weights(torch.tensor([0.5, 1, 2, 3]), radius=12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        blurred = gaussian_blur(x, sigma, radius=12)
-    assert torch.equal(blurred, gaussian_blur(x, sigma, radius=12))
+        blurred = gaussian_blur(lines, weights)
+    assert torch.equal(blurred, gaussian_blur(lines, weights))
 
 
-def test_hue_against_colorsys():
+@pytest.mark.parametrize("apart", [False, True])
+def test_hue_against_colorsys(apart):
     steps = torch.linspace(0, 1, 6, dtype=torch.float64)
     colors = torch.cartesian_prod(steps, steps, steps).T[None, :, :, None]  # every tie of channels is among them
     for turns in (-0.5, -0.13, 0.0, 0.21, 0.5):
-        shifted = shift_hue(colors, torch.tensor([turns], dtype=torch.float64))[0, :, :, 0].T
-        for color, got in zip(colors[0, :, :, 0].T.tolist(), shifted.tolist(), strict=True):
+        sixths = torch.tensor([6 * turns], dtype=torch.float64)
+        shifted = torch.stack(shift_hue(colors.unbind(1), sixths), 1) if apart else shift_hue(colors, sixths)
+        for color, got in zip(colors[0, :, :, 0].T.tolist(), shifted[0, :, :, 0].T.tolist(), strict=True):
             hue, saturation, value = colorsys.rgb_to_hsv(*color)
             assert got == pytest.approx(colorsys.hsv_to_rgb((hue + turns) % 1, saturation, value), abs=1e-9)
 
 
 def test_blur_against_a_plain_sum_in_float64():
-    line = torch.rand(1, 3, 1, 9, dtype=torch.float64)
+    line = torch.rand(1, 1, 3, 9, dtype=torch.float64)
     for sigma in (0.1, 0.7, 2.5):
         radius = int(np.ceil(4 * sigma))
         weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
-        padded = np.pad(line[0, :, 0].numpy(), ((0, 0), (radius, radius)), mode="edge")
+        padded = np.pad(line[0, 0].numpy(), ((0, 0), (radius, radius)), mode="edge")
         expected = [(padded[:, i : i + len(weights)] * weights).sum(1) / weights.sum() for i in range(9)]
-        blurred = gaussian_blur(line, torch.tensor([sigma], dtype=torch.float64), radius=11)[0, :, 0]
+        blurred = gaussian_blur(line, blur_weights(torch.tensor([sigma], dtype=torch.float64), radius=11))[0, 0]
         np.testing.assert_allclose(blurred.numpy(), np.stack(expected, axis=1), atol=1e-12)
 
 
 def test_probabilities_are_met():
     """Each share within four standard deviations of a binomial of N."""
-    p = draw_colors(np.random.default_rng(0), ColorConfig(), blur=[0.1] * N, solarize=[0.2] * N)
-    jittered = (p.brightness != 1) | (p.contrast != 1) | (p.saturation != 1) | (p.hue != 0)
-    for flags, share in ((jittered, 0.8), (p.grayscale, 0.2), (p.blur > 0, 0.1), (p.solarize, 0.2)):
-        assert abs(flags.double().mean() - share) < 4 * (share * (1 - share) / N) ** 0.5
+    p = by_name(draw(ColorConfig(), [0.1] * N, [0.2] * N))
+    jittered = (p["brightness"] != 1) | (p["contrast"] != 1) | (p["saturation"] != 1) | (p["hue"] != 0)
+    for flags, share in ((jittered, 0.8), (p["grayscale"], 0.2), (p["blur"] > 0, 0.1), (p["solarize"], 0.2)):
+        assert abs(flags.mean() - share) < 4 * (share * (1 - share) / N) ** 0.5
 
 
 def test_sizes_are_uniform_and_orders_are_equally_likely():
     """Kolmogorov-Smirnov and chi-square at one in a thousand, seed fixed; 24 orders of about N / 24."""
     config = ColorConfig(jitter=1, brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1)
-    p = draw_colors(np.random.default_rng(0), config, blur=[1] * N, solarize=[0] * N)
+    p = by_name(draw(config, [1] * N, [0] * N))
     laws = {
         "brightness": (0.6, 1.4),
         "contrast": (0, 2.5),
@@ -192,38 +210,88 @@ def test_sizes_are_uniform_and_orders_are_equally_likely():
         "blur": (0.1, 2),
     }
     for name, (low, high) in laws.items():
-        assert stats.kstest(getattr(p, name).numpy(), stats.uniform(low, high - low).cdf).pvalue > 1e-3, name
-    _, counts = np.unique(p.order.numpy(), axis=0, return_counts=True)
+        assert stats.kstest(p[name], stats.uniform(low, high - low).cdf).pvalue > 1e-3, name
+    _, counts = np.unique(p["order"], axis=0, return_counts=True)
     assert len(counts) == 24
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
 def test_changes_are_drawn_independently_of_each_other():
     """Correlations within 4.5 standard deviations of zero, places in the order among themselves left out."""
-    config = ColorConfig(jitter=1, grayscale=0.5)
-    p = draw_colors(np.random.default_rng(0), config, blur=[1] * N, solarize=[0.5] * N)
-    values = [p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.grayscale, p.solarize]
-    places = p.order.argsort(1).T
-    correlations = np.corrcoef(np.stack([*(v.numpy().astype(float) for v in values), *places.numpy()]))
+    p = by_name(draw(ColorConfig(jitter=1, grayscale=0.5), [1] * N, [0.5] * N))
+    places = p.pop("order").argsort(1).T
+    correlations = np.corrcoef(np.stack([*(values.astype(float) for values in p.values()), *places]))
     correlations[7:, 7:] = 0
     assert np.abs(correlations - np.diag(np.diag(correlations))).max() < 4.5 / N**0.5
 
 
 def test_a_setting_does_not_shift_what_others_draw():
-    p, q = drawn(50), drawn(50, STRONG.model_copy(update={"jitter": 0.0, "grayscale": 1.0}))
-    assert torch.equal(p.blur, q.blur)
-    assert torch.equal(p.solarize, q.solarize)
-    assert torch.equal(p.order, q.order)
-    assert (q.brightness == 1).all()
-    rngs = [np.random.default_rng(3), np.random.default_rng(3)]
-    for rng, config in zip(rngs, (STRONG, ColorConfig(jitter=0)), strict=True):
-        draw_colors(rng, config, blur=[0.5] * 3, solarize=[0] * 3)
+    p, q = by_name(drawn(50)), by_name(drawn(50, STRONG.model_copy(update={"jitter": 0.0, "grayscale": 1.0})))
+    for name in ("blur", "solarize", "order"):
+        assert np.array_equal(p[name], q[name])
+    assert (q["brightness"] == 1).all()
+    rngs = [rng(3), rng(3)]
+    for one, config in zip(rngs, (STRONG, ColorConfig(jitter=0)), strict=True):
+        draw_colors(one, color_operations(config, [0.5] * 3, [0] * 3), 3)
     assert rngs[0].random() == rngs[1].random()
+
+
+class Posterize(Operation):
+    """Toy operation: keeps a random number of gray levels."""
+
+    draws = 2
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        return np.where(u[:, 0] < 0.5, 2 + np.floor(6 * u[:, 1]), 0).astype(np.float32)
+
+    @staticmethod
+    def apply(crops: Crops, levels: torch.Tensor) -> Crops:
+        def change(some: Crops, levels: torch.Tensor) -> Crops:
+            return each(some, lambda x: (x * per_crop(levels, x)).floor() / per_crop(levels, x))
+
+        return changed(crops, levels > 0, change, levels)
+
+
+class Other(Posterize):
+    """Another toy operation with the same draws."""
+
+
+def test_a_new_operation_does_not_shift_what_others_draw(monkeypatch, colors_of):
+    """Boxes, mirroring, colours and masks stay. The new numbers depend on the sample, the view and the name."""
+
+    def draws() -> list:
+        crops = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3, rotation=9.0))
+        return [MaskedMultiCrop(crops, (4, 4), 0.5, (0.1, 0.5), fill=True).draw((40, 60), rng(n)) for n in range(9)]
+
+    old, plain = draws(), color_operations
+    monkeypatch.setattr(
+        "tessera.data.crops.color_operations",
+        lambda *a, **k: [Posterize(), *plain(*a, **k)[:2], Other(), *plain(*a, **k)[2:], Posterize()],
+    )
+    new = draws()
+    for before, after in zip(old, new, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert np.array_equal(one.boxes, other.boxes)
+            assert np.array_equal(one.flips, other.flips)
+            assert np.array_equal(one.degrees, other.degrees)
+            assert all(np.array_equal(a, b) for a, b in zip(one.masks, other.masks, strict=True))
+            assert same_colors(one.colors, [pair for pair in other.colors if not isinstance(pair[0], Posterize)])
+    first, _, _, second, *_, third = new[0][0].colors
+    assert np.array_equal(first[1], third[1])
+    assert not np.array_equal(first[1], second[1])
+    numbers = np.concatenate([view.colors[0][1] for sample in new for view in sample])
+    assert set(numbers) == {0, 2, 3, 4, 5, 6, 7}
+    view, colors = pictures(5), new[0][0].colors[:1] + new[1][1].colors[:1]
+    levels = np.concatenate([numbers for _, numbers in colors])
+    assert 0 < (levels > 0).sum() < 5
+    found = colors_of(view, [(Posterize(), levels)]) * STD + MEAN
+    for image, crop, n in zip(view / 255, found, levels.tolist(), strict=True):
+        torch.testing.assert_close(crop, (image * n).floor() / n if n else image, rtol=0, atol=1e-6)
 
 
 def test_all_views_become_floats():
     first, second, p = pictures(6), pictures(12, 10, 10), drawn(6)
-    batch = Batch([View(first, 2, color=p), View(second, 4)], keys=["a", "b", "c"])
+    batch = Batch([View(first, 2, colors=p), View(second, 4)], keys=["a", "b", "c"])
     done = to_model_input(batch, dtype=torch.bfloat16)
     assert done.keys == batch.keys
     assert batch.views[0].images.dtype == torch.uint8
@@ -252,33 +320,29 @@ def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
         torch.testing.assert_close(image, other, rtol=0, atol=0)
     with pytest.raises(ValueError, match="floats already"):
         to_model_input(Batch([View(packed, 1)]))
-    drawn = draw_colors(np.random.default_rng(0), ColorConfig(), (0.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="cannot have colour changes"):
-        to_model_input(Batch([View(pack(views, 4), 1, color=drawn)]))
+        to_model_input(Batch([View(pack(views, 4), 1, colors=drawn(4))]))
 
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("channels", [1, 2, 4, 12])
 def test_images_that_are_not_rgb(channels, compile, monkeypatch):
     """Oracle: each operation written out in float64."""
-    monkeypatch.setattr("tessera.data.augment.compiled", lambda function: function)
-    rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
+    monkeypatch.setattr(augment, "compiled", lambda function: function)
+    images = torch.from_numpy(rng().integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
     config = STRONG.model_copy(update={"saturation": 0.0, "hue": 0.0, "grayscale": 0.0})
-    p, preprocessing = drawn(40, config), Preprocessing((0.3,) * channels, (0.2,) * channels)
-    found = augment_colors(images, p, preprocessing, compile=compile) * 0.2 + 0.3
+    colors, preprocessing = drawn(40, config), Preprocessing((0.3,) * channels, (0.2,) * channels)
+    found = augment_colors(images, colors, preprocessing, compile=compile) * 0.2 + 0.3
+    p = by_name(colors)
     for i, image in enumerate(images):
         x = image.double() / 255
-        for step in p.order[i].tolist():
+        for step in p["order"][i]:
             if step == 0:
-                x = (x * float(p.brightness[i])).clamp(0, 1)
+                x = (x * float(p["brightness"][i])).clamp(0, 1)
             if step == 1:
-                factor = float(p.contrast[i])
+                factor = float(p["contrast"][i])
                 x = (x * factor + (1 - factor) * x.mean()).clamp(0, 1)
-        if p.blur[i] > 0:
-            blurred = [ndimage.gaussian_filter(c.numpy(), float(p.blur[i]), mode="nearest", truncate=6) for c in x]
-            x = torch.from_numpy(np.stack(blurred))
-        x = torch.where(x >= 0.5, 1 - x, x) if p.solarize[i] else x
+        x = blurred_and_solarized(x, float(p["blur"][i]), p["solarize"][i])
         torch.testing.assert_close(found[i].double(), x, rtol=0, atol=1 / 255)
     for name in ("saturation", "hue", "grayscale"):
         strong = drawn(40, config.model_copy(update={name: 0.5}))

@@ -14,19 +14,12 @@ import tessera.data.decode
 from tessera.data.augment import to_model_input
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.decode import ImageError, Picture, decode
-from tessera.data.loader import LoaderConfig
 from tessera.data.masking import MaskedCrop
 from tessera.encoders.base import Preprocessing
-from tests.data.batches import pixels, training_batches
+from tests.data.batches import pixels, saved, training_batches
 
 RNG = np.random.default_rng(0)
 COLORS = RNG.integers(0, 256, (25, 35, 4), dtype=np.uint8)
-
-
-def saved(values: np.ndarray, kind: str, **options) -> bytes:
-    file = BytesIO()
-    Image.fromarray(values).save(file, kind, **options)
-    return file.getvalue()
 
 
 def tiff(values: np.ndarray, **options) -> bytes:
@@ -257,10 +250,9 @@ def test_without_the_extra_a_tiff_says_how_to_read_it(monkeypatch):
     assert decode(saved(COLORS, "PNG")).shape == (3, 25, 35)
 
 
-@pytest.mark.parametrize("crops", ["workers", "device"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("channels", [1, 4, 5])
-def test_batches_of_other_channels(write_tar, channels, workers, crops):
+def test_batches_of_other_channels(write_tar, channels, workers):
     """All pixels of an image have one colour, so every crop has this colour."""
     colors = RNG.integers(0, 256, (16, channels), dtype=np.uint8)
     images = [np.broadcast_to(color, (20, 30, channels)) for color in colors]
@@ -274,7 +266,7 @@ def test_batches_of_other_channels(write_tar, channels, workers, crops):
     transform = MaskedCrop(RandomCrop(RandomCropConfig(size=8)), 4, "random", 0.5)
     batches = training_batches(
         write_tar("a.tar", files), transform, batch_size=8, seed=0, steps=2, workers=workers,
-        config=LoaderConfig(crops=crops), preprocessing=preprocessing,
+        preprocessing=preprocessing,
     )  # fmt: skip
     seen = []
     for batch in batches:

@@ -1,7 +1,9 @@
 """Batches put together image by image: where each crop lies, in whose memory, and from how much of a JPEG."""
 
-from dataclasses import fields, replace
+import tarfile
+from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,34 +11,16 @@ import torch
 from PIL import Image
 
 from tessera.data.augment import to_model_input
-from tessera.data.batch import Batch, ColorParameters, CropParameters, SampleParameters, ViewParameters, largest_shrink
-from tessera.data.collate import (
-    Collator,
-    CropBuilder,
-    PackBuilder,
-    RawBuilder,
-    Sample,
-    Skipped,
-    ViewShape,
-    collate,
-    crop_bytes,
-)
+from tessera.data.batch import Batch, SampleParameters, ViewParameters, largest_shrink
+from tessera.data.collate import Collator, CropBuilder, PackBuilder, Sample, Skipped, ViewShape, collate
 from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
 from tessera.data.dataset import decode_sample
 from tessera.data.decode import ImageError, Picture
 from tessera.data.masking import MaskedCrop
-from tessera.data.resample import cut_views
-from tests.data.batches import boxes, build, collated, color, pixels
+from tests.data.batches import build, collated, noise, pixels, rng, same_colors, saved
 
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).permute(2, 0, 1)
 
 
 def smooth(height: int, width: int) -> Image.Image:
@@ -46,13 +30,7 @@ def smooth(height: int, width: int) -> Image.Image:
     return Image.fromarray(np.stack(waves, axis=2).round().astype(np.uint8))
 
 
-def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def put(builder: CropBuilder | PackBuilder | RawBuilder, picture: Picture, views: SampleParameters) -> None:
+def put(builder: CropBuilder, picture: Picture, views: SampleParameters) -> None:
     """Decode an image as the dataset does, and add it."""
     sample = decode_sample("", picture, views)
     builder.add(sample.image, sample.views)
@@ -77,13 +55,12 @@ def test_collate_is_crop_major():
         for number, n in enumerate([2, 3]):
             for c in range(n):
                 assert torch.equal(pixels(batch)[number][c * 4 + b], pixels(alone)[number][c])
-            p, single = color(batch, number), color(alone, number)
-            for f in fields(ColorParameters):
-                assert torch.equal(getattr(p, f.name)[b::4], getattr(single, f.name)), f.name
-                assert len(getattr(single, f.name)) == n
+            own = [(operation, numbers[b::4]) for operation, numbers in batch.views[number].colors]
+            assert same_colors(own, alone.views[number].colors)
+            assert [len(numbers) for _, numbers in own] == [n] * 4
     plain = collate(RandomCrop(RandomCropConfig(size=8)), images[:3], [rng(b) for b in range(3)])
     assert plain.views[0].images.shape == (3, 3, 8, 8)
-    assert [view.color for view in plain.views] == [None]
+    assert [view.colors for view in plain.views] == [[]]
     assert plain.keys == ["", "", ""]
 
 
@@ -96,28 +73,24 @@ def test_an_image_that_is_missing_leaves_no_gap():
 
 
 def test_a_damaged_image_takes_no_place():
-    good, bad = encoded(smooth(60, 80)), encoded(smooth(60, 80))[:-400]
-    for together in (CropBuilder(SMALL.views, 2), RawBuilder()):
-        for number, file in enumerate((good, bad, good)):
-            picture = Picture(file)
-            if file is bad:
-                with pytest.raises(ImageError):
-                    put(together, picture, SMALL.draw(picture.size, rng(number)))
-            else:
+    good, bad = saved(smooth(60, 80), "JPEG"), saved(smooth(60, 80), "JPEG")[:-400]
+    together = CropBuilder(SMALL.views, 2)
+    for number, file in enumerate((good, bad, good)):
+        picture = Picture(file)
+        if file is bad:
+            with pytest.raises(ImageError):
                 put(together, picture, SMALL.draw(picture.size, rng(number)))
-        batch = build(together, ["a", "b"])
-        whole = Picture(good).pixels()
-        assert len(batch) == 2
-        if batch.raw is None:
-            assert equal(batch, collated(SMALL, [whole, whole], [rng(0), rng(2)], ["a", "b"]))
         else:
-            assert batch.memory.numel() == 2 * 60 * 80 * 3
-            assert torch.equal(batch.memory.view(2, 60, 80, 3)[1], whole.permute(1, 2, 0))
+            put(together, picture, SMALL.draw(picture.size, rng(number)))
+    batch = build(together, ["a", "b"])
+    whole = Picture(good).pixels()
+    assert len(batch) == 2
+    assert equal(batch, collated(SMALL, [whole, whole], [rng(0), rng(2)], ["a", "b"]))
 
 
 def test_crops_are_cut_in_the_memory_that_is_given():
     images, rngs = [noise(90, 120, b) for b in range(2)], [rng(b) for b in range(2)]
-    memory = torch.zeros(crop_bytes(SMALL, 2) + 5, dtype=torch.uint8)
+    memory = torch.zeros(Collator(SMALL, 2).size + 5, dtype=torch.uint8)
     for room, inside in ((memory, True), (memory[:-6], False), (None, False)):
         together = CropBuilder(SMALL.views, 2, memory=room)
         for b, image in enumerate(images):
@@ -159,7 +132,7 @@ def test_a_batch_moves_with_all_its_views(transform):
 
 
 def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None) -> list[ViewParameters]:
-    return [ViewParameters(CropParameters(np.array(boxes), (height, width), np.zeros(len(boxes), bool), window=window))]
+    return [ViewParameters(np.array(boxes), (height, width), np.zeros(len(boxes), bool), window=window)]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +159,7 @@ def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
     for shrink in (2, 4, 8):
         sides = shrink * 20 + source.integers(0, 50, (500, 2))
         corners = source.integers(0, 100, (500, 2))
-        cuts = CropParameters(np.concatenate([corners, sides], axis=1), (20, 20), np.zeros(500, bool))
+        cuts = ViewParameters(np.concatenate([corners, sides], axis=1), (20, 20), np.zeros(500, bool))
         small = cuts.shrunk(shrink).boxes
         assert (small[:, 2:] >= 20).all()
         assert np.abs(small * shrink - cuts.boxes).max() <= shrink
@@ -203,7 +176,7 @@ def both_ways(file: bytes, drawn: SampleParameters, monkeypatch) -> tuple[torch.
         seen.append(shrink)
         return whole(self, shrink)
 
-    shapes = [ViewShape(len(boxes(drawn)), drawn[0].boxes.shape[0])]
+    shapes = [ViewShape(len(drawn[0].boxes), drawn[0].shape[0])]
     monkeypatch.setattr(Picture, "pixels", recorded)
     views = []
     for full in (False, True):
@@ -223,7 +196,7 @@ def both_ways(file: bytes, drawn: SampleParameters, monkeypatch) -> tuple[torch.
 def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orientation, crop, monkeypatch):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    file = encoded(smooth(height, width), quality=95, exif=exif)
+    file = saved(smooth(height, width), "JPEG", quality=95, exif=exif)
     size = Picture(file).size
     assert size == ((width, height) if orientation == 6 else (height, width))
     source = RandomCrop(RandomCropConfig(size=crop, scale=(0.3, 1.0), flip=0.5))
@@ -231,7 +204,7 @@ def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orie
         drawn = source.draw(size, rng(seed))
         small, whole, shrinks = both_ways(file, drawn, monkeypatch)
         turned = [s for s in (8, 4, 2, 1) if orientation == 1 or height % s == width % s == 0]
-        assert shrinks == [next(s for s in turned if (boxes(drawn)[0, 2:] >= s * crop).all())]
+        assert shrinks == [next(s for s in turned if (drawn[0].boxes[0, 2:] >= s * crop).all())]
         difference = (small.int() - whole.int()).abs()
         assert difference.float().mean() < 1
         assert difference.max() <= 8
@@ -239,33 +212,34 @@ def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orie
 
 def test_other_formats_and_the_crop_of_evaluation_are_decoded_whole(monkeypatch):
     drawn = RandomCrop(RandomCropConfig(size=32, scale=(1, 1))).draw((400, 400), rng())
-    assert both_ways(encoded(smooth(400, 400), "PNG"), drawn, monkeypatch)[2] == [1]
-    small, whole, shrinks = both_ways(encoded(smooth(400, 400)), CenterCrop(32).draw((400, 400)), monkeypatch)
+    assert both_ways(saved(smooth(400, 400), "PNG"), drawn, monkeypatch)[2] == [1]
+    small, whole, shrinks = both_ways(saved(smooth(400, 400), "JPEG"), CenterCrop(32).draw((400, 400)), monkeypatch)
     assert shrinks == [1]
     assert torch.equal(small, whole)
 
 
-def test_whole_images_outgrow_their_memory_and_are_all_there():
-    sizes = [(30, 40), (300, 200), (7, 5), (100, 100)]
-    files = [encoded(Image.fromarray(noise(*size, b).permute(1, 2, 0).numpy()), "PNG") for b, size in enumerate(sizes)]
-    for room, inside in ((3 * (1200 + 60_000 + 35 + 10_000), True), (4000, False)):
-        memory = torch.zeros(room, dtype=torch.uint8)
-        together = RawBuilder(memory=memory)
-        for b, file in enumerate(files):
-            picture = Picture(file)
-            put(together, picture, SMALL.draw(picture.size, rng(b)))
-        batch = build(together, list("abcd"))
-        assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
-        assert len(batch) == 4
-        assert [view.images.numel() for view in batch.views] == [0, 0]
-        for b, (size, start) in enumerate(zip(sizes, batch.raw.starts, strict=True)):
-            whole = batch.memory[start : start + 3 * size[0] * size[1]].view(*size, 3)
-            assert torch.equal(whole.permute(2, 0, 1), noise(*size, b))
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
+def test_real_images_at_a_fraction_of_their_size():
+    """Made as large as a camera's: what is left of their noise differs a little."""
+    with tarfile.open(SHARED / "imagenet-sample-000000.tar") as shard:
+        names = [name for name in shard.getnames() if name.endswith(".jpg")][:4]
+        files = [shard.extractfile(name).read() for name in names]
+    for number, file in enumerate(files):
+        large = Image.open(BytesIO(file)).convert("RGB").resize((2000, 1500), Image.Resampling.BICUBIC)
+        picture = Picture(saved(large, "JPEG", quality=90))
+        transform = RandomCrop(RandomCropConfig(size=96, scale=(0.4, 1.0)))
+        drawn = transform.draw(picture.size, rng(number))
+        assert picture.fraction(largest_shrink(drawn, picture.size)) == 8
+        together = CropBuilder(transform.views, 1)
+        put(together, picture, drawn)
+        (small,) = pixels(build(together, [""]))
+        (full,) = pixels(collated(transform, [picture.pixels()], [rng(number)]))
+        assert (small.int() - full.int()).abs().float().mean() < 8
 
 
 def test_packed_crops_go_where_there_is_room():
     transform = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
-    memory = torch.zeros(crop_bytes(transform, 2), dtype=torch.uint8)
+    memory = torch.zeros(Collator(transform, 2).size, dtype=torch.uint8)
     together = PackBuilder(transform.packing, memory=memory)
     for b in range(2):
         together.add(noise(50, 70, b), transform.draw((50, 70), rng(b)))
@@ -301,13 +275,11 @@ class Changed(Blocks):
         ]
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_masks_of_a_view_are_crop_major(raw):
+def test_masks_of_a_view_are_crop_major():
     transform = Blocks()
     images = [noise(50, 60, b) for b in range(6)]
     samples = [Sample(str(b), image, transform.draw((50, 60), rng(b))) for b, image in enumerate(images)]
-    batch = Collator(transform, 6, raw=raw)(samples)
-    batch = cut_views(batch) if raw else batch
+    batch = Collator(transform, 6)(samples)
     view, other = batch.views
     assert (view.crops, len(view.masks), other.masks) == (2, 2, ())
     for number, mask in enumerate(view.masks):
@@ -318,7 +290,7 @@ def test_masks_of_a_view_are_crop_major(raw):
         assert 16 in mask.lengths.tolist()  # a crop that hides nothing
         assert len(set(mask.lengths.tolist())) > 2
         mask.check(torch.full((12, 2), 4))
-    moved = view.to("meta")
+    moved = batch.to("meta").views[0]
     assert all(mask.hidden.device.type == "meta" and mask.lengths.device.type == "cpu" for mask in moved.masks)
 
 

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 
 import tessera.data.decode
 from tessera.data.decode import ImageError, Picture, decode
+from tests.data.batches import chunk, saved
 
 SAMPLE = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 RNG = np.random.default_rng(0)
@@ -24,12 +25,6 @@ pytestmark = [
 ]
 
 
-def saved(image: Image.Image, kind: str, **options) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def png(
     values: np.ndarray, color: int, depth: int = 16, chunks: bytes = b"", size: tuple[int, int] | None = None
 ) -> bytes:
@@ -39,10 +34,6 @@ def png(
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     body = chunk(b"IHDR", header) + chunks + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
-
-
-def chunk(name: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
 def pillow(encoded: bytes) -> torch.Tensor:

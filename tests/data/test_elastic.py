@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tessera.data.crops import MultiCrop, MultiCropConfig
-from tests.data.batches import color, training_batches
+from tests.data.batches import training_batches
 
 BATCH = 24  # splits over 1, 2, 3 and 4 processes, in one or two passes
 SHARDS = {1: [120], 2: [7, 113], 7: [1, 40, 3, 16, 17, 2, 41], 40: [1 + n % 5 for n in range(40)]}  # 120 images each
@@ -29,10 +29,9 @@ def part(shards, first_step, steps, **split):
 def samples(batch):
     """(key, digest of all that was drawn and cut for it) of each image of a batch."""
     drawn = []
-    for number, view in enumerate(batch.views):
-        p, split = color(batch, number), (view.crops, len(batch))
-        values = torch.stack([p.brightness, p.contrast, p.saturation, p.hue, p.blur, p.solarize, *p.order.T], dim=-1)
-        drawn += [view.images.unflatten(0, split), values.unflatten(0, split)]
+    for view in batch.views:
+        parts = [view.images, *(torch.from_numpy(numbers) for _, numbers in view.colors)]
+        drawn += [part.unflatten(0, (view.crops, len(batch))) for part in parts]
     return [
         (key, hash(b"".join(part[:, image].contiguous().numpy().tobytes() for part in drawn)))
         for image, key in enumerate(batch.keys)

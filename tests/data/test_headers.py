@@ -17,17 +17,8 @@ from tessera.data.loader import evaluation_batches
 from tessera.data.maps import decode_map
 from tessera.data.shards import open_shards
 from tessera.data.tools.pack import LeftOut, Recipe, prepare
+from tests.data.batches import chunk, saved
 from tests.data.shards.batches import train
-
-
-def saved(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def chunk(name, body):
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
 def png(width, height, raw=b"", colour=2, extra=b"", interlaced=0):

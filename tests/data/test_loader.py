@@ -6,34 +6,22 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tessera.data.batch import Batch, ColorParameters, CropParameters, ViewParameters
+from tessera.data.augment import Solarize
+from tessera.data.batch import Batch, ViewParameters
 from tessera.data.collate import ViewShape
 from tessera.data.crops import CenterCrop, MixedCrops, MultiCrop, MultiCropConfig, ResizedView
 from tessera.data.loader import LoaderConfig
-from tessera.data.resample import cut_views
 from tessera.data.sampler import ShuffledSampler, sample_rng
 from tessera.data.shards import ShardError
-from tests.data.batches import color, evaluation_batches, same_color, step_positions, training_batches
+from tests.data.batches import evaluation_batches, same_colors, step_positions, training_batches
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-
-
-def colors(values):
-    """All fields from one number per crop."""
-    column = torch.from_numpy(values)
-    return ColorParameters(
-        *(
-            column.repeat(4, 1).T if f.name == "order" else column + place
-            for place, f in enumerate(fields(ColorParameters))
-        )
-    )
 
 
 class Small:
@@ -43,9 +31,9 @@ class Small:
     packing = None
 
     def draw(self, size, rng):
-        first = CropParameters(np.array([[0, 0, 2, 2], [2, 4, 2, 2]]), (2, 2), np.array([False, True]))
-        second = CropParameters(np.array([[0, 0, 3, 3]]), (3, 3), np.array([False]))
-        return [ViewParameters(first, colors(rng.random(2))), ViewParameters(second)]
+        colors = [(Solarize(()), rng.random(2))]
+        first = ViewParameters(np.array([[0, 0, 2, 2], [2, 4, 2, 2]]), (2, 2), np.array([False, True]), colors=colors)
+        return [first, ViewParameters(np.array([[0, 0, 3, 3]]), (3, 3), np.array([False]))]
 
 
 def numbers(batch):
@@ -54,18 +42,23 @@ def numbers(batch):
     return (first[:, 0, 0, 0].long() * 256 + first[:, 1, 0, 0]).tolist()
 
 
+def drawn(batch):
+    """Random numbers of the first view, crop-major."""
+    ((_, numbers),) = batch.views[0].colors
+    return numbers
+
+
 def same(one, other):
     return (
         one.keys == other.keys
         and one.skipped == other.skipped
         and all(torch.equal(a.images, b.images) for a, b in zip(one.views, other.views, strict=True))
-        and all(same_color(a.color, b.color) for a, b in zip(one.views, other.views, strict=True))
+        and all(same_colors(a.colors, b.colors) for a, b in zip(one.views, other.views, strict=True))
     )
 
 
 def run(shards, **settings):
-    config = LoaderConfig(crops="workers")
-    given = {"batch_size": 12, "seed": 1, "steps": 7, "streams": 4, "config": config} | settings
+    given = {"batch_size": 12, "seed": 1, "steps": 7, "streams": 4} | settings
     return list(training_batches(shards, Small(), **given))
 
 
@@ -86,10 +79,8 @@ def test_a_batch_is_what_the_order_says(write_shards):
         two, one = (view.images for view in batch.views)
         assert torch.equal(two[12:], two[:12])  # the second crops come after all first ones
         assert torch.equal(one[..., :2, :2], two[:12])
-        drawn, nothing = (view.color for view in batch.views)
-        assert drawn.brightness.tolist() == [sample_rng(1, int(p)).random(2)[c] for c in (0, 1) for p in positions]
-        assert drawn.order.shape == (24, 4)
-        assert nothing is None
+        assert drawn(batch).tolist() == [sample_rng(1, int(p)).random(2)[c] for c in (0, 1) for p in positions]
+        assert batch.views[1].colors == []
     taken = np.concatenate([step_positions(step, 12, streams=4) for step in range(7)])
     seen = np.concatenate([numbers(batch) for batch in batches])[taken.argsort()]
     assert sorted(seen[:34]) == sorted(seen[34:68]) == list(range(34))
@@ -107,7 +98,7 @@ def test_workers_change_nothing(write_shards, workers):
 def test_processes_passes_and_resuming_change_nothing(write_shards):
     shards = write_shards([30, 9])
     expected = [number for batch in run(shards, steps=9) for number in zip(numbers(batch), batch.keys, strict=True)]
-    noise = torch.cat([color(batch).hue[: len(batch)] for batch in run(shards, steps=9)])
+    noise = np.concatenate([drawn(batch)[: len(batch)] for batch in run(shards, steps=9)])
     ranks = []
     for rank in range(2):
         split = {"rank": rank, "world_size": 2, "accumulation": 3}
@@ -117,11 +108,10 @@ def test_processes_passes_and_resuming_change_nothing(write_shards):
     assert len(ranks[0]) == len(ranks[1]) == 9 * 3
     joined = [ranks[rank][3 * step + micro] for step in range(9) for rank in range(2) for micro in range(3)]
     assert [number for batch in joined for number in zip(numbers(batch), batch.keys, strict=True)] == expected
-    assert torch.equal(torch.cat([color(batch).hue[: len(batch)] for batch in joined]), noise)
+    assert np.array_equal(np.concatenate([drawn(batch)[: len(batch)] for batch in joined]), noise)
 
 
-@pytest.mark.parametrize("where", ["workers", "device"])
-def test_each_step_has_the_crops_of_one_of_the_mixed_transforms(write_shards, where):
+def test_each_step_has_the_crops_of_one_of_the_mixed_transforms(write_shards):
     """The oracle is a run with that transform alone. Two processes, with workers, passes and a resumed run agree."""
     shards = write_shards([30, 9])
     small, large = (MultiCrop(MultiCropConfig(global_size=n, local_size=n // 2, local_crops=3)) for n in (4, 8))
@@ -129,8 +119,7 @@ def test_each_step_has_the_crops_of_one_of_the_mixed_transforms(write_shards, wh
 
     def load(transform, first=0, **split):
         given = {"batch_size": 12, "seed": 1, "steps": 8, "streams": 4, "first_step": first}
-        found = training_batches(shards, transform, **given, **split, config=LoaderConfig(crops=where))
-        return [cut_views(batch) if where == "device" else batch for batch in found]
+        return list(training_batches(shards, transform, **given, **split))
 
     alone = {one: load(one) for one in mixed.transforms}
     expected = [alone[mixed.at(1, step)][step] for step in range(8)]
@@ -138,7 +127,7 @@ def test_each_step_has_the_crops_of_one_of_the_mixed_transforms(write_shards, wh
     whole = load(mixed)
     assert len(whole) == 8
     assert all(same(one, other) for one, other in zip(whole, expected, strict=True))
-    split = {"world_size": 2, "accumulation": 2, "workers": 1 if where == "workers" else 0}
+    split = {"world_size": 2, "accumulation": 2, "workers": 1}
     ranks = [[*load(mixed, rank=rank, **split)[: 2 * 3], *load(mixed, 3, rank=rank, **split)] for rank in range(2)]
     for step, batch in enumerate(expected):
         parts = [ranks[rank][2 * step + micro] for rank in range(2) for micro in range(2)]
@@ -211,8 +200,7 @@ class Broken(Small):
 
 @pytest.mark.medium
 def test_other_errors_of_a_worker_keep_their_traceback(write_shards):
-    config = LoaderConfig(crops="workers")
-    batches = training_batches(write_shards([8]), Broken(), batch_size=2, seed=0, steps=2, workers=1, config=config)
+    batches = training_batches(write_shards([8]), Broken(), batch_size=2, seed=0, steps=2, workers=1)
     with pytest.raises(KeyError, match="this transform is wrong") as caught:
         list(batches)
     assert "test_loader.py" in str(caught.value)
@@ -377,3 +365,11 @@ def test_missing_labels_and_labels_of_no_class_are_refused(write_shards, workers
         run(write_shards([20], labels=False), classes=20, workers=workers)
     with pytest.raises(ShardError, match=r"the label of data-000000.tar/s0001\d is 1\d, but the run has 10 classes"):
         run(write_shards([20]), classes=10, workers=workers)
+
+
+@pytest.mark.parametrize("old", [{"decode": "cpu"}, *({"crops": where} for where in ("auto", "workers", "device"))])
+def test_settings_of_older_runs_are_dropped(old):
+    """config.yaml of older runs holds `decode` and `crops`."""
+    assert LoaderConfig.model_validate(old | {"max_pixels": 9}) == LoaderConfig(max_pixels=9)
+    with pytest.raises(ValueError, match=rf"Remove loader\.{next(iter(old))}"):
+        LoaderConfig.model_validate(dict.fromkeys(old, "elsewhere"))

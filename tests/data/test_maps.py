@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from tessera.data.augment import to_model_input
-from tessera.data.batch import CropParameters
+from tessera.data.batch import ViewParameters
 from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig, WholeImage
 from tessera.data.decode import ImageError
-from tessera.data.loader import LoaderConfig, Reading, evaluation_batches, training_batches
+from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.maps import cut_map, decode_map
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import Reader, ShardError, open_shards
@@ -66,8 +66,8 @@ def test_other_files_are_refused(content, reason):
 def test_crops_are_those_of_nearest_neighbours():
     values = torch.from_numpy(noise(0, 37, 53))
     boxes, flips = np.array([[3, 5, 20, 31], [0, 0, 37, 53], [10, 40, 5, 6]]), np.array([False, True, True])
-    found = cut_map(values, CropParameters(boxes, (16, 24), flips))
-    windowed = cut_map(values, CropParameters(boxes, (16, 24), flips, window=(2, 3, 10, 12)))
+    found = cut_map(values, ViewParameters(boxes, (16, 24), flips))
+    windowed = cut_map(values, ViewParameters(boxes, (16, 24), flips, window=(2, 3, 10, 12)))
     for (top, left, height, width), flip, crop, part in zip(boxes, flips, found, windowed, strict=True):
         box = values[top : top + height, left : left + width][None, None].float()
         expected = F.interpolate(box, (16, 24), mode="nearest-exact")[0, 0].to(torch.uint8)
@@ -75,7 +75,7 @@ def test_crops_are_those_of_nearest_neighbours():
         inner = expected[2:12, 3:15]
         assert torch.equal(part, inner.flip(1) if flip else inner)
     with pytest.raises(ValueError, match="cannot be rotated"):
-        cut_map(values, CropParameters(boxes, (16, 24), flips, np.zeros(3)))
+        cut_map(values, ViewParameters(boxes, (16, 24), flips, np.zeros(3)))
 
 
 def aligned(seed, height, width):
@@ -108,10 +108,9 @@ def check_alignment(batch):
     assert len(batch.maps.unique()) == 4
 
 
-@pytest.mark.parametrize("crops", ["workers", "device"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_crops_of_image_and_map_are_aligned_in_training(mapped, crops, workers):
-    reading = Reading(workers, LoaderConfig(crops=crops), maps=4)
+def test_crops_of_image_and_map_are_aligned_in_training(mapped, workers):
+    reading = Reading(workers, maps=4)
     crop = RandomCrop(RandomCropConfig(size=48, scale=(0.1, 0.8)))
     batches = training_batches(mapped, crop, BatchSampler(6, steps=4), seed=3, reading=reading)
     found = list(batches)

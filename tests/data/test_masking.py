@@ -5,8 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tessera.data.batch import Packing
-from tessera.data.collate import Collator, Sample, collate
+from tessera.data.collate import Collator, Packing, Sample, collate
 from tessera.data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig, native_grid
 from tessera.data.masking import (
     MASKS,
@@ -17,14 +16,7 @@ from tessera.data.masking import (
     hidden_count,
     random_mask,
 )
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(rng(seed).integers(0, 256, (3, height, width), dtype=np.uint8))
+from tests.data.batches import noise, rng
 
 
 def crop(transform, image: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -89,7 +81,7 @@ def test_native_crops_keep_the_aspect_ratio_up_to_whole_patches(height, width):
     transform = NativeCrop(RandomCropConfig(size=224), 16, 128, 1024)
     wanted = min(max(height / width, 1 / 4), 4)
     for seed in range(20):
-        rows, columns = (side // 16 for side in transform.draw((height, width), rng(seed))[0].boxes.size)
+        rows, columns = (side // 16 for side in transform.draw((height, width), rng(seed))[0].size)
         assert 30 <= rows * columns <= 196
         assert (rows - 1) / (columns + 1) < wanted < (rows + 1) / max(columns - 1, 0.5)
 

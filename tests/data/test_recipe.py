@@ -14,6 +14,7 @@ from scipy import stats
 from torchvision.transforms import ColorJitter, RandomResizedCrop
 
 from tessera.data.crops import MultiCrop, MultiCropConfig
+from tests.data.batches import NAMES, by_name
 
 IMAGES = 3000
 SIZE = (375, 500)
@@ -52,7 +53,7 @@ def chances(config: MultiCropConfig) -> dict[str, float]:
     drawn = [MultiCrop(config).draw(SIZE, source) for _ in range(IMAGES)]
     found = {}
     for number, view in enumerate(VIEWS):
-        boxes = np.concatenate([one[number].boxes.boxes for one in drawn])
+        boxes = np.concatenate([one[number].boxes for one in drawn])
         measures = {
             "area": boxes[:, 2] * boxes[:, 3],
             "ratio": np.log(boxes[:, 3] / boxes[:, 2]),
@@ -60,16 +61,14 @@ def chances(config: MultiCropConfig) -> dict[str, float]:
         }
         for name, values in measures.items():
             found[f"{view} {name}"] = stats.ks_2samp(values, theirs()[f"{view} {name}"]).pvalue
-        found[f"{view} flip"] = share(np.concatenate([one[number].boxes.flips for one in drawn]), 0.5)
-    every = {
-        name: np.stack([np.concatenate([getattr(view.color, name).numpy() for view in one]) for one in drawn])
-        for name in ("brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize")
-    }  # each (images, 10)
+        found[f"{view} flip"] = share(np.concatenate([one[number].flips for one in drawn]), 0.5)
+    colors = [[by_name(view.colors) for view in one] for one in drawn]
+    every = {name: np.stack([np.concatenate([view[name] for view in one]) for one in colors]) for name in NAMES}
     jittered = every["brightness"] != 1
     found["jitter"] = share(jittered, 0.8)
     for name in ("brightness", "contrast", "saturation", "hue"):
         found[name] = stats.ks_2samp(every[name][jittered], theirs()[name]).pvalue
-    first = np.concatenate([view.color.order[:, 0].numpy() for one in drawn for view in one])
+    first = every["order"][:, :, 0].astype(int).ravel()
     counts = np.stack([np.bincount(values, minlength=4) for values in (first, theirs()["first"])])
     found["order"] = stats.chi2_contingency(counts).pvalue
     found["grayscale"] = share(every["grayscale"], 0.2)

@@ -10,10 +10,9 @@ import torch
 
 import tessera.data.batches
 import tessera.data.shared_memory
-from tessera.data.batch import Batch, CropParameters, ViewParameters
+from tessera.data.batch import Batch, ViewParameters
 from tessera.data.collate import ViewShape
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
-from tessera.data.loader import LoaderConfig
 from tessera.data.masking import MaskedCrop
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tests.data.batches import collated, evaluation_batches, training_batches
@@ -45,7 +44,7 @@ def test_a_buffer_is_taken_until_it_was_opened():
     assert len({buffer.memory.data_ptr() for buffer in (first, second)}) == 2
     shared_batch = SharedBatch.from_batch(batch(first.memory), first)
     sent = pickle.loads(pickle.dumps(shared_batch.buffer))
-    assert sent.ring is ring
+    assert sent == first
     assert ring.take(1) is None
     opened = SharedBatch(shared_batch.batch, sent).open()
     assert equal(opened, batch())
@@ -95,10 +94,9 @@ def pictures(write_tar):
     return [write_tar("a.tar", members[:25]), write_tar("b.tar", members[25:])]
 
 
-def batches(shards, workers, crops="workers", transform=SMALL, **settings):
-    config = LoaderConfig(crops=crops)
+def batches(shards, workers, transform=SMALL, **settings):
     given = {"batch_size": 5, "seed": 3, "steps": 24, "streams": 4} | settings
-    return training_batches(shards, transform, workers=workers, config=config, **given)
+    return training_batches(shards, transform, workers=workers, **given)
 
 
 def contents(found):
@@ -109,30 +107,28 @@ def contents(found):
             bytes(one.memory.numpy()),
             [view.images.clone() for view in one.views],
             [mask.hidden.clone() for view in one.views for mask in view.masks],
-            [view.boxes.boxes.tolist() for view in one.views if view.boxes],
         )
         for one in found
     ]
 
 
 def same(one, other):
-    for (keys, pixels, views, hidden, boxes), others in zip(one, other, strict=True):
-        assert (keys, pixels, boxes) == (others[0], others[1], others[4])
+    for (keys, pixels, views, hidden), others in zip(one, other, strict=True):
+        assert (keys, pixels) == others[:2]
         assert all(torch.equal(a, b) for a, b in zip(views, others[2], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(hidden, others[3], strict=True))
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("crops", ["workers", "device"])
 @pytest.mark.parametrize("transform", [SMALL, MASKED], ids=["crops", "masked"])
-def test_what_was_received_is_never_overwritten(pictures, crops, transform):
+def test_what_was_received_is_never_overwritten(pictures, transform):
     """Kept to the end, or looked at slowly: what one process makes alone."""
-    expected = contents(batches(pictures, 0, crops, transform))
+    expected = contents(batches(pictures, 0, transform))
     for workers in (1, 3):
-        kept = list(batches(pictures, workers, crops, transform))
+        kept = list(batches(pictures, workers, transform))
         same(contents(kept), expected)
         slow = []
-        for one in batches(pictures, workers, crops, transform):
+        for one in batches(pictures, workers, transform):
             time.sleep(0.01)  # workers are as far ahead as they may
             slow += contents([one])
         same(slow, expected)
@@ -156,16 +152,15 @@ def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
     assert set(opened) <= set(range(6))
 
 
-@pytest.mark.parametrize("crops", ["workers", "device"])
-def test_batches_that_do_not_fit_their_buffers_arrive_all_the_same(pictures, crops, monkeypatch):
-    expected = contents(batches(pictures, 0, crops))
+def test_batches_that_do_not_fit_their_buffers_arrive_all_the_same(pictures, monkeypatch):
+    expected = contents(batches(pictures, 0))
     ring = tessera.data.batches.BufferRing
     monkeypatch.setattr("tessera.data.batches.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
-    same(contents(list(batches(pictures, 2, crops))), expected)
+    same(contents(list(batches(pictures, 2))), expected)
     monkeypatch.setattr(
         "tessera.data.batches.BufferRing", lambda workers, buffers, size: ring(workers, 1, size)
     )  # too few
-    same(contents(list(batches(pictures, 2, crops))), expected)
+    same(contents(list(batches(pictures, 2))), expected)
 
 
 class Large:
@@ -174,7 +169,7 @@ class Large:
     views, packing = (ViewShape(1, 64),), None
 
     def draw(self, size, rng):
-        return [ViewParameters(CropParameters(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool)))]
+        return [ViewParameters(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool))]
 
 
 def test_evaluation_with_missing_images_and_a_short_last_batch(pictures, write_tar, png):

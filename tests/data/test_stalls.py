@@ -1,5 +1,6 @@
 """Loader workers that are stopped, and parents that are killed."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -60,7 +61,8 @@ def test_a_stopped_worker_is_named_and_the_wait_hears_signals(write_shards, monk
                 logging.getLogger("tessera.data.workers").removeHandler(handler)
         assert time.monotonic() - start < 20
     finally:
-        os.kill(worker, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGCONT)
     assert f"worker 0 (process {worker}) is stopped" in caplog.text
 
 
@@ -94,62 +96,61 @@ def test_a_worker_that_goes_on_gives_the_same_batches(write_shards):
     assert found == expected
 
 
-def wait_forever():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-@pytest.mark.parametrize("made", [0, 5])
-def test_workers_that_wait_for_nothing_are_started_again(made, write_shards, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(workers, "STALLED", 2)
-    settings = {"batch_size": 4, "seed": 0, "steps": 12, "streams": 2}
-    path = write_shards([20])
-    expected = [batch.keys for batch in train(path, **settings)]
-    start_worker, working = batches.start_worker, WorkerStates.working
-
-    def hanging_start(*arguments, **options):
-        if made == 0 and not (tmp_path / "hung").exists():
-            (tmp_path / "hung").touch()
-            wait_forever()
-        start_worker(*arguments, **options)
-
-    def hanging_after(states, worker, is_working):
-        working(states, worker, is_working)
-        if made and states._numbers[2] == made and not (tmp_path / "hung").exists():
-            (tmp_path / "hung").touch()
-            wait_forever()
-
-    monkeypatch.setattr(batches, "start_worker", hanging_start)
-    monkeypatch.setattr(WorkerStates, "working", hanging_after)
-    before = set(children())
-    with caplog.at_level(logging.WARNING):
-        assert [batch.keys for batch in train(path, workers=1, **settings)] == expected
-    (line,) = caplog.messages
-    assert line.startswith(f"Process {os.getpid()} starts its loader workers again, because worker 0 ")
-    assert line.endswith(f"has made {made} batches." if made else "has not started.")
-    assert set(children()) <= before
-
-
 def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch):
-    monkeypatch.setattr(workers, "STALLED", 1)
-    monkeypatch.setattr(batches, "start_worker", lambda *_, **__: wait_forever())
-    with pytest.raises(workers.WorkersError, match=r"sent no batch, 4 times in a row .*not started.*--workers 0"):
-        list(train(write_shards([20]), batch_size=4, seed=0, steps=3, streams=2, workers=2))
+    def hang(*_, **__):
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+    monkeypatch.setattr(workers, "IDLE_LIMIT", 1)
+    monkeypatch.setattr(batches, "start_worker", hang)
+    before = set(children())
+    found = iter(train(write_shards([20]), batch_size=4, seed=0, steps=3, streams=2, workers=1))
+    message = r"no loader worker has had work for 1 s \(worker 0 has not started\).*--resume.*--workers 0"
+    with pytest.raises(workers.WorkersError, match=message):
+        next(found)
+    for worker in set(children()) - before:
+        os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(signal.SIGKILL, "short of memory: use fewer --workers"), (signal.SIGSEGV, "lines above")]
+)
+def test_a_worker_that_dies_is_named(number, advice, write_shards):
+    before = set(children())
+    found = iter(train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=2))
+    next(found)
+    worker = max(set(children()) - before)
+    os.kill(worker, number)
+    time.sleep(0.5)  # nothing is raised outside of the loader
+    with pytest.raises(
+        workers.WorkersError, match=rf"process {worker}\) was killed by {number.name}\. .*{advice}.*--res"
+    ):
+        list(found)
 
 
 def test_a_worker_long_at_work_is_described(monkeypatch):
     states = WorkerStates(2)
-    assert states.describe() == ""
-    assert states.describe_idle() == "worker 0 has not started, worker 1 has not started"
+    assert states.describe() == ("worker 0 has not started, worker 1 has not started", True)
     states.start(1)
     states.working(1, True)
     monkeypatch.setattr(workers, "BUSY", 0)
-    assert states.describe() == f"worker 1 (process {os.getpid()}) has worked on a batch for 0 s"
-    assert states.describe_idle() == ""
+    busy = f"worker 1 (process {os.getpid()}) has worked on a batch for 0 s"
+    assert states.describe() == (f"worker 0 has not started, {busy}", False)
+    monkeypatch.setattr(workers, "BUSY", 20)
     states.working(1, False)
-    assert states.describe() == ""
-    assert states.describe_idle() == f"worker 0 has not started, worker 1 (process {os.getpid()}) has made 1 batches"
+    assert states.describe() == ("worker 0 has not started", True)
+
+
+@pytest.mark.parametrize("end", ["del batches", "raise SystemExit(75)"])
+def test_a_process_ends_with_its_own_exit_code_although_a_worker_is_stopped(end, write_shards):
+    (path,) = write_shards([20])
+    program = PROGRAM.replace("time.sleep(600)", f"{end}\nraise SystemExit(75)")
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 75
+    assert time.monotonic() - start < 20
+    assert [pid for pid in map(int, done.stdout.split()) if state(pid) not in ("", "Z")] == []
 
 
 def test_workers_end_with_a_killed_parent_also_if_they_are_stopped(write_shards):

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from tessera import encoders
-from tessera.data.augment import ColorConfig, draw_colors
+from tessera.data.augment import ColorConfig, color_operations, draw_colors
 from tessera.data.batch import Batch, View
 from tessera.pretrain import loop
 from tessera.pretrain.checkpoints import manifest, resume, save
@@ -234,9 +234,8 @@ def test_a_discarded_step_leaves_no_trace() -> None:
 def test_colours_are_compiled_where_asked(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     monkeypatch.setattr("tessera.data.augment.compiled", lambda function: used.append(function.__name__) or function)
-    rng = np.random.default_rng(0)
-    color = draw_colors(rng, ColorConfig(), blur=[0.5] * 4, solarize=[0.2] * 4)
-    batch = Batch([View(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), 1, color=color)])
+    colors = draw_colors(np.random.default_rng(0), color_operations(ColorConfig(), [0.5] * 4, [0.2] * 4), 4)
+    batch = Batch([View(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), 1, colors=colors)])
     run = make(Quadratic(), settings("--compile", str(compile)))
     loop._on_device(run, batch)
     assert bool(used) == compile

@@ -131,11 +131,11 @@ def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colo
     image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     transform = method.transform()
     drawn = transform.draw((64, 64), np.random.default_rng(3))
-    assert np.array_equal(drawn[0].boxes.boxes, drawn[-1].boxes.boxes)
-    assert np.array_equal(drawn[0].boxes.flips, drawn[-1].boxes.flips)
+    assert np.array_equal(drawn[0].boxes, drawn[-1].boxes)
+    assert np.array_equal(drawn[0].flips, drawn[-1].flips)
     given = collate(transform, [image], [np.random.default_rng(3)])
     assert [tuple(view.images.shape) for view in given.views] == [(2, 3, 16, 16), (3, 3, 8, 8), (2, 3, 32, 32)]
-    assert given.views[-1].color is None
+    assert given.views[-1].colors == []
     assert given.views[-1].masks == ()
     plain, _ = make()
     assert len(plain.transform().views) == 2
