@@ -60,6 +60,8 @@ class Sample(NamedTuple):
     label: int | None = None
     position: int | None = None
     """Position of the sample in the run, counted from 0; None in evaluation."""
+    source: int = 0
+    """Index of the source that the sample comes from, in a mixture of sources."""
     map: Tensor | None = None
     """Segmentation map (S, T) uint8 of the only crop; None if maps are not read."""
 
@@ -97,6 +99,7 @@ class Collator:
         keys: list[str] = []
         labels: list[int] = []
         positions: list[int] = []
+        sources: list[int] = []
         maps: list[Tensor] = []
         skipped: list[str] = []
         for sample in samples:
@@ -106,6 +109,7 @@ class Collator:
             builder = builder or self._builder(sample.views, memory)
             builder.add(sample.image, sample.views)
             keys.append(sample.key)
+            sources.append(sample.source)
             if sample.label is not None:
                 labels.append(sample.label)
             if sample.position is not None:
@@ -120,6 +124,7 @@ class Collator:
             keys=[keys[i] for i in order],
             labels=torch.tensor([labels[i] for i in order]) if labels else None,
             positions=np.array([positions[i] for i in order]) if positions else None,
+            sources=np.array([sources[i] for i in order]),
             maps=torch.stack([maps[i] for i in order]) if maps else None,
             skipped=skipped,
             preprocessing=self.preprocessing,

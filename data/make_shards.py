@@ -1,12 +1,357 @@
-"""Command that makes shards from images. The code of the command is in `data/tools/make.py`.
+"""Make shards from images that a folder holds, or that a list or a manifest names.
 
-tessera make_shards IMAGES SHARDS [options]
+    tessera make_shards IMAGES SHARDS [options]
+
+IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
+path per line, optionally followed by a tab and a label. An image x.jpg may have a segmentation map: x.seg.png in the
+folder of the image, or x.png in the folder --maps. SHARDS is a folder. The command writes the shards NAME-000000.tar
+and so on to this folder, a table beside each shard, and these files:
+
+    index.json       sizes, counts, checksums and pixel statistics; a run reads this file first
+    left_out.csv     files that were left out, with the reasons
+    duplicates.csv   duplicate files, each with the first file of the same content
+    classes.json     names of the classes, if labels have names; evaluations match classes by these names
+
+The distribution of images over shards depends only on the listing and the settings. After an interruption, the same
+command makes the missing shards.
 """
 
+import csv
+import json
+import os
+import shlex
+import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, Self
 
-from tessera.data.tools.make import main
+import numpy as np
+import PIL
+from pydantic import Field, model_validator
+from rich.filesize import decimal
+
+from tessera.data.shards.cache import SPARE_BYTES
+from tessera.data.shards.errors import ShardError
+from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
+from tessera.data.shards.listing import (
+    MISSING,
+    REASONS,
+    UNUSED_MAPS,
+    Links,
+    Listing,
+    list_folder,
+    separate_sets,
+)
+from tessera.data.shards.tar import IMAGES
+from tessera.data.statistics import moments
+from tessera.data.tools.command import run_command, say, spread
+from tessera.data.tools.inputs import Columns, find_maps, list_file, renumber
+from tessera.data.tools.pack import Format, Recipe, Record, shared_keys, write_shard
+from tessera.data.tools.plan import Folder, encoded_ratio, find_duplicates, same, split
 from tessera.runtime import streams
+from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Positional, Settings, flags, validate
+
+PROGRAM = "tessera make_shards"
+MEGABYTE = 10**6
+HELD_OUT = ("val", "valid", "validation", "test", "held-out")  # names of folders of images that score a run
+MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
+
+
+class MakeShards(Settings):
+    """Make shards from images. After an interruption, the same command continues with the missing shards."""
+
+    images: Positional[Path]
+    """folder of images or of class folders, list (.txt), or manifest (.csv, .parquet)"""
+    shards: Positional[Path]
+    """folder to which shards are written; it must not hold shards that were made from other images or settings"""
+    name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """beginning of the file names of the shards, which are NAME-000000.tar and so on"""
+    shard_size_mb: float = Field(default=256, gt=0)
+    """approximate size of a shard in megabytes (10^6 bytes)"""
+    shuffle: bool = True
+    """true: distribute the images over the shards in random order; false: keep the order of names or of the list"""
+    seed: int = Field(default=0, ge=0)
+    """seed of the shuffle"""
+    workers: int = Field(default=os.cpu_count() or 1, ge=1)
+    """number of worker processes"""
+    labels: Literal["auto", "folders", "none"] = "auto"
+    """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in
+    the file; for a folder, like `folders` if every image is exactly one folder deep, otherwise like `none`; auto
+    refuses a folder with subfolders such as train and val, which are sets and not classes"""
+    classes: Path | None = None
+    """classes.json of other shards, from which the class numbers are taken"""
+    maps: Path | None = None
+    """folder of segmentation maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png;
+    default: the map is x.seg.png, in the folder of the image"""
+    path_column: str | None = None
+    """column of the manifest that holds the paths; default: `path`"""
+    label_column: str | None = None
+    """column of the manifest that holds the labels; default: `label` if this column exists"""
+    root: Path | None = None
+    """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
+    links: Links = "inside"
+    """symbolic links that are followed; inside: only links to files in the folder of images; all: all links"""
+    format: Format = "keep"
+    """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
+    resize: int | None = Field(default=None, ge=8)
+    """maximum length of the shorter side in pixels; larger images are made smaller and are encoded again"""
+    quality: int | None = Field(default=None, ge=1, le=100)
+    """quality of JPEG and WebP images that are encoded again; default: 90"""
+    verify: bool = True
+    """decode every image, leave out damaged images, and compute pixel statistics"""
+    max_pixels: int = Field(default=178_956_970, ge=1)
+    """maximum number of pixels of an image; larger images are left out and are not decoded"""
+    duplicates: Literal["report", "drop"] = "report"
+    """files of equal content; report: keep and list all files; drop: keep only the first file (takes more time)"""
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        encodes = self.format != "keep" or self.resize is not None
+        if self.quality is not None and (not encodes or self.format == "png"):
+            raise ValueError("quality is only for encoding to JPEG or WebP. Set resize or format, or leave quality out")
+        if encodes and not self.verify:
+            raise ValueError("resize and format decode every image, so verify cannot be false. Leave verify out")
+        return self
+
+    @property
+    def recipe(self) -> Recipe:
+        """Settings for checking and encoding each image."""
+        return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels, self.links)
+
+
+def make(settings: MakeShards) -> None:
+    """Make the missing shards, and write the files beside them.
+
+    Raises:
+        ShardError: the images cannot be listed, or the shards cannot be written.
+        WorkerError: a worker process was killed.
+    """
+    folder = Folder(settings.shards, settings.name)
+    folder.refuse_foreign_files()
+    say("reading", f"{settings.images}")
+    listing = _list_images(settings)
+    usable = listing.usable
+    say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
+    for count, reason in listing.unusable():
+        say("", f"{count:,} more are left out: {reason}")
+    say("labels", f"{_describe_classes(listing.classes)}{listing.note}")
+    if listing.maps is not None:
+        say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
+    try:
+        with folder.locked():
+            folder.refuse_foreign_files()
+            _write(settings, folder, listing)
+    except OSError as error:
+        raise ShardError(
+            f"cannot write to {settings.shards}: {error.strerror or error}. Choose another folder."
+        ) from error
+
+
+def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
+    duplicates, ratio = _load_or_make_plan(settings, folder, listing)
+    dropped = settings.duplicates == "drop"
+    order = np.setdiff1d(listing.usable, duplicates[:, 0]) if dropped else listing.usable
+    if settings.shuffle:
+        order = np.random.Generator(np.random.PCG64(settings.seed)).permutation(order)
+    shards = split(listing, order, settings.shard_size_mb * MEGABYTE, ratio)
+    missing = [number for number in range(len(shards)) if folder.finished(number) is None]
+    _check_space(folder.path, int(shards.bytes[missing].sum()))
+    existing = f"; {len(shards) - len(missing):,} exist already" if len(missing) < len(shards) else ""
+    say("shards", f"{len(shards):,} of about {decimal(int(shards.bytes.mean()))}{existing}")
+    shared, recipe = shared_keys(listing), settings.recipe
+
+    def write(number: int) -> None:
+        record = write_shard(folder.shard(number), shards.entries(number), listing, shared, recipe)
+        record.write(folder.record(number))
+
+    list(spread(write, missing, workers=settings.workers, title="writing shards"))
+    records = []
+    for number in range(len(shards)):
+        if (record := folder.finished(number)) is None:
+            raise ShardError(f"{folder.shard(number)} has vanished. Start the same command again to make the shard.")
+        records.append(record)
+    if not dropped:
+        digests = ((np.array(record.entries, dtype=np.int64), bytes.fromhex(record.digests)) for record in records)
+        duplicates = same(list(digests))
+    _write_files(folder, listing, records, duplicates)
+    _show(folder, listing, records, duplicates, dropped=dropped)
+
+
+def _list_images(settings: MakeShards) -> Listing:
+    images = settings.images
+    if images.is_dir():
+        if given := [name for name in ("path_column", "label_column", "root") if getattr(settings, name) is not None]:
+            raise ShardError(
+                f"--{given[0]} is for lists and manifests, but {images} is a folder. Leave the option out."
+            )
+        if images.resolve() == settings.shards.resolve():
+            raise ShardError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
+        if settings.labels == "auto":
+            _refuse_several_sets(images, settings.shards)
+        listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
+    elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
+        columns = Columns(settings.path_column or "path", settings.label_column)
+        listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels, links=settings.links)
+    elif images.exists():
+        raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
+    else:
+        raise ShardError(f"{images} does not exist. Correct the path.")
+    # a folder of images has been searched for maps already
+    if settings.maps is not None or images.is_file() or UNUSED_MAPS in listing.other_files:
+        find_maps(listing, settings.maps, settings.links)
+    if settings.classes:
+        renumber(listing, _read_classes(settings.classes))
+    return listing
+
+
+def _refuse_several_sets(images: Path, shards: Path) -> None:
+    """Raise `ShardError` if a folder has a subfolder for training images and a subfolder for held-out images."""
+    if not (sets := separate_sets(images)):
+        return
+    commands = [
+        shlex.join([*PROGRAM.split(), str(path), str(shards / path.name), "--name", path.name]) for path in sets
+    ]
+    raise ShardError(
+        f"{images} holds the folders {', '.join(path.name for path in sets)}, which look like separate sets of images, "
+        "not like classes. Make shards of each set:\n  " + "\n  ".join(commands) + "\n"
+        "To make shards of all images together, add --labels none, or --labels folders if these folders are classes."
+    )
+
+
+def _read_classes(path: Path) -> list[str]:
+    """Read the class names from `classes.json`, in the order of the class numbers."""
+    try:
+        return list(parse_classes(path.read_bytes(), str(path)))
+    except (OSError, ShardError) as error:
+        raise ShardError(f"cannot read --classes {path}: {error} Name the classes.json of other shards.") from error
+
+
+def _describe_classes(names: list[str] | None) -> str:
+    """Return a summary of the class names such as `10 classes, airplane to truck, `; an empty string without names."""
+    if names is None:
+        return ""
+    return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
+
+
+def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> tuple[np.ndarray, float]:
+    """Return the duplicates to drop, and the ratio of stored sizes to file sizes.
+
+    Both are loaded from the plan in the folder. If the folder has no plan yet, both are computed and stored.
+
+    Raises:
+        ShardError: the folder holds a damaged plan, or a plan that was made for other settings or images.
+    """
+    options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
+    options["pillow"] = PIL.__version__ if settings.recipe.encodes else None
+    usable = listing.usable
+    count = {"files": len(usable), "bytes": int(listing.sizes[usable].sum())}
+    plan = {"version": 1, "settings": options, **count, "images": listing.fingerprint()}
+    if (stored := folder.load_plan(plan)) is not None:
+        return stored
+    duplicates = np.empty((0, 2), dtype=np.int64)
+    if settings.duplicates == "drop":
+        duplicates = find_duplicates(listing, settings.recipe, settings.workers)
+    ratio = encoded_ratio(listing, settings.recipe, settings.workers)
+    folder.store_plan(plan, duplicates, ratio)
+    return duplicates, ratio
+
+
+def _check_space(path: Path, size: int) -> None:
+    free = shutil.disk_usage(path).free - SPARE_BYTES
+    if size > free:
+        raise ShardError(
+            f"{path} has {decimal(max(free, 0))} free, but the shards need about {decimal(size)}. Free some disk space."
+        )
+
+
+def _write_files(folder: Folder, listing: Listing, records: list[Record], duplicates: np.ndarray) -> None:
+    """Write the files beside the shards, `index.json` last.
+
+    Raises:
+        ShardError: no image could be stored.
+    """
+    names = {entry: os.fsdecode(listing.path(entry)) for entry in duplicates.ravel().tolist()}
+    left_out = ((os.fsdecode(listing.path(entry)), reason) for entry, reason in _left_out(listing, records))
+    _write_csv(folder.path / "left_out.csv", ("path", "reason"), left_out)
+    pairs = ((names[entry], names[first]) for entry, first in duplicates.tolist())
+    _write_csv(folder.path / "duplicates.csv", ("path", "same_as"), pairs)
+    stored = [(number, record) for number, record in enumerate(records) if record.nsamples]
+    if not stored:
+        raise ShardError(f"none of the files is a good image. {folder.path}/left_out.csv lists the reasons.")
+    if listing.classes is not None:
+        with atomic_write(folder.path / CLASSES, sync=True) as path:
+            path.write_text(json.dumps(listing.classes, indent=0))
+    pixels = [record.pixels for _, record in stored]
+    decoded = None not in pixels
+    found = moments(np.sum(np.array(pixels, dtype=np.int64), axis=0)) if decoded else None
+    entries = [
+        ShardEntry(
+            url=folder.shard(number).name,
+            nsamples=record.nsamples,
+            filesize=record.filesize,
+            labelled=record.labelled,
+            sha256=record.sha256,
+        )
+        for number, record in stored
+    ]
+    mean, std = (tuple(found[0]), tuple(found[1])) if found else (None, None)
+    write_folder(folder.path, FolderIndex(name=folder.name, shardlist=entries, mean=mean, std=std))
+
+
+def _left_out(listing: Listing, records: list[Record]) -> list[tuple[int, str]]:
+    """Return each entry that was left out, with the reason. Dropped duplicates are not included."""
+    unusable = [(int(entry), REASONS[int(listing.sizes[entry])]) for entry in np.flatnonzero(listing.sizes <= 0)]
+    return unusable + [one for record in records for one in record.left_out]
+
+
+def _write_csv(path: Path, heading: tuple[str, str], rows: Iterable[tuple[str, str]]) -> None:
+    with (
+        atomic_write(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(heading)
+        writer.writerows(rows)
+
+
+def _show(folder: Folder, listing: Listing, records: list[Record], duplicates: np.ndarray, *, dropped: bool) -> None:
+    """Print what was stored and what was left out, and a command that trains on the shards."""
+    images, labelled, mapped, size = (
+        sum(getattr(record, name) for record in records) for name in ("nsamples", "labelled", "mapped", "filesize")
+    )
+    maps = f", {mapped:,} with a segmentation map" if mapped else ""
+    say("written", f"{images:,} images, {labelled:,} with a label{maps}, {decimal(size)}")
+    if left_out := Counter(reason for _, reason in _left_out(listing, records)):
+        say("left out", f"{left_out.total():,}, named in {folder.path}/left_out.csv")
+        for reason, count in left_out.most_common(MOST_SHOWN):
+            say("", f"{count:,}: {reason}")
+    if len(duplicates):
+        labels = listing.labels[duplicates]  # (K, 2)
+        different = int((labels[:, 0] != labels[:, 1]).sum())
+        other = f", {different:,} with another label" if different else ""
+        verb = "dropped" if dropped else "kept (--duplicates drop leaves them out)"
+        say("duplicates", f"{len(duplicates):,}{other}, {verb}, named in {folder.path}/duplicates.csv")
+    if listing.other_files:
+        kinds = [f"{count:,} {kind}" for kind, count in listing.other_files.most_common(MOST_SHOWN)]
+        say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
+    name = shlex.quote(str(folder.path))
+    data = f"TRAIN_SHARDS --evaluation.val {name}" if folder.path.name.lower() in HELD_OUT else name
+    say("\nnext", f"tessera pretrain --method dino --data {data}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+
+    def command() -> int:
+        make(validate(MakeShards, flags(MakeShards, sys.argv[1:] if argv is None else argv, PROGRAM)))
+        return 0
+
+    advice = "The same command continues with the missing shards."
+    return run_command(PROGRAM, command, refused=1, resume=advice)
+
 
 if __name__ == "__main__":
     streams.protect()

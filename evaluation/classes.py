@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from accelerate import Accelerator
 
-from tessera.data.shards import ShardList, Shards, SourceConfig, class_names
+from tessera.data.shards import Shards, Source, SourceConfig
 from tessera.evaluation.features import EvaluationError, open_labelled
 from tessera.evaluation.overlap import check_contents, check_disjoint
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
@@ -12,7 +12,7 @@ from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
 def open_labelled_pair(
     train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator
-) -> tuple[ShardList, ShardList]:
+) -> tuple[Source, Source]:
     """Open the shards of the training set and of the validation set, and match their classes by name.
 
     If both sets have class names (classes.json), the labels that are read from the validation set are the class numbers
@@ -28,7 +28,7 @@ def open_labelled_pair(
     check_disjoint(train, val, source)
     opened = [open_labelled(shards, source, accelerator) for shards in (train, val)]
     check_contents(*opened)
-    names = run_on_all_ranks(lambda: [class_names(one) for one in opened])
+    names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
     if any(other != names for other in gather_objects(names)):
         raise EvaluationError(
             "The processes see different class names. Copy the same shards, with their classes.json, to all nodes."

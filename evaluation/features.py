@@ -20,8 +20,8 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Transform
 from tessera.data.crops import CenterCrop
-from tessera.data.loader import Reading, evaluation_batches, require_labels
-from tessera.data.shards import DEFAULT, ShardError, ShardList, Shards, SourceConfig, open_shards
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import DEFAULT, ShardError, Shards, Source, SourceConfig, open_shards
 from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
@@ -300,14 +300,14 @@ def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]
         raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
 
 
-def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> ShardList:
+def open_labelled(shards: Shards, source: SourceConfig, accelerator: Accelerator) -> Source:
     """Open shards, and check that all samples have labels before any image is encoded.
 
     Raises:
         ShardError: a shard cannot be used, or a sample has no label.
     """
     opened = open_shards(shards, source=source, progress=accelerator.is_main_process)
-    require_labels(opened)
+    opened.require_labels()
     return opened
 
 

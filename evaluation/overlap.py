@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tessera.data.shards import Reader, ShardError, ShardList, Shards, SourceConfig, expand
+from tessera.data.shards import ShardError, Shards, Source, SourceConfig, expand
 from tessera.evaluation.features import EvaluationError
 
 MOST_COMPARED = 64
@@ -39,7 +39,7 @@ def _identities(path: str) -> list[str | tuple[int, int]]:
     return [os.path.realpath(path), (status.st_dev, status.st_ino)]
 
 
-def check_contents(train: ShardList, val: ShardList) -> None:
+def check_contents(train: Source, val: Source) -> None:
     """Check that the validation set has no image of the training set.
 
     Shards with equal SHA-256 in `index.json` are copies. Images with equal names and sizes in both sets are compared.
@@ -49,7 +49,7 @@ def check_contents(train: ShardList, val: ShardList) -> None:
             have equal names and contents.
         ShardError: the index of a shard cannot be read.
     """
-    if val.source.allow_overlap:
+    if val.config.allow_overlap:
         return
     sums = {shard.sha256.lower(): shard.path for shard in train.shards if shard.sha256}
     for shard in val.shards:
@@ -61,37 +61,28 @@ def check_contents(train: ShardList, val: ShardList) -> None:
         return
     chosen = common[np.unique(np.linspace(0, len(common) - 1, MOST_COMPARED).astype(np.int64))]
     places = [np.flatnonzero(np.isin(one, chosen)) for one in codes]
-    readers = [Reader(opened) for opened in (train, val)]
     first = {int(codes[0][place]): int(place) for place in places[0]}
     _, one_each = np.unique(codes[1][places[1]], return_index=True)
     for place in map(int, places[1][one_each]):
-        pair = [_locate(train, first[int(codes[1][place])]), _locate(val, place)]
+        same = first[int(codes[1][place])]
         try:
-            images = [reader.image(*where) for reader, where in zip(readers, pair, strict=True)]
+            images = [train.image(same), val.image(place)]
         except ShardError:
             continue  # the evaluation names an unreadable shard, or leaves it out
         if images[0] == images[1]:
-            names = [reader.name(*where) for reader, where in zip(readers, pair, strict=True)]
             raise EvaluationError(
-                f"The image {names[1]} of --val is also in --train, as {names[0]}. Images with equal names and sizes "
-                f"in both sets: {len(common):,}. {_REMEDY}"
+                f"The image {val.name(place)} of --val is also in --train, as {train.name(same)}. Images with equal "
+                f"names and sizes in both sets: {len(common):,}. {_REMEDY}"
             )
 
 
-def _locate(opened: ShardList, place: int) -> tuple[int, int]:
-    """Return the shard and the number in the shard of the sample with the index `place` of all shards."""
-    ends = np.cumsum(opened.counts)
-    shard = int(np.searchsorted(ends, place, side="right"))
-    return shard, place - int(ends[shard] - opened.counts[shard])
-
-
-def _codes(opened: ShardList) -> np.ndarray:
+def _codes(opened: Source) -> np.ndarray:
     """Return a hash of the name and of the size in bytes of each image, without its shard: (N,) uint64."""
     found: Sequence[np.ndarray] = [_shard_codes(opened, number) for number in range(len(opened.shards))]
     return np.concatenate(found)
 
 
-def _shard_codes(opened: ShardList, number: int) -> np.ndarray:
+def _shard_codes(opened: Source, number: int) -> np.ndarray:
     """Return the hashes of the S samples of one shard: (S,) uint64.
 
     The hash of a name is a polynomial of its bytes modulo 2**64, so that all names are hashed at once.
@@ -99,7 +90,7 @@ def _shard_codes(opened: ShardList, number: int) -> np.ndarray:
     try:
         index = opened.shards[number].index()
     except ShardError:
-        if opened.source.unreadable == "stop":
+        if opened.config.unreadable == "stop":
             raise
         return np.arange(opened.counts[number], dtype=np.uint64)  # the shard is left out later
     powers = np.cumprod(np.full(len(index.keys) + 1, _BASE))

@@ -28,7 +28,6 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from pydantic import Field
@@ -41,7 +40,7 @@ from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import Reader, ShardError, ShardList, open_shards
+from tessera.data.shards import ShardError, Source, open_shards
 from tessera.data.shards.tar import MAP
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
@@ -200,7 +199,7 @@ def scores(matrix: Tensor) -> Scores:
     return Scores(float(iou[known].mean()), float(correct.sum() / matrix.sum()), values)
 
 
-def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int:
+def largest_value(opened: Source, accelerator: Accelerator, name: str) -> int:
     """Return the largest value of all maps other than 255, or -1 if there is none. Call this function on all processes.
 
     Each process reads a part of the maps.
@@ -208,25 +207,22 @@ def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int
     Raises:
         ShardError: a map is missing or damaged.
     """
-    reader, ends = Reader(opened), np.cumsum(opened.counts)
     numbers = range(accelerator.process_index, opened.images, accelerator.num_processes)
     found = -1
     shown = track(numbers, f"classes of --{name}", total=len(numbers), shown=accelerator.is_main_process)
     for number in shown:
-        shard = int(np.searchsorted(ends, number, side="right"))
-        sample = number - int(ends[shard] - opened.counts[shard])
-        encoded = reader.map(shard, sample)
+        encoded = opened.target(number)
         try:
             values = decode_map(encoded)
         except ImageError as error:
             raise ShardError(
-                f"the segmentation map of {reader.name(shard, sample)}: {error}. Correct the member KEY.{MAP}."
+                f"the segmentation map of {opened.name(number)}: {error}. Correct the member KEY.{MAP}."
             ) from None
         found = max(found, int(values.masked_fill(values == IGNORED, 0).max()) if (values != IGNORED).any() else -1)
     return int(all_reduce_max(torch.tensor(found)))
 
 
-def count_values(train: ShardList, val: ShardList, classes: int | None, accelerator: Accelerator) -> int:
+def count_values(train: Source, val: Source, classes: int | None, accelerator: Accelerator) -> int:
     """Return the number of values of the maps: `classes`, or one more than the largest value in `train`.
 
     All maps of `val` are read, so that a damaged map or an unknown class is found before the training.
@@ -264,7 +260,7 @@ def class_numbers(values: int, ignore: Sequence[int]) -> Tensor:
 
 
 def training_set(
-    opened: ShardList, settings: SegmentationSettings, size: int, reading: Reading, accelerator: Accelerator
+    opened: Source, settings: SegmentationSettings, size: int, reading: Reading, accelerator: Accelerator
 ) -> Batches:
     """Return one batch of random crops for each training step of this process.
 

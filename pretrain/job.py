@@ -17,7 +17,7 @@ from tessera.data.decode import jpeg_decoder
 from tessera.data.demo import demo_shards
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler, bounded_buffers
-from tessera.data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
+from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards, open_sources
 from tessera.data.workers import free_cores
 from tessera.pretrain import engines
 from tessera.pretrain.build import build_method
@@ -180,7 +180,7 @@ def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
     return train_shards, config.model_copy(update={"evaluation": evaluation})
 
 
-def agree(opened: list[ShardList], buffers: list[int]) -> str:
+def agree(opened: list[Source], buffers: list[int]) -> str:
     """Check that all processes see the same shards, and return the fingerprint of the sample order.
 
     Raises:
@@ -201,12 +201,10 @@ def agree(opened: list[ShardList], buffers: list[int]) -> str:
     return own
 
 
-def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
+def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """Return a hash of the data that determine the sample order: the names, image counts and order of the shards, and
     the sizes of the shuffle buffers."""
-    counts: list[Any] = [
-        [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
-    ]
+    counts = [shard for source in opened for shard in source.identity]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.data.shards.errors import MakeError, is_exhausted
+from tessera.data.shards.errors import ShardError, is_exhausted
 from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
 from tessera.runtime.errors import printable
 
@@ -155,9 +155,9 @@ class ListingBuilder:
 
 
 def _refuse_exhausted(error: OSError) -> None:
-    """Raise `MakeError` if resources have run out, because good files would be left out."""
+    """Raise `ShardError` if resources have run out, because good files would be left out."""
     if is_exhausted(error):
-        raise MakeError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
+        raise ShardError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
 
 
 def inside(path: bytes, folder: bytes) -> bool:
@@ -191,7 +191,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None
         besides: subfolder that is skipped; None skips no subfolder.
 
     Raises:
-        MakeError: there are no images, or `labels` is "folders" and an image is not in a class folder.
+        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder.
     """
     builder = ListingBuilder(os.path.realpath(os.fsencode(folder)), links)
     depths, loose = set(), b""
@@ -203,9 +203,9 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None
         builder.add(path, status, os.fsdecode(top) if slash else None)
     listing = builder.build()
     if not len(listing.usable):
-        raise MakeError(describe_empty(f"no images below {folder}", listing))
+        raise ShardError(describe_empty(f"no images below {folder}", listing))
     if labels == "folders" and loose:
-        raise MakeError(
+        raise ShardError(
             f"{folder}/{printable(os.fsdecode(loose))} is not in a class folder. Move it to a class folder, or use "
             "--labels none."
         )
@@ -295,62 +295,8 @@ def _classify(
     return sorted(files), sorted(folders)
 
 
-def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
-    """Find the segmentation maps of all usable images, and store them in `listing.maps`.
-
-    Args:
-        listing: list of the images.
-        folder: folder of maps, in which the map of the image a/x.jpg is a/x.png. None if the map is a/x.seg.png, in the
-            folder of the image.
-        links: symbolic links that are followed, as for images.
-
-    Raises:
-        MakeError: `folder` is not a folder, lies in the folder of images, or holds no map of an image.
-    """
-    root = listing.root
-    if folder is not None:
-        root = os.path.realpath(os.fsencode(folder))
-        if not os.path.isdir(root):
-            raise MakeError(f"--maps {folder} is not a folder. Name the folder that holds the segmentation maps.")
-        if root == listing.root or inside(root, listing.root):
-            raise MakeError(
-                f"--maps {folder} lies in the folder of images, where its files count as images. Move it to another "
-                f"folder, or name the maps KEY.{MAP}, put them beside the images, and leave --maps out."
-            )
-    builder = ListingBuilder(root, links)
-    sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
-    maps = Maps(root, _MAP if folder is None else b".png", sizes, modified)
-    for entry in map(int, listing.usable):
-        sizes[entry], modified[entry] = builder.stat(os.path.join(root, maps.path(listing.path(entry))))
-    found = int((sizes != MISSING).sum())
-    if found:
-        listing.maps = maps
-    elif folder is not None:
-        example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
-        raise MakeError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
-    if folder is None and UNUSED_MAPS in listing.other_files:
-        listing.other_files[UNUSED_MAPS] -= found
-        listing.other_files += Counter()  # removes a count of 0
-
-
 def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -> None:
     """Renumber labels: an index into `names` becomes the index of the same class name in `classes`."""
     numbers = {name: number for number, name in enumerate(classes)}
     listing.labels = np.array([*(numbers[name] for name in names), NO_LABEL], dtype=np.int64)[listing.labels]
     listing.classes = classes
-
-
-def renumber(listing: Listing, classes: list[str]) -> None:
-    """Replace the class numbers by those of another data set, whose class names in order are `classes`.
-
-    Raises:
-        MakeError: the labels have no names, or a class name is missing from `classes`.
-    """
-    if listing.classes is None:
-        raise MakeError("--classes needs labels with names, but these labels have no names. Leave --classes out.")
-    if unknown := sorted(set(listing.classes) - set(classes)):
-        raise MakeError(
-            f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add the missing classes "
-            "at the end of the file."
-        )
-    number_classes(listing, listing.classes, classes)

@@ -19,17 +19,15 @@ from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.maps import checked_map
 from tessera.data.shards.errors import REPLACE_INDEX, RESTORE_SHARD, ShardError
 from tessera.data.shards.index import LARGEST_TABLE, TABLE, parse_table, write_table
-from tessera.data.shards.retry import DEFAULT, SourceConfig
-from tessera.data.shards.shard import Shard
+from tessera.data.shards.open import shard_at
+from tessera.data.shards.source import DEFAULT, SourceConfig
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
+from tessera.data.shards.tars import LONGEST_LABEL, Tar
 from tessera.data.statistics import histogram
 from tessera.data.tiff import is_tiff
-from tessera.data.tools.parallel import Advance
 
 NAMED_IMAGES = 100
 """Maximum number of bad images, labels or maps that are listed by name. Further ones are only counted."""
-KEY_BYTES = 8
-LONGEST_LABEL = 64  # maximum number of bytes that are read of a label; a run has the same limit
 
 CHANNELS = {
     "1": "gray",
@@ -46,67 +44,48 @@ CHANNELS = {
 
 @dataclass
 class Facts:
-    """Results of the check of one or several shards, mainly counts."""
+    """Results of the check of one or several shards. The names of samples have the form `SHARD.tar/KEY: reason`."""
 
     path: str = ""
     images: int = 0
     size: int = 0
     """Total size of the shard files in bytes."""
     labelled: int = 0
+    mapped: int = 0
+    """Number of samples with a segmentation map."""
     decoded: int = 0
     """Number of images that were decoded or found to be corrupt."""
     corrupt: int = 0
-    corrupt_names: list[tuple[str, str]] = field(default_factory=list)
-    """First corrupt images, each with its name `SHARD.tar/KEY` and the reason."""
+    corrupt_images: list[str] = field(default_factory=list)
+    """First corrupt images."""
     bad_labels: int = 0
-    bad_label_names: list[tuple[str, str]] = field(default_factory=list)
-    """First bad labels, each with the name of its sample, `SHARD.tar/KEY`, and the reason."""
-    mapped: int = 0
-    """Number of samples with a segmentation map."""
+    bad_label_names: list[str] = field(default_factory=list)
+    """Samples of the first bad labels."""
     bad_maps: int = 0
-    bad_map_names: list[tuple[str, str]] = field(default_factory=list)
-    """First bad segmentation maps, each with the name of its sample, `SHARD.tar/KEY`, and the reason."""
-    map_values: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
-    """Histogram of the values of all decoded segmentation maps: (256,) int64."""
+    bad_map_names: list[str] = field(default_factory=list)
+    """Samples of the first bad segmentation maps."""
     refused: list[str] = field(default_factory=list)
     """Reasons why a run does not accept a shard."""
     notes: list[str] = field(default_factory=list)
     """Warnings that a run would log."""
     formats: Counter[str] = field(default_factory=Counter)
     channels: Counter[str] = field(default_factory=Counter)
-    sides: Counter[str] = field(default_factory=Counter)
+    sides: Counter[int] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     labels: Counter[int] = field(default_factory=Counter)
-    extremes: list[tuple[int, int]] = field(default_factory=list)
-    """Width and height of the images with the fewest and the most pixels."""
-    widths: int = 0
-    """Sum of the widths of all decoded images in pixels."""
-    heights: int = 0
-    """Sum of the heights of all decoded images in pixels."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
     """Histogram of the pixel values of each channel: (C, 256) int64; (1, 256) zeros if no image was decoded."""
-    keys: list[bytes] = field(default_factory=list)
-    """One entry per shard: the concatenated digests of its sample keys, 8 bytes each."""
+    map_values: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    """Histogram of the values of all decoded segmentation maps: (256,) int64."""
     sha256: str | None = None
 
     def add(self, other: "Facts") -> None:
         """Add the results of another shard."""
-        counts = ("images", "size", "labelled", "decoded", "corrupt", "bad_labels", "pixels", "widths", "heights")
-        for name in (*counts, "mapped", "bad_maps", "map_values"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("formats", "channels", "sides", "labels"):
-            getattr(self, name).update(getattr(other, name))
-        for name in ("refused", "notes", "keys"):
-            getattr(self, name).extend(getattr(other, name))
-        for name in ("corrupt_names", "bad_label_names", "bad_map_names"):
-            room = NAMED_IMAGES - len(getattr(self, name))
-            getattr(self, name).extend(getattr(other, name)[:room])
-        self.add_sizes(*other.extremes)
-
-    def add_sizes(self, *sizes: tuple[int, int]) -> None:
-        """Update the smallest and the largest image size with more sizes, given as (width, height)."""
-        if known := sorted([*self.extremes, *sizes], key=lambda size: (size[0] * size[1], size[0])):
-            self.extremes = [known[0], known[-1]]
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            elif isinstance(value, (int, list, np.ndarray)):
+                setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(frozen=True)
@@ -124,15 +103,16 @@ class Checks:
     source: SourceConfig = DEFAULT
 
 
-def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
-    """Check the shard at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`."""
+def check_shard(path: str, checks: Checks) -> Facts:
+    """Check the tar at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`."""
     facts = Facts(path)
     with _Warnings(facts.notes):
         try:
-            shard = Shard.at(path, checks.source)
+            shard = shard_at(path, checks.source)
+            assert isinstance(shard, Tar)
             with os.fdopen(shard.open(), "rb") as tar:
                 table = scan_tar(os.dup(tar.fileno()), path)
-                _fill(facts, shard, table, tar, checks, advance)
+                _fill(facts, shard, table, tar, checks)
         except ShardError as error:
             text = str(error)
             facts.refused.append(text if path in text else f"{path}: {text}")
@@ -141,12 +121,11 @@ def check_shard(path: str, checks: Checks, advance: Advance) -> Facts:
     return facts
 
 
-def _fill(facts: Facts, shard: Shard, table: Index, tar: BufferedReader, checks: Checks, advance: Advance) -> None:
+def _fill(facts: Facts, shard: Tar, table: Index, tar: BufferedReader, checks: Checks) -> None:
     facts.images, facts.labelled = int(table.summary[0]), int(table.summary[1])
     facts.mapped = int((table.maps[:, 0] >= 0).sum())
     facts.size = shard.size
-    facts.keys = [b"".join(_digest(table.raw_key(sample)) for sample in range(facts.images))]
-    _check_samples(facts, shard.name, table, tar.fileno(), checks, advance)
+    _check_samples(facts, shard.name, table, tar.fileno(), checks)
     if os.path.exists(facts.path):
         if checks.checksum:
             with open(facts.path, "rb") as file:
@@ -177,33 +156,32 @@ class _Warnings(logging.Handler):
         self.log.propagate = True
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.blake2b(key, digest_size=KEY_BYTES).digest()
-
-
-def _check_samples(facts: Facts, name: str, table: Index, tar: int, checks: Checks, advance: Advance) -> None:
+def _check_samples(facts: Facts, shard: str, table: Index, tar: int, checks: Checks) -> None:
     """Check the label of each sample, and decode as many images, with their maps, as `checks` requires."""
     most = facts.images if checks.most is None else min(checks.most, facts.images)
     chosen = set(np.linspace(0, facts.images - 1, most).astype(int).tolist()) if checks.decode else set()
-    done = 0
     for sample in range(facts.images):
+        name = f"{shard}/{table.key(sample)}"
         offset, size = map(int, table.labels[sample])
         if offset >= 0:
-            _check_label(facts, os.pread(tar, min(size, LONGEST_LABEL), offset), f"{name}/{table.key(sample)}")
-        if sample in chosen:
-            offset, size = map(int, table.images[sample])
-            try:
-                sides = _check_image(facts, os.pread(tar, size, offset), checks)
-                offset, size = table.map_place(sample)
-                if offset >= 0:
-                    _check_map(facts, os.pread(tar, size, offset), sides, f"{name}/{table.key(sample)}")
-            except ImageError as error:
-                facts.corrupt += 1
-                if facts.corrupt <= NAMED_IMAGES:
-                    facts.corrupt_names.append((f"{name}/{table.key(sample)}", str(error)))
-        share = facts.size * (sample + 1) // facts.images
-        advance(share - done)
-        done = share
+            _check_label(facts, os.pread(tar, min(size, LONGEST_LABEL), offset), name)
+        if sample not in chosen:
+            continue
+        offset, size = map(int, table.images[sample])
+        try:
+            sides = _check_image(facts, os.pread(tar, size, offset), checks)
+        except ImageError as error:
+            facts.corrupt += 1
+            _list(facts.corrupt_images, f"{name}: {error}")
+            continue
+        offset, size = table.map_place(sample)
+        if offset >= 0:
+            _check_map(facts, os.pread(tar, size, offset), sides, name)
+
+
+def _list(names: list[str], text: str) -> None:
+    if len(names) < NAMED_IMAGES:
+        names.append(text)
 
 
 def _check_label(facts: Facts, text: bytes, name: str) -> None:
@@ -214,8 +192,7 @@ def _check_label(facts: Facts, text: bytes, name: str) -> None:
         facts.labels[int(np.int64(label))] += 1
     except (ValueError, OverflowError):
         facts.bad_labels += 1
-        if facts.bad_labels <= NAMED_IMAGES:
-            facts.bad_label_names.append((name, f"{text!r} is not a class number of at most {LARGEST_LABEL}"))
+        _list(facts.bad_label_names, f"{name}: {text!r} is not a class number of at most {LARGEST_LABEL}")
 
 
 def _check_map(facts: Facts, encoded: bytes, size: tuple[int, int], name: str) -> None:
@@ -225,8 +202,7 @@ def _check_map(facts: Facts, encoded: bytes, size: tuple[int, int], name: str) -
         facts.map_values = facts.map_values + np.bincount(values.numpy().ravel(), minlength=256)
     except ImageError as error:
         facts.bad_maps += 1
-        if facts.bad_maps <= NAMED_IMAGES:
-            facts.bad_map_names.append((name, str(error)))
+        _list(facts.bad_map_names, f"{name}: {error}")
 
 
 def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> tuple[int, int]:
@@ -241,10 +217,7 @@ def _check_image(facts: Facts, encoded: bytes, checks: Checks) -> tuple[int, int
     kind, channels = ("TIFF", f"{len(pixels)} channels") if is_tiff(encoded) else _describe(encoded)
     facts.formats[kind] += 1
     facts.channels[channels] += 1
-    facts.sides[str(1 << (max(height, width) - 1).bit_length())] += 1
-    facts.add_sizes((width, height))
-    facts.widths += width
-    facts.heights += height
+    facts.sides[1 << (max(height, width) - 1).bit_length()] += 1
     facts.pixels = facts.pixels + histogram(pixels)
     return height, width
 

@@ -22,7 +22,7 @@ from tessera.data.collate import Collator, Sample
 from tessera.data.crops import CenterCrop
 from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
-from tessera.data.shards import ShardError, ShardList, class_names, open_shards
+from tessera.data.shards import ShardError, Source, open_shards
 from tessera.encoders import EncoderError
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation.features import (
@@ -129,7 +129,7 @@ def examine(runs: Sequence[Run], options: Options, accelerator: Accelerator) -> 
         try:
             opened = open_shards(shards, progress=False)
             labelled = opened.all_labelled()
-            names = class_names(opened) if labelled else None
+            names = opened.class_names() if labelled else None
         except ShardError as error:
             problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {error}")
             continue
@@ -159,7 +159,7 @@ def evenly_spaced(count: int, total: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def _encode(run: Run, opened: ShardList, labelled: bool, options: Options, accelerator: Accelerator) -> _Encoded:
+def _encode(run: Run, opened: Source, labelled: bool, options: Options, accelerator: Accelerator) -> _Encoded:
     """Encode the images of the bank.
 
     Raises:

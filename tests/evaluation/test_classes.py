@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from tessera import encoders
+from tessera.data import make_shards as make
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
-from tessera.data.tools import make
 from tessera.evaluation import linear_probe
 from tessera.evaluation.classes import open_labelled_pair
 from tessera.evaluation.features import EvaluationError, check_labels

@@ -10,7 +10,7 @@ import pytest
 from tessera.data.shards import SourceConfig, open_shards
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder
-from tessera.data.tools.tar_writer import write_tar
+from tessera.data.tools.pack import write_samples
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.overlap import _codes, check_contents, check_disjoint
 from tests.data.made import picture
@@ -26,7 +26,8 @@ def cache(tmp_path, monkeypatch):
 
 def write(path, numbers, names=None):
     path.parent.mkdir(exist_ok=True)
-    write_tar(path, [(f"{(names or numbers)[n]:03d}.jpg", picture(number)) for n, number in enumerate(numbers)])
+    named = zip(names or numbers, numbers, strict=True)
+    write_samples(path, [{"__key__": f"{name:03d}", "jpg": picture(number)} for name, number in named])
     return str(path)
 
 
