@@ -16,13 +16,12 @@ from tessera.data.shards.listing import (
     MISSING,
     NO_LABEL,
     UNUSED_MAPS,
+    File,
     Links,
     Listing,
-    ListingBuilder,
     Maps,
-    describe_empty,
+    file_facts,
     inside,
-    number_classes,
 )
 from tessera.data.shards.tar import LARGEST_LABEL, MAP
 from tessera.runtime.errors import printable
@@ -73,7 +72,14 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
             f"--labels folders is for a folder of images, but {path} is a list or manifest. Leave --labels out."
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
-    builder = ListingBuilder(folder, links)
+    listing = Listing.of(folder, _files(path, folder, columns, links))
+    listing.refuse_empty(f"{path} names no existing images below {os.fsdecode(folder)}")
+    _refuse_repeated(listing, path)
+    _set_labels(listing, path, labels, columns)
+    return listing
+
+
+def _files(path: Path, folder: bytes, columns: Columns, links: Links) -> Iterator[File]:
     for number, (name, label) in enumerate(_rows(path, columns), 1):
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
         if not inside(full, folder) or b"\0" in full:
@@ -81,18 +87,12 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
                 f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
                 "Use --root FOLDER to name a folder that contains all entries."
             )
-        builder.add(os.path.relpath(full, folder), builder.stat(full), label or None)
-    listing = builder.build()
-    if not len(listing.usable):
-        raise ShardError(describe_empty(f"{path} names no existing images below {os.fsdecode(folder)}", listing))
-    _refuse_repeated(listing, path)
-    _set_labels(listing, list(builder.texts), path, labels, columns)
-    return listing
+        yield File(os.path.relpath(full, folder), *file_facts(full, folder, links), label or None)
 
 
-def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, columns: Columns) -> None:
-    """Replace each label, which is an index into `texts`, by the class number of this text."""
-    if labels == "none" or not texts:
+def _set_labels(listing: Listing, path: Path, labels: str, columns: Columns) -> None:
+    """Replace each label, which is an index into `listing.texts`, by the class number of this text."""
+    if labels == "none" or not listing.texts:
         listing.labels = np.full(len(listing), NO_LABEL)
         listing.note = "none"
         if labels != "none":
@@ -100,10 +100,10 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
             if columns.label is None and path.suffix != ".txt":
                 listing.note += "; --label_column COLUMN takes them from another column"
         return
-    numbers = [_class_number(text) for text in texts]
+    numbers = [_class_number(text) for text in listing.texts]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
-        number_classes(listing, texts, sorted(texts))
+        listing.number_classes(sorted(listing.texts))
         listing.note = f"names in {path.name}"
         return
     if min(known) < 0:
@@ -206,11 +206,10 @@ def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
                 f"--maps {folder} lies in the folder of images, where its files count as images. Move it to another "
                 f"folder, or name the maps KEY.{MAP}, put them beside the images, and leave --maps out."
             )
-    builder = ListingBuilder(root, links)
     sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
     maps = Maps(root, b"." + MAP.encode() if folder is None else b".png", sizes, modified)
     for entry in map(int, listing.usable):
-        sizes[entry], modified[entry] = builder.stat(os.path.join(root, maps.path(listing.path(entry))))
+        sizes[entry], modified[entry] = file_facts(os.path.join(root, maps.path(listing.path(entry))), root, links)
     found = int((sizes != MISSING).sum())
     if found:
         listing.maps = maps
@@ -235,4 +234,4 @@ def renumber(listing: Listing, classes: list[str]) -> None:
             f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add the missing classes "
             "at the end of the file."
         )
-    number_classes(listing, listing.classes, classes)
+    listing.number_classes(classes)
