@@ -1,6 +1,6 @@
 """Check every member of the shards as a pretraining run checks it.
 
-The report names the contents and everything that a run would refuse.
+The report names the contents and everything that a run would refuse. A corrupt image does not stop the check.
 
     tessera check_shards SHARDS [options]
 
@@ -8,28 +8,46 @@ Exit status: 0 if a run accepts all shards, 1 if the report names a problem, 2 i
 wrong.
 """
 
+import hashlib
 import json
+import logging
 import os
 import shlex
 import sys
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from PIL import Image
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from tessera.data.maps import IGNORED
-from tessera.data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, ShardError
-from tessera.data.shards.index import CLASSES, FOLDER_INDEX, FolderIndex, ShardEntry, write_folder
-from tessera.data.shards.open import expand, load_folder_index
+from tessera.data.decode import FORMATS, ImageError, decode
+from tessera.data.maps import IGNORED, checked_map
+from tessera.data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, RESTORE_SHARD, ShardError
+from tessera.data.shards.index import (
+    CLASSES,
+    FOLDER_INDEX,
+    LARGEST_TABLE,
+    TABLE,
+    FolderIndex,
+    ShardEntry,
+    parse_table,
+    write_folder,
+    write_table,
+)
+from tessera.data.shards.open import expand, load_folder_index, shard_at
 from tessera.data.shards.remote import PIPE, is_remote
 from tessera.data.shards.source import DEFAULT, SourceConfig
-from tessera.data.shards.tars import folder_of, name_of, read_classes
-from tessera.data.statistics import moments
+from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
+from tessera.data.shards.tars import LONGEST_LABEL, Tar, folder_of, name_of, read_classes
+from tessera.data.statistics import histogram, moments
+from tessera.data.tiff import is_tiff
 from tessera.data.tools.command import run_command, say, spread
-from tessera.data.tools.facts import NAMED_IMAGES, Checks, Facts, check_shard
 from tessera.runtime import streams
 from tessera.runtime.errors import printable
 from tessera.runtime.files import atomic_write
@@ -37,6 +55,20 @@ from tessera.runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "tessera check_shards"
 MOST_SHOWN = 10  # maximum number of printed problems of each kind
+NAMED_IMAGES = 100
+"""Maximum number of bad images, labels or maps that are listed by name. Further ones are only counted."""
+
+CHANNELS = {
+    "1": "gray",
+    "L": "gray",
+    "LA": "gray with alpha",
+    "P": "palette",
+    "PA": "palette with alpha",
+    "RGB": "RGB",
+    "RGBA": "RGB with alpha",
+    "CMYK": "CMYK",
+}
+"""Maps an image mode of Pillow to a description of its channels for the report."""
 
 
 class CheckShards(Settings):
@@ -67,6 +99,64 @@ class CheckShards(Settings):
         return self
 
 
+@dataclass
+class Facts:
+    """Results of the check of one or several shards. All sums are sums of integers, so that the result does not depend
+    on the order of shards. The names of samples have the form `SHARD.tar/KEY: reason`."""
+
+    path: str = ""
+    images: int = 0
+    bytes: int = 0
+    """Total size of the shard files in bytes."""
+    labelled: int = 0
+    mapped: int = 0
+    """Number of samples with a segmentation map."""
+    decoded: int = 0
+    """Number of images that were decoded or found to be corrupt."""
+    corrupt: int = 0
+    corrupt_images: list[str] = field(default_factory=list)
+    """First corrupt images."""
+    bad_labels: int = 0
+    bad_label_names: list[str] = field(default_factory=list)
+    """Samples of the first bad labels."""
+    bad_maps: int = 0
+    bad_map_names: list[str] = field(default_factory=list)
+    """Samples of the first bad segmentation maps."""
+    refused: list[str] = field(default_factory=list)
+    """Reasons why a run does not accept a shard."""
+    notes: list[str] = field(default_factory=list)
+    """Warnings that a run would log."""
+    formats: Counter[str] = field(default_factory=Counter)
+    channels: Counter[str] = field(default_factory=Counter)
+    longer_side: Counter[int] = field(default_factory=Counter)
+    """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
+    classes: Counter[int] = field(default_factory=Counter)
+    """Number of samples of each class number."""
+    map_values: Counter[int] = field(default_factory=Counter)
+    """Number of pixels of each value of the decoded segmentation maps."""
+    pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
+    """Histogram of the pixel values of each channel: (C, 256) int64; (1, 256) zeros if no image was decoded."""
+    sha256: str | None = None
+
+    def add(self, other: "Facts") -> None:
+        """Add the results of another shard."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            elif isinstance(value, (int, list, np.ndarray)):
+                setattr(self, name, getattr(self, name) + value)
+
+    def entry(self) -> ShardEntry:
+        """Return the entry of the shard in `index.json`."""
+        return ShardEntry(
+            url=name_of(self.path),
+            nsamples=self.images,
+            filesize=self.bytes,
+            labelled=self.labelled,
+            sha256=self.sha256,
+        )
+
+
 def check(settings: CheckShards) -> dict[str, Any]:
     """Check shards and return the report.
 
@@ -85,18 +175,12 @@ def check(settings: CheckShards) -> dict[str, Any]:
             f"{urls[0]}: an index cannot be written beside a remote shard. "
             "Write the index beside a local copy of the shards, and upload the index."
         )
-    full = settings.decode and settings.sample is None
-    checks = Checks(
-        decode=settings.decode,
-        most=None if settings.sample is None else -(-settings.sample // len(paths)),
-        max_pixels=settings.max_pixels,
-        channels=settings.channels,
-        checksum=full or settings.write_index,
-        write_table=settings.write_index,
-        source=settings.source,
-    )
-    running = spread(lambda path: check_shard(path, checks), paths, workers=settings.workers, title="checking")
-    found = {facts.path: facts for facts in running}
+    most = 0 if not settings.decode else -(-settings.sample // len(paths)) if settings.sample else None
+
+    def work(path: str) -> Facts:
+        return check_shard(path, settings, most)
+
+    found = {facts.path: facts for facts in spread(work, paths, workers=settings.workers, title="checking shards")}
     total = Facts()
     folders: dict[str, list[Facts]] = {}
     for path in paths:
@@ -116,14 +200,152 @@ def check(settings: CheckShards) -> dict[str, Any]:
     return _report(total, len(paths), agree, names[0] if len(set(names)) == 1 else None)
 
 
-def _entry(facts: Facts) -> ShardEntry:
-    return ShardEntry(
-        url=name_of(facts.path),
-        nsamples=facts.images,
-        filesize=facts.size,
-        labelled=facts.labelled,
-        sha256=facts.sha256,
-    )
+def check_shard(path: str, settings: CheckShards, most: int | None = None) -> Facts:
+    """Check the tar at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`.
+
+    `most` is the maximum number of images to decode, evenly spread; None decodes all images.
+    """
+    facts = Facts(path)
+    with _Warnings(facts.notes):
+        try:
+            shard = shard_at(path, settings.source)
+            assert isinstance(shard, Tar)
+            with os.fdopen(shard.open(), "rb") as tar:
+                index = scan_tar(os.dup(tar.fileno()), path)
+                _check_samples(facts, shard.name, index, tar.fileno(), settings, most)
+                facts.bytes = shard.size
+                if most is None or settings.write_index:
+                    facts.sha256 = _checksum(shard, index, tar)
+            if os.path.exists(path):
+                _check_table(facts, index, settings.write_index)
+        except ShardError as error:
+            text = str(error)
+            facts.refused.append(text if path in text else f"{path}: {text}")
+        except OSError as error:
+            facts.refused.append(f"{path}: {error.strerror or error}. {RESTORE_SHARD}")
+    return facts
+
+
+class _Warnings(logging.Handler):
+    """Context manager that collects the warnings of the package `data`. The warnings are not printed."""
+
+    def __init__(self, found: list[str]):
+        super().__init__(logging.WARNING)
+        self.found, self.log = found, logging.getLogger("tessera.data")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        self.log.addHandler(self)
+        self.log.propagate = False
+
+    def __exit__(self, *_: object) -> None:
+        self.log.removeHandler(self)
+        self.log.propagate = True
+
+
+def _checksum(shard: Tar, index: Index, tar: BufferedReader) -> str | None:
+    """Return the SHA-256 of the stored file, or None for a remote shard that is stored compressed."""
+    if os.path.exists(shard.path):
+        with open(shard.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if shard.size != index.summary[2]:
+        return None
+    tar.seek(0)
+    return hashlib.file_digest(tar, "sha256").hexdigest()
+
+
+def _check_samples(facts: Facts, shard: str, index: Index, tar: int, settings: CheckShards, most: int | None) -> None:
+    """Check the label of each sample, and decode at most `most` images with their maps."""
+    facts.images, facts.labelled = int(index.summary[0]), int(index.summary[1])
+    facts.mapped = int((index.maps[:, 0] >= 0).sum())
+    decoded = facts.images if most is None else min(most, facts.images)
+    chosen = set(np.linspace(0, facts.images - 1, decoded).astype(int).tolist())
+
+    def read(place: np.ndarray, most: int | None = None) -> bytes:
+        offset, size = map(int, place)
+        return os.pread(tar, size if most is None else min(size, most), offset)
+
+    for sample in range(facts.images):
+        name = f"{shard}/{index.key(sample)}"
+        if index.labels[sample, 0] >= 0:
+            _check_label(facts, read(index.labels[sample], LONGEST_LABEL), name)
+        if sample not in chosen:
+            continue
+        try:
+            sides = _check_image(facts, read(index.images[sample]), settings)
+        except ImageError as error:
+            facts.corrupt += 1
+            _list(facts.corrupt_images, f"{name}: {error}")
+            continue
+        if index.map_place(sample)[0] >= 0:
+            _check_map(facts, read(index.maps[sample]), sides, name)
+
+
+def _list(names: list[str], text: str) -> None:
+    if len(names) < NAMED_IMAGES:
+        names.append(text)
+
+
+def _check_label(facts: Facts, text: bytes, name: str) -> None:
+    try:
+        label = int(text)
+        if label > LARGEST_LABEL:
+            raise ValueError(f"{label} is more than {LARGEST_LABEL}")
+        facts.classes[int(np.int64(label))] += 1
+    except (ValueError, OverflowError):
+        facts.bad_labels += 1
+        _list(facts.bad_label_names, f"{name}: {text!r} is not a class number of at most {LARGEST_LABEL}")
+
+
+def _check_image(facts: Facts, encoded: bytes, settings: CheckShards) -> tuple[int, int]:
+    """Decode and count one image. Return its height and width.
+
+    Raises:
+        ImageError: the image is corrupt.
+    """
+    facts.decoded += 1
+    pixels = decode(encoded, max_pixels=settings.max_pixels, channels=settings.channels)  # (C, H, W)
+    height, width = map(int, pixels.shape[1:])
+    kind, channels = ("TIFF", f"{len(pixels)} channels") if is_tiff(encoded) else _describe(encoded)
+    facts.formats[kind] += 1
+    facts.channels[channels] += 1
+    facts.longer_side[1 << (max(height, width) - 1).bit_length()] += 1
+    facts.pixels = facts.pixels + histogram(pixels)
+    return height, width
+
+
+def _describe(encoded: bytes) -> tuple[str, str]:
+    """Read the format and the channels of a good image from its header."""
+    with Image.open(BytesIO(encoded), formats=FORMATS) as image:
+        channels = "16-bit gray" if image.mode.startswith("I") else CHANNELS.get(image.mode, image.mode)
+        if "transparency" in image.info and "alpha" not in channels:
+            channels += " with alpha"
+        return str(image.format), channels
+
+
+def _check_map(facts: Facts, encoded: bytes, size: tuple[int, int], name: str) -> None:
+    """Decode the segmentation map of an image of `size` (H, W), and count its values."""
+    try:
+        values, counts = np.unique(checked_map(encoded, size), return_counts=True)
+        facts.map_values.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    except ImageError as error:
+        facts.bad_maps += 1
+        _list(facts.bad_map_names, f"{name}: {error}")
+
+
+def _check_table(facts: Facts, index: Index, write: bool) -> None:
+    """Compare the table beside a local shard with the shard, or write the table."""
+    beside = Path(f"{facts.path}{TABLE}")
+    if write:
+        write_table(facts.path, index)
+    elif beside.exists():
+        if beside.stat().st_size > LARGEST_TABLE:
+            raise ShardError(f"{beside}: a table may have {LARGEST_TABLE} bytes at most. Remove the file.")
+        stored = parse_table(beside.read_bytes(), str(beside))
+        if not all(np.array_equal(a, b) for a, b in zip(stored, index, strict=True)):
+            raise ShardError(f"{beside}: belongs to another shard. {REPLACE_INDEX}")
 
 
 def _write_index(folder: Path, shards: list[Facts]) -> None:
@@ -132,10 +354,10 @@ def _write_index(folder: Path, shards: list[Facts]) -> None:
     with suppress(ShardError):  # an old index that cannot be read is replaced
         old = load_folder_index(f"{folder}/{FOLDER_INDEX}", DEFAULT)
         entries = {entry.url: entry for entry in old.shardlist if (folder / entry.url).exists()} if old else {}
-    checked = {entry.url: entry for entry in map(_entry, shards)}
+    checked = {name_of(facts.path): facts.entry() for facts in shards}
     # Pixel statistics need the images of all shards, so write statistics only if all shards of the index were checked.
     all_checked = not entries.keys() - checked.keys()
-    found = moments(sum(facts.pixels for facts in shards)) if all_checked else None
+    found = moments(sum((facts.pixels for facts in shards), np.zeros((1, 256), np.int64))) if all_checked else None
     index = FolderIndex(
         name=folder.resolve().name,
         shardlist=[entry for _, entry in sorted({**entries, **checked}.items())],
@@ -160,7 +382,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refus
         return None
     listed = {entry.url: entry for entry in index.shardlist}
     before = len(refused)
-    for entry in (_entry(facts) for facts in shards if facts.images):
+    for entry in (facts.entry() for facts in shards if facts.images):
         if entry.url not in listed:
             refused.append(f"{path}: does not list the shard {entry.url}. {REPLACE_INDEX}")
             continue
@@ -188,7 +410,7 @@ def _check_classes(
     except ShardError as error:
         refused.append(str(error))
         return None
-    largest = max((label for facts in shards for label in facts.labels), default=-1)
+    largest = max((label for facts in shards for label in facts.classes), default=-1)
     if names is not None and largest >= len(names):
         refused.append(
             f"{folder}/{CLASSES}: names {len(names)} classes, from 0 to {len(names) - 1}, but the largest label is "
@@ -199,30 +421,19 @@ def _check_classes(
 
 def _report(total: Facts, shards: int, agree: list[bool | None], names: tuple[str, ...] | None) -> dict[str, Any]:
     """Return the report as a dict that can be written as JSON. `names` are the class names, or None without names."""
-    pixels = moments(total.pixels)
-    names = names or ()
+    pixels, names = moments(total.pixels), names or ()
+    facts = {name: value for name, value in vars(total).items() if name not in ("path", "sha256")}
+    for name in ("corrupt_images", "bad_label_names", "bad_map_names"):
+        facts[name] = facts[name][:NAMED_IMAGES]
+    for name in ("longer_side", "classes", "map_values"):
+        facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
     return {
         "shards": shards,
-        "bytes": total.size,
-        "images": total.images,
-        "decoded": total.decoded,
-        "refused": total.refused,
-        "notes": total.notes,
-        "corrupt": total.corrupt,
-        "corrupt_images": total.corrupt_images[:NAMED_IMAGES],
+        **facts,
         "formats": dict(total.formats.most_common()),
         "channels": dict(total.channels.most_common()),
-        "longer_side": {str(side): count for side, count in sorted(total.sides.items())},
         "pixels": {"mean": pixels[0], "std": pixels[1]} if pixels else None,
-        "labelled": total.labelled,
-        "bad_labels": total.bad_labels,
-        "bad_label_names": total.bad_label_names[:NAMED_IMAGES],
-        "classes": {str(label): count for label, count in sorted(total.labels.items())},
-        "class_names": {str(label): names[label] for label in sorted(total.labels) if 0 <= label < len(names)},
-        "mapped": total.mapped,
-        "bad_maps": total.bad_maps,
-        "bad_map_names": total.bad_map_names[:NAMED_IMAGES],
-        "map_values": {str(value): int(total.map_values[value]) for value in np.flatnonzero(total.map_values)},
+        "class_names": {str(label): names[label] for label in sorted(total.classes) if 0 <= label < len(names)},
         "index_agrees": None if None in agree or not agree else all(agree),
         "good": not (total.refused or total.corrupt or total.bad_labels or total.bad_maps),
     }
@@ -273,9 +484,9 @@ def _describe_labels(report: dict[str, Any]) -> str:
         return "none"
     order = sorted(counts, key=lambda label: (-counts[label], int(label)))
     title = {label: f"{label} ({names[label]})" if label in names else label for label in order}
-    largest, least = max(map(int, counts)), order[-1]
-    text = f"{len(counts):,} classes from {min(map(int, counts))} to {largest}"
-    text += f"; most {counts[order[0]]:,} of {title[order[0]]}, least {counts[least]:,} of {title[least]}"
+    most, least = order[0], order[-1]
+    text = f"{len(counts):,} classes from {min(map(int, counts))} to {max(map(int, counts))}"
+    text += f"; most {counts[most]:,} of {title[most]}, least {counts[least]:,} of {title[least]}"
     if without := report["images"] - report["labelled"]:
         text += f"; {without:,} images have no label, but evaluation needs a label for each image"
     return text

@@ -30,7 +30,7 @@ from tessera.data.shards.errors import (
     warn_once,
 )
 from tessera.data.shards.folder import ImageFolder, holds_images
-from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, parse_folder
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.errors import CONTROL, printable
@@ -70,20 +70,10 @@ or a `Sources` with opened sources."""
 class _Listed(NamedTuple):
     """Entry of a shard in the `index.json` of its folder."""
 
-    samples: int
-    labelled: int
-    """Number of samples with a label, or -1 if unknown."""
-    size: int
-    """Size of the shard in bytes."""
-    sha256: str | None
+    entry: ShardEntry
+    folder: FolderIndex
     written: int
     """Modification time of the `index.json` in nanoseconds since 1970; 0 for a remote `index.json`."""
-    moments: "_Moments | None"
-    """Pixel statistics of the folder that holds the shard; None if unknown."""
-
-
-_Moments = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and standard deviation of each channel over all pixels, for pixel values in [0, 1]."""
 
 
 class _Opened(NamedTuple):
@@ -95,7 +85,8 @@ class _Opened(NamedTuple):
     """Number of samples with a label, or -1 if unknown."""
     size: int
     """Size of the shard in bytes."""
-    moments: _Moments | None = None
+    moments: tuple[tuple[float, ...] | None, tuple[float, ...] | None] = (None, None)
+    """Mean and standard deviation of each channel over all pixels of the folder, in [0, 1]; None if unknown."""
 
 
 def open_sources(shards: WeightedShards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Sources:
@@ -145,7 +136,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
     found = [opened[place] for place in sorted(opened)]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    moments = statistics.pop() if len(statistics) == 1 else None  # None if the shards have different statistics
+    mean, std = statistics.pop() if len(statistics) == 1 else (None, None)  # shards may have different statistics
     return Source(
         [one.shard for one in found],
         counts,
@@ -153,8 +144,8 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
         sizes,
         unreadable=[paths[place] for place in sorted(errors)],
         config=source,
-        mean=moments and moments[0],
-        std=moments and moments[1],
+        mean=mean,
+        std=std,
     )
 
 
@@ -231,16 +222,15 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
         return opened
     shard = shard_at(path, indices.config)
     if verifies:
-        replace(shard, sha256=listed and listed.sha256).verify()
+        replace(shard, sha256=listed and listed.entry.sha256).verify()
     if listed is not None and isinstance(shard, Tar):
-        if listed.size != shard.size:
+        if listed.entry.filesize != shard.size:
             raise ShardError(
-                f"{path}: has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.size}. The shard may have been "
-                f"truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
+                f"{path}: has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
+                f"been truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
             )
         if listed.written >= shard.modified:
-            shard = replace(shard, sha256=listed.sha256)
-            return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)
+            return _counted(replace(shard, sha256=listed.entry.sha256), listed)
         warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than this index")
     samples, labelled, size = map(int, shard.summary())
     return _Opened(shard, samples, labelled, shard.size or size)
@@ -248,8 +238,14 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
 
 def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:
     """Return a remote shard from its entry in `index.json`, without a request to the server."""
-    shard = RemoteTar(path, listed.size, listed.sha256 or "", config, listed.sha256)
-    return _Opened(shard, listed.samples, listed.labelled, listed.size, listed.moments)
+    size, sha256 = listed.entry.filesize, listed.entry.sha256
+    return _counted(RemoteTar(path, size, sha256 or "", config, sha256), listed)
+
+
+def _counted(shard: Shard, listed: _Listed) -> _Opened:
+    entry, folder = listed.entry, listed.folder
+    labelled = -1 if entry.labelled is None else entry.labelled
+    return _Opened(shard, entry.nsamples, labelled, entry.filesize, (folder.mean, folder.std))
 
 
 def _probe_servers(shards: list[Shard], config: SourceConfig) -> None:
@@ -481,16 +477,8 @@ class _FolderIndices:
     def _add(self, path: str, content: bytes, written: int) -> list[str]:
         folder = parse_folder(content, path)
         prefix, slash, _ = remote.without_query(path)[: -len(FOLDER_INDEX)].rpartition("/")
-        moments = None if folder.mean is None or folder.std is None else (folder.mean, folder.std)
         entries = {
-            prefix + slash + entry.url if slash else _local(entry.url): _Listed(
-                samples=entry.nsamples,
-                labelled=-1 if entry.labelled is None else entry.labelled,
-                size=entry.filesize,
-                sha256=entry.sha256,
-                written=written,
-                moments=moments,
-            )
+            prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder, written)
             for entry in folder.shardlist
         }
         self.entries |= entries
