@@ -91,6 +91,8 @@ class Shard(ABC):
 
     downloads: ClassVar[bool] = False
     """True if samples are downloaded or decompressed to the cache before they are read."""
+    supports_ranges: ClassVar[bool] = False
+    """True if parts of the shard can be downloaded, not only the complete shard."""
     is_remote: ClassVar[bool] = False
     """True if samples come from another machine, or from the output of a command."""
 
@@ -156,10 +158,6 @@ class Shard(ABC):
         If `joined` is true, one request may download several blocks.
         """
         return self
-
-    def cached_fraction(self, used: float) -> float:
-        """Return the fraction of the shard that the cache holds while a fraction `used` of its samples is in use."""
-        return 0.0
 
     def verify(self) -> None:
         """Compare the SHA-256 of the stored data with `index.json`, if the shard is a file.
@@ -364,7 +362,11 @@ class Source:
             ShardError: a server does not answer.
         """
         used = min(samples / self.images, 1)
-        return sum(shard.cached_fraction(used) * int(size) for shard, size in zip(self.shards, self.sizes, strict=True))
+        return sum(
+            int(size) * (used if shard.supports_ranges else 1)
+            for shard, size in zip(self.shards, self.sizes, strict=True)
+            if shard.downloads
+        )
 
     def all_labelled(self) -> bool:
         """Return True if every sample has a label.

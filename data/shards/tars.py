@@ -239,9 +239,6 @@ class PackedTar(Tar):
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
         return [lambda: os.close(self.open())]
 
-    def cached_fraction(self, used: float) -> float:
-        return 1.0
-
     def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
         key = index.raw_key(sample)
         for _ in range(2):
@@ -321,9 +318,6 @@ class RemoteTar(PackedTar):
             return []
         spans = {self._span(index, sample) for sample in samples}
         return [lambda span=span: os.close(self.open_range(*span)) for span in spans]
-
-    def cached_fraction(self, used: float) -> float:
-        return used if self.supports_ranges else 1.0
 
     def open_range(self, start: int, end: int) -> int:
         """Return a descriptor of a cached file that begins with the bytes `start` to `end` - 1 of the shard.

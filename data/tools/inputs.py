@@ -2,7 +2,6 @@
 maps, and the class numbers of other shards."""
 
 import csv
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -117,12 +116,10 @@ def _set_labels(listing: Listing, path: Path, labels: str, columns: Columns) -> 
 
 
 def _refuse_repeated(listing: Listing, path: Path) -> None:
-    digests = [hashlib.blake2b(listing.path(entry), digest_size=8).digest() for entry in range(len(listing))]
-    keys = np.frombuffer(b"".join(digests), dtype=np.uint64)
-    order = np.argsort(keys, kind="stable")
-    if len(repeated := np.flatnonzero(keys[order][1:] == keys[order][:-1])):
-        name = printable(os.fsdecode(listing.path(int(order[repeated[0]]))))
-        raise ShardError(f"{path}: {len(repeated):,} paths are repeated, the first is {name}. Name each image once.")
+    counts = Counter(map(listing.path, range(len(listing))))
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        first = printable(os.fsdecode(repeated[0]))
+        raise ShardError(f"{path}: {len(repeated):,} paths are repeated, the first is {first}. Name each image once.")
 
 
 def _class_number(text: str) -> int | None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -217,21 +218,16 @@ def key(path: bytes) -> str:
     return "".join(c if c.isprintable() and c not in ".\\\ufffd" else "_" for c in text)
 
 
-def shared_keys(listing: Listing) -> np.ndarray:
-    """Return all entries whose key also belongs to another entry, as for `a.jpg` and `a.png`: (K,) int64, ascending."""
-    digests = (hashlib.blake2b(key(listing.path(n)).encode(), digest_size=8).digest() for n in range(len(listing)))
-    found = np.frombuffer(b"".join(digests), dtype=np.uint64)
-    order = np.argsort(found, kind="stable")
-    same = found[order][1:] == found[order][:-1]
-    return np.sort(order[np.append(same, False) | np.insert(same, 0, False)])
+def shared_keys(listing: Listing) -> set[str]:
+    """Return all keys that belong to several entries, as for `a.jpg` and `a.png`."""
+    counts = Counter(key(listing.path(entry)) for entry in range(len(listing)))
+    return {name for name, count in counts.items() if count > 1}
 
 
-def sample_key(listing: Listing, entry: int, shared: np.ndarray) -> str:
-    """Return the unique sample key of an entry. If other entries have the same key, a hash of the path is appended."""
-    path = listing.path(entry)
-    place = np.searchsorted(shared, entry)
-    is_shared = place < len(shared) and shared[place] == entry
-    return f"{key(path)}-{digest(path).hex()[:12]}" if is_shared else key(path)
+def sample_key(path: bytes, shared: set[str]) -> str:
+    """Return the unique sample key of a path. If other paths have the same key, a hash of the path is appended."""
+    name = key(path)
+    return f"{name}-{digest(path).hex()[:12]}" if name in shared else name
 
 
 @dataclass
@@ -278,7 +274,7 @@ def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
             writer.tarstream.members.clear()  # saves 1 KB per tar member
 
 
-def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: np.ndarray, recipe: Recipe) -> Record:
+def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe) -> Record:
     """Write the samples of `entries` to the tar `target`, write its table, and return its record.
 
     If none of the files is a good image, no tar is written.
@@ -313,7 +309,7 @@ def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: np.
 
 
 def _samples(
-    record: Record, entries: np.ndarray, listing: Listing, shared: np.ndarray, recipe: Recipe
+    record: Record, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a shard as webdataset writes them, and add them to the record."""
     digests, counts = [], np.zeros((3, 256), dtype=np.int64)
@@ -324,7 +320,7 @@ def _samples(
         except LeftOut as error:
             record.left_out.append((entry, str(error)))
             continue
-        sample = {"__key__": sample_key(listing, entry, shared), image.extension: image.content}
+        sample = {"__key__": sample_key(listing.path(entry), shared), image.extension: image.content}
         if (label := int(listing.labels[entry])) != NO_LABEL:
             sample[LABEL] = str(label).encode()
             record.labelled += 1

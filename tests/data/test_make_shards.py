@@ -206,7 +206,7 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
 
 
 def test_two_calls_at_once(animals, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tessera.data.tools.plan.LOCK_ATTEMPTS", 1)
+    monkeypatch.setattr("tessera.data.make_shards.LOCK_ATTEMPTS", 1)
     folder = make_shards.Folder(tmp_path / "out", "shard")
     with folder.locked():
         make(animals, tmp_path / "out", SMALL, status=1)
