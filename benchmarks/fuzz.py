@@ -34,7 +34,7 @@ from rich.progress import track
 from tessera.data.crops import CenterCrop
 from tessera.data.decode import ImageError, decode
 from tessera.data.loader import LoaderConfig, Reading, evaluation_batches
-from tessera.data.shards import Reader, ShardError, open_shards
+from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
 from tessera.data.shards.tar import scan_tar
 from tessera.runtime.settings import Settings, parse
@@ -182,9 +182,9 @@ def images(folder: Path) -> Callable[..., None]:
         assert loader.total == len(samples)
         for batch in loader:
             delivered += batch.keys
-        reader = Reader(open_shards(str(path)))
+        reader = open_shards(str(path))
         for number, (kind, changes) in enumerate(samples):
-            content = reader.image(0, number)
+            content = reader.image(number)
             assert content == files[number][1], "the bytes of another member"
             try:
                 pixels = decode(content, max_pixels=MOST_PIXELS)
@@ -225,10 +225,9 @@ def tars(folder: Path) -> Callable[..., None]:
         if opened is None:
             assert str(path) in refusal, "the message does not name the shard"
             return
-        reader = Reader(opened)
         for number in range(opened.images):
             try:
-                decode(reader.image(0, number), max_pixels=MOST_PIXELS)
+                decode(opened.image(number), max_pixels=MOST_PIXELS)
             except (ImageError, ShardError):
                 continue
         if not lies and not changes:

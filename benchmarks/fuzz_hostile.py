@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from tessera.data.decode import ImageError, decode
 from tessera.data.maps import decode_map
-from tessera.data.shards import Reader, ShardError, expand, open_shards, pieces, remote
-from tessera.data.shards.classes import parse_classes
-from tessera.data.shards.index import parse_folder
-from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards import ShardError, cache, expand, open_shards, remote
+from tessera.data.shards.index import parse_classes, parse_folder
+from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
 
 MOST_SECONDS = 5.0
@@ -257,12 +256,12 @@ def answers(files: dict[str, bytes], samples: list[bytes]) -> Callable[[Path], C
         def case(wrong: dict[str, _Answer], by_index: bool) -> None:
             server.answers = wrong
             remote._servers_with_ranges.clear()
-            pieces._versions.clear()
+            cache._versions.clear()
             url = f"http://127.0.0.1:{server.server_port}/{next(number)}/{'index.json' if by_index else 'a.tar'}"
             intact = all(answer.damage < 0 and answer.cut == 1 for answer in wrong.values())
             try:
                 opened = open_shards(url, source=source, progress=False)
-                found = [Reader(opened).image(0, sample) for sample in range(opened.images)]
+                found = [opened.image(sample) for sample in range(opened.images)]
             except ShardError as error:
                 found, message = None, str(error).replace("\n  ", "")
                 _check(bool(wrong) and message.isprintable(), message)

@@ -41,7 +41,6 @@ from tessera.data.loader import Reading, training_batches
 from tessera.data.masking import MaskedCrop
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, expand, open_shards
-from tessera.data.shards.reader import Reader
 from tessera.runtime.machine import processor
 from tessera.runtime.settings import Settings, parse
 
@@ -233,8 +232,8 @@ def drawing() -> Callable[[bytes], object]:
 def reading(shards: str) -> Callable[[list[bytes], float], Measured]:
     """Return a function that measures the time to read the first images of a shard from the page cache."""
     opened = open_shards(shards)
-    reader, count = Reader(opened), min(int(opened.counts[0]), BATCH)
-    return lambda _, seconds: timed(lambda: len([reader.image(0, number) for number in range(count)]), seconds)
+    count = min(int(opened.counts[0]), BATCH)
+    return lambda _, seconds: timed(lambda: len([opened.image(number) for number in range(count)]), seconds)
 
 
 def putting(make: Callable[[Tensor | None], CropBuilder]) -> Callable[[list[bytes], float], Measured]:

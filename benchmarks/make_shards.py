@@ -53,7 +53,7 @@ class MakeShardsBenchmark(Settings):
 def main(settings: MakeShardsBenchmark) -> None:
     scratch = Path(tempfile.mkdtemp(dir=settings.folder, prefix="make-shards-"))
     try:
-        _, _, imports = run([sys.executable, "-c", "import tessera.data.tools.make"], Path("/nonexistent"))
+        _, _, imports = run([sys.executable, "-c", "import tessera.data.make_shards"], Path("/nonexistent"))
         rows = []
         pictures = photos(scratch / "pictures")
         for kind, linked in (("empty", []), ("JPEG, 32 x 32", pictures)):

@@ -161,6 +161,8 @@ class Batch:
     """(B,) int64: position of each sample in the run, counted from 0; None in evaluation. The positions are a NumPy
     array, because a worker process sends arrays by value. Each tensor would need a block of shared memory with an open
     file."""
+    sources: np.ndarray | None = None
+    """(B,) int64: index of the source of each sample, in a mixture of sources; None if the batch has no samples."""
     maps: Tensor | None = None
     """(B, S, T) uint8: segmentation map of each image, cut like its only crop; None if maps were not requested."""
     skipped: list[str] = field(default_factory=list)

@@ -70,6 +70,8 @@ class Sample(NamedTuple):
     label: int | None = None
     position: int | None = None
     """Position of the sample in the run, counted from 0; None in evaluation."""
+    source: int = 0
+    """Index of the source that the sample comes from, in a mixture of sources."""
     map: Tensor | None = None
     """Segmentation map (S, T) uint8 of the only crop; None if maps are not read."""
 
@@ -123,6 +125,7 @@ class Collator:
             keys=[sample.key for sample in kept],
             labels=torch.tensor(labels) if labels else None,
             positions=np.array(positions) if positions else None,
+            sources=np.array([sample.source for sample in kept]),
             maps=torch.stack(maps) if maps else None,
             skipped=skipped,
             preprocessing=self.preprocessing,

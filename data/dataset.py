@@ -4,10 +4,9 @@
 the samples of a batch in advance. A sample is decoded only when the collator requests this sample.
 """
 
-import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +19,8 @@ from tessera.data.crops import MixedCrops
 from tessera.data.decode import MAX_PIXELS, ImageError, Picture
 from tessera.data.maps import checked_map, cut_map
 from tessera.data.sampler import MixtureSampler, sample_rng
-from tessera.data.shards import ShardError, ShardList
+from tessera.data.shards import ShardError, Source, UnreadableError
 from tessera.data.shards.errors import ResourceError
-from tessera.data.shards.reader import Reader, UnreadableError
 from tessera.data.shards.tar import MAP
 
 MOST_SKIPPED = 100
@@ -58,38 +56,12 @@ class Decoding:
         """
         return Picture(encoded, max_pixels=self.max_pixels, channels=self.channels)
 
-    def encoded_map(self, reader: Reader, shard: int, sample: int) -> bytes | None:
-        """Return the encoded segmentation map of a sample, or None if maps are not read.
-
-        Raises:
-            ShardError: the sample has no map.
-        """
-        return None if self.map_classes is None else reader.map(shard, sample)
-
-    def cropped_map(
-        self, encoded: bytes | None, key: str, size: tuple[int, int], views: SampleParameters
-    ) -> Tensor | None:
-        """Return the segmentation map (S, T) uint8 of the only crop of the sample `key`, an image of `size` (H, W).
-
-        Raises:
-            ShardError: the map is damaged, does not have the size of the image, or has a value that is no class.
-        """
-        if encoded is None:
-            return None
-        try:
-            values = checked_map(encoded, size, self.map_classes)
-        except ImageError as error:
-            raise ShardError(f"the segmentation map of {key}: {error}. Correct the member KEY.{MAP}.") from None
-        (view,) = views
-        return cut_map(values, view)[0]
-
 
 class _Address(NamedTuple):
-    """A position in the run, and the location of the sample at this position: source, shard, number in the shard."""
+    """A position in the run, and the sample at this position: its source and its number in the source."""
 
     position: int
     source: int
-    shard: int
     number: int
 
 
@@ -119,7 +91,7 @@ class TrainDataset(Dataset[Sample]):
     A sample that cannot be used is replaced by the next usable sample of the same virtual stream (`data.sampler`).
     """
 
-    sources: list[ShardList]
+    sources: list[Source]
     sampler: MixtureSampler
     transform: Transform
     seed: int
@@ -129,10 +101,11 @@ class TrainDataset(Dataset[Sample]):
     classes: int | None = None
     """Number of classes of the labels; None if labels are not read."""
 
-    @functools.cached_property
-    def _readers(self) -> list[Reader]:
-        samplers = self.sampler.samplers  # a cached property, so that each worker process opens its own readers
-        return [Reader(opened, len(samplers), one.block) for opened, one in zip(self.sources, samplers, strict=True)]
+    def __post_init__(self) -> None:
+        samplers = self.sampler.samplers
+        self.sources = [
+            source.in_blocks(one.block, len(samplers)) for source, one in zip(self.sources, samplers, strict=True)
+        ]
 
     def __getitem__(self, position: int) -> Sample:
         """Return the decoded sample at a position in the run.
@@ -151,10 +124,9 @@ class TrainDataset(Dataset[Sample]):
             ShardError: the shards cannot be read, too many images in a row are corrupt, or a label or a segmentation
                 map is wrong.
         """
-        sources, shards, numbers = self.sampler(np.asarray(positions))
-        for source, reader in enumerate(self._readers):
-            reader.prepare(shards[sources == source], numbers[sources == source])
-        addresses = [_Address(*map(int, one)) for one in zip(positions, sources, shards, numbers, strict=True)]
+        addresses = self._addresses(positions)
+        for number, source in enumerate(self.sources):
+            source.prepare([one.number for one in addresses if one.source == number])
         start = 0
         while start < len(addresses):
             drawn, held = deque[_Drawn | _Failed](), 0
@@ -165,44 +137,35 @@ class TrainDataset(Dataset[Sample]):
                 yield from self._decode(addresses[start], drawn.popleft())
                 start += 1
 
+    def _addresses(self, positions: Sequence[int] | np.ndarray, later: int = 0) -> list[_Address]:
+        """Return the addresses of the samples that are `later` samples behind some positions of their streams."""
+        sources, shards, samples = self.sampler(np.asarray(positions), later)
+        numbers = np.empty_like(samples)
+        for number, source in enumerate(self.sources):
+            numbers[sources == number] = source.number(shards[sources == number], samples[sources == number])
+        return [_Address(*map(int, one)) for one in zip(positions, sources, numbers, strict=True)]
+
     def _draw(self, address: _Address) -> _Drawn | _Failed:
-        """Read the encoded sample at an address, and draw its random parameters."""
-        reader, key = self._readers[address.source], ""
-        try:
-            key = reader.name(address.shard, address.number)
-            encoded = reader.image(address.shard, address.number)
-            picture = self.decoding.picture(encoded)
-            views = self._transform(address.position).draw(picture.size, sample_rng(self.seed, address.position))
-            encoded_map = self.decoding.encoded_map(reader, address.shard, address.number)
-            return _Drawn(key, picture, views, self._label(reader, address), encoded_map)
-        except ImageError as error:
-            return _Failed(f"{key}: {error}", corrupt=True)
-        except MemoryError as error:
-            raise _out_of_memory(key) from error
-        except UnreadableError as error:
-            return _Failed(f"sample {address.number} of {error}", corrupt=False)
+        """Read the encoded sample at an address, and draw its random parameters.
+
+        Raises:
+            ShardError: the label is missing, not an integer, or not the number of a class; or the map is missing.
+        """
+        rng = sample_rng(self.seed, address.position)
+        source, transform = self.sources[address.source], self._transform(address.position)
+        drawn = _draw(source, address.number, transform, rng, self.decoding, labels=self.classes is not None)
+        if isinstance(drawn, _Drawn) and drawn.label is not None and not 0 <= drawn.label < (self.classes or 0):
+            raise ShardError(
+                f"the label of {drawn.key} is {drawn.label}, but the run has {self.classes} classes, numbered from 0. "
+                "Correct the .cls member, or set the number of classes."
+            )
+        return drawn
 
     def _transform(self, position: int) -> Transform:
         """Return the transform of the sample at a position in the run."""
         if isinstance(self.transform, MixedCrops):
             return self.transform.at(self.seed, position // self.batch_size)
         return self.transform
-
-    def _label(self, reader: Reader, address: _Address) -> int | None:
-        """Return the label of the sample at an address, or None if labels are not read.
-
-        Raises:
-            ShardError: the label is missing, not an integer, or not the number of a class.
-        """
-        if self.classes is None:
-            return None
-        label = reader.label(address.shard, address.number)
-        if not 0 <= label < self.classes:
-            raise ShardError(
-                f"the label of {reader.name(address.shard, address.number)} is {label}, but the run has "
-                f"{self.classes} classes, numbered from 0. Correct the .cls member, or set the number of classes."
-            )
-        return label
 
     def _decode(self, address: _Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
         """Yield the decoded sample at an address.
@@ -211,16 +174,8 @@ class TrainDataset(Dataset[Sample]):
         each unusable sample, and then the usable sample.
         """
         failed: list[_Failed] = []
-        while True:
-            if isinstance(drawn, _Drawn):
-                try:
-                    sample = decode_sample(drawn.key, drawn.picture, drawn.views)
-                    break
-                except MemoryError as error:
-                    raise _out_of_memory(drawn.key) from error
-                except ImageError as error:
-                    drawn = _Failed(f"{drawn.key}: {error}", corrupt=True)
-            failed.append(drawn)
+        while isinstance(sample := _decoded(drawn, self.decoding), _Failed):
+            failed.append(sample)
             corrupt = [one.reason for one in failed if one.corrupt]
             if len(corrupt) == MOST_SKIPPED:
                 first = "\n  ".join(corrupt[:MOST_NAMED])
@@ -228,33 +183,31 @@ class TrainDataset(Dataset[Sample]):
                     f"{MOST_SKIPPED} images in a row are corrupt. Make the shards of these images again. "
                     f"The first of these images are:\n  {first}"
                 )
-            _, shards, numbers = self.sampler(np.array([address.position]), later=len(failed))
-            drawn = self._draw(address._replace(shard=int(shards[0]), number=int(numbers[0])))
+            (address,) = self._addresses([address.position], later=len(failed))
+            drawn = self._draw(address)
         for one in failed:
             yield Skipped(one.reason)
-        cropped = self.decoding.cropped_map(drawn.map, drawn.key, drawn.picture.size, drawn.views)
-        yield sample._replace(position=address.position, label=drawn.label, map=cropped)
+        yield sample._replace(position=address.position, source=address.source)
 
 
 @dataclass
 class EvaluationDataset(Dataset[Sample | Skipped]):
-    """All samples of a list of shards, in the order of the shards. Samples that cannot be used are left out."""
+    """All samples of a source in their order. Samples that cannot be used are left out."""
 
-    shards: ShardList
+    source: Source
     transform: Transform
     labels: bool = True
     """True to read the label of each sample."""
     decoding: Decoding = Decoding()
 
-    def __len__(self) -> int:
-        return self.shards.images
+    def __post_init__(self) -> None:
+        self.source = replace(self.source)  # shards that could not be read for another dataset are tried again
 
-    @functools.cached_property
-    def _reader(self) -> Reader:
-        return Reader(self.shards)  # a cached property, so that each worker process opens its own reader
+    def __len__(self) -> int:
+        return self.source.images
 
     def __getitem__(self, number: int) -> Sample | Skipped:
-        """Return the decoded sample with the index `number`. Indices count the samples of all shards in order.
+        """Return the decoded sample of a number in the source.
 
         Raises:
             ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
@@ -262,35 +215,66 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return next(iter(self.__getitems__(range(number, number + 1))))
 
     def __getitems__(self, numbers: Sequence[int]) -> Iterator[Sample | Skipped]:
-        """Yield the decoded samples with the indices `numbers`. Indices count the samples of all shards in order.
+        """Yield the decoded samples of the given numbers in the source.
 
         Raises:
             ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
         """
-        ends = np.cumsum(self.shards.counts)
-        shards = np.searchsorted(ends, numbers, side="right")  # (B,)
-        within = np.asarray(numbers) - (ends - self.shards.counts)[shards]  # (B,)
-        self._reader.prepare(shards, within)
-        for number, shard, sample in zip(numbers, map(int, shards), map(int, within), strict=True):
-            yield self._sample(number, shard, sample)
+        self.source.prepare(numbers)
+        for number in numbers:
+            rng = sample_rng(0, number)
+            drawn = _draw(self.source, number, self.transform, rng, self.decoding, labels=self.labels)
+            sample = _decoded(drawn, self.decoding)
+            yield Skipped(sample.reason) if isinstance(sample, _Failed) else sample
 
-    def _sample(self, number: int, shard: int, sample: int) -> Sample | Skipped:
-        key = ""
-        try:
-            key = self._reader.name(shard, sample)
-            label = self._reader.label(shard, sample) if self.labels else None
-            picture = self.decoding.picture(self._reader.image(shard, sample))
-            views = self.transform.draw(picture.size, sample_rng(0, number))
-            found = decode_sample(key, picture, views)
-            encoded_map = self.decoding.encoded_map(self._reader, shard, sample)
-            cropped = self.decoding.cropped_map(encoded_map, key, picture.size, views)
-            return found._replace(label=label, map=cropped)
-        except ImageError as error:
-            return Skipped(f"{key}: {error}")
-        except MemoryError as error:
-            raise _out_of_memory(key) from error
-        except UnreadableError as error:
-            return Skipped(f"sample {sample} of {error}")
+
+def _draw(
+    source: Source, number: int, transform: Transform, rng: np.random.Generator, decoding: Decoding, *, labels: bool
+) -> _Drawn | _Failed:
+    """Read an encoded sample, and draw its random parameters.
+
+    Raises:
+        ShardError: a label or a segmentation map is missing, or resources of this machine run out.
+    """
+    key = ""
+    try:
+        key = source.name(number)
+        picture = decoding.picture(source.image(number))
+        views = transform.draw(picture.size, rng)
+        label = source.label(number) if labels else None
+        encoded_map = None if decoding.map_classes is None else source.target(number)
+        return _Drawn(key, picture, views, label, encoded_map)
+    except ImageError as error:
+        return _Failed(f"{key}: {error}", corrupt=True)
+    except MemoryError as error:
+        raise _out_of_memory(key) from error
+    except UnreadableError as error:
+        return _Failed(f"sample {source.place(number)[1]} of {error}", corrupt=False)
+
+
+def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:
+    """Decode a sample and cut its segmentation map.
+
+    Raises:
+        ShardError: the map is damaged, does not have the size of the image, or has a value that is no class; or the
+            memory does not suffice.
+    """
+    if isinstance(drawn, _Failed):
+        return drawn
+    try:
+        sample = decode_sample(drawn.key, drawn.picture, drawn.views)
+    except MemoryError as error:
+        raise _out_of_memory(drawn.key) from error
+    except ImageError as error:
+        return _Failed(f"{drawn.key}: {error}", corrupt=True)
+    if drawn.map is None:
+        return sample._replace(label=drawn.label)
+    try:
+        values = checked_map(drawn.map, drawn.picture.size, decoding.map_classes)
+    except ImageError as error:
+        raise ShardError(f"the segmentation map of {drawn.key}: {error}. Correct the member KEY.{MAP}.") from None
+    (view,) = drawn.views
+    return sample._replace(label=drawn.label, map=cut_map(values, view)[0])
 
 
 def _out_of_memory(key: str) -> ResourceError:

@@ -10,12 +10,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from tessera.data.shards import ShardError, cache_folder
-from tessera.data.tools.tar_writer import write_tar
+from tessera.data.tools.pack import write_samples
 
 VERSION = 1  # increase this number when the samples of the data set change
 SIZE = 32  # pixels
@@ -60,7 +61,7 @@ def _write(folder: Path) -> None:
         temporary.chmod(0o755)
         for (name, count), chosen in zip(SHARDS.items(), (train, held_out), strict=True):
             for shard, numbers in enumerate(np.array_split(chosen, count)):
-                write_tar(temporary / f"{name}-{shard:06d}.tar", _files(pixels, labels, numbers))
+                write_samples(temporary / f"{name}-{shard:06d}.tar", _samples(pixels, labels, numbers))
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -78,11 +79,10 @@ def _choose(numbers: np.ndarray) -> np.ndarray:
     return numbers[np.linspace(0, len(numbers) - 1, HELD_OUT).round().astype(int)]
 
 
-def _files(pixels: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each file of a shard."""
+def _samples(pixels: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a shard as webdataset writes them."""
     for number in numbers:
         small = Image.fromarray((pixels[number].reshape(8, 8) * (255 / 16)).round().astype(np.uint8))
         file = io.BytesIO()
         small.resize((SIZE, SIZE), Image.Resampling.BICUBIC).convert("RGB").save(file, "PNG")
-        yield f"digit-{number:04d}.png", file.getvalue()
-        yield f"digit-{number:04d}.cls", str(labels[number]).encode()
+        yield {"__key__": f"digit-{number:04d}", "png": file.getvalue(), "cls": str(labels[number]).encode()}

@@ -6,11 +6,12 @@ webdataset. The pipeline of webdataset is not used, because its shuffle buffer f
 an exact sample.
 """
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from tessera.data.batches import Batches
@@ -18,10 +19,20 @@ from tessera.data.collate import Collator, Transform
 from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
 from tessera.data.decode import MAX_PIXELS
 from tessera.data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, ShuffledSampler, bounded_buffers
-from tessera.data.shards import DEFAULT, ShardList, Shards, SourceConfig, WeightedShards, open_shards, open_sources
-from tessera.data.shards.reader import Reader, warn_of_small_cache
+from tessera.data.shards import (
+    DEFAULT,
+    ShardError,
+    Shards,
+    Source,
+    SourceConfig,
+    WeightedShards,
+    open_shards,
+    open_sources,
+)
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.runtime.settings import Section
+
+log = logging.getLogger(__name__)
 
 
 class StreamConfig(Section):
@@ -119,9 +130,9 @@ def training_batches(
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
     if reading.classes is not None:
         for opened in sources:
-            require_labels(opened)
+            opened.require_labels()
     if reading.maps is not None:
-        require_maps(sources, transform)
+        _require_maps(sources, transform)
     buffers = bounded_buffers(
         [opened.mean_bytes for opened in sources], stream.window, stream.window_gb, batches.streams
     )
@@ -132,7 +143,7 @@ def training_batches(
         for number, opened in enumerate(sources)
     ]
     if batches.rank == 0:
-        warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in samplers])
+        _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in samplers])
     mixture = MixtureSampler(samplers, weights, seed)
     _check_enough(mixture, batches.batch_size)
     dataset = TrainDataset(
@@ -176,9 +187,9 @@ def evaluation_batches(
     rank, world_size = part
     opened = open_shards(shards, progress=rank == 0, source=reading.source)
     if labels:
-        require_labels(opened)
+        opened.require_labels()
     if reading.maps is not None:
-        require_maps([opened], transform)
+        _require_maps([opened], transform)
     numbers = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
     batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
     dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
@@ -186,19 +197,8 @@ def evaluation_batches(
     return Batches(dataset, batches, collator, reading.workers, opened.images)
 
 
-def require_labels(opened: ShardList) -> None:
-    """Check that every sample has a label. The check uses index.json or the headers of the tar files.
-
-    Raises:
-        ShardError: a sample has no label. The message names the sample.
-    """
-    for shard in np.flatnonzero((opened.labelled >= 0) & (opened.labelled < opened.counts))[:1]:
-        unlabelled = np.flatnonzero(opened.shards[shard].index().labels[:, 0] < 0)
-        Reader(opened).label(int(shard), int(unlabelled[0]))
-
-
-def require_maps(sources: Sequence[ShardList], transform: Transform) -> None:
-    """Check that every sample has a segmentation map, and that the transform draws one crop. Read all tar headers.
+def _require_maps(sources: Sequence[Source], transform: Transform) -> None:
+    """Check that every sample has a segmentation map, and that the transform draws one crop.
 
     Raises:
         ShardError: a sample has no map. The message names the sample.
@@ -207,10 +207,27 @@ def require_maps(sources: Sequence[ShardList], transform: Transform) -> None:
     if transform.packing is not None or [view.crops for view in transform.views] != [1]:
         raise ValueError("Segmentation maps need a transform that draws one crop of each image, without packing.")
     for opened in sources:
-        for number, shard in enumerate(opened.shards):
-            index = shard.index()
-            if not len(index.maps) or (index.maps[:, 0] < 0).any():
-                Reader(opened).map(number, int(index.maps[:, 0].argmin()) if len(index.maps) else 0)
+        opened.require_targets()
+
+
+def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> None:
+    """Log a warning if the cache cannot hold all shard data that is needed at the same time.
+
+    `spans` holds the number of samples that are needed at the same time, for each source.
+    """
+    limit = min(opened.config.cache_gb for opened in sources) * 1e9
+    needed = 0.0
+    for opened, span in zip(sources, spans, strict=True):
+        with suppress(ShardError):  # the error is raised again when the shard is read
+            needed += opened.cached_bytes(span)
+    if needed > limit:
+        log.warning(
+            "about %.3g GB of downloaded or decompressed shards are in use at a time, but the cache is limited to "
+            "%.3g GB. The same data will be downloaded again and again. "
+            "Raise source.cache_gb or lower stream.window_gb.",
+            needed / 1e9,
+            limit / 1e9,
+        )
 
 
 def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:

@@ -18,8 +18,7 @@ from pydantic import Field
 
 from tessera.data.dataset import Decoding
 from tessera.data.decode import ImageError
-from tessera.data.shards import ShardError, ShardList, class_names, open_shards
-from tessera.data.shards.reader import Reader
+from tessera.data.shards import ShardError, Source, open_shards
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Positional, Settings, parse
@@ -49,7 +48,7 @@ def run(settings: PreviewSettings) -> None:
     """
     shards = settings.shards
     opened = open_shards(shards[0] if len(shards) == 1 else shards)
-    opened = replace(opened, classes=class_names(opened))
+    opened = replace(opened, classes=opened.class_names())
     numbers = np.linspace(0, opened.images - 1, min(settings.images, opened.images)).round().astype(int)
     cells = read_cells(opened, numbers, settings.channels)
     columns = math.ceil(math.sqrt(2 * len(cells)))
@@ -60,21 +59,18 @@ def run(settings: PreviewSettings) -> None:
     print(f"{title} written to {settings.output}")
 
 
-def read_cells(opened: ShardList, numbers: np.ndarray, channels: int) -> list[Cell]:
-    """Return the images with the given indices, counted over all shards. The caption is the class, or the name of the
-    sample if it has no label. The caption of a corrupt image says so."""
-    reader, ends = Reader(opened), np.cumsum(opened.counts)
-    shards = np.searchsorted(ends, numbers, side="right")
-    within = numbers - (ends - opened.counts)[shards]
-    reader.prepare(shards, within)
+def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]:
+    """Return the images of the given numbers in the source. The caption is the class, or the name of the sample if it
+    has no label. The caption of a corrupt image says so."""
+    opened.prepare(numbers)
     cells = []
-    for shard, number in zip(shards.tolist(), within.tolist(), strict=True):
-        caption = caption_of(reader, opened, shard, number)
+    for number in numbers.tolist():
         try:
-            picture = Decoding(channels).picture(reader.image(shard, number))
-            cells.append(Cell(as_rgb(picture.pixels(picture.fraction(picture_shrink(picture.size)))), caption))
+            picture = Decoding(channels).picture(opened.image(number))
+            pixels = picture.pixels(picture.fraction(picture_shrink(picture.size)))
+            cells.append(Cell(as_rgb(pixels), caption_of(opened, number)))
         except ImageError:
-            cells.append(Cell(np.full((1, 1, 3), 255, np.uint8), f"corrupt: {reader.name(shard, number)}"))
+            cells.append(Cell(np.full((1, 1, 3), 255, np.uint8), f"corrupt: {opened.name(number)}"))
     return cells
 
 
@@ -83,12 +79,12 @@ def picture_shrink(size: tuple[int, int], side: int = 256) -> int:
     return next(shrink for shrink in (8, 4, 2, 1) if shrink == 1 or min(size) // shrink >= side)
 
 
-def caption_of(reader: Reader, opened: ShardList, shard: int, number: int) -> str:
+def caption_of(opened: Source, number: int) -> str:
     """Return the name or number of the class of a sample, or the name of the sample if it has no label."""
     try:
-        label = reader.label(shard, number)
+        label = opened.label(number)
     except ShardError:
-        return reader.name(shard, number).rpartition("/")[2]
+        return opened.name(number).rpartition("/")[2]
     names = opened.classes or ()
     return names[label] if label < len(names) else f"class {label}"
 

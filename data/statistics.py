@@ -3,16 +3,14 @@
 Images have C channels and H x W pixels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
 from tessera.data.decode import ImageError, decode
-from tessera.data.shards import Reader, ShardError, ShardList, Sources, class_names
-from tessera.data.shards.reader import UnreadableError
-from tessera.data.shards.remote import is_remote
+from tessera.data.shards import ShardError, Source, Sources, UnreadableError
 from tessera.encoders.base import Preprocessing
 
 READ_TOGETHER = 64
@@ -73,62 +71,38 @@ def count_classes(sources: Sources) -> int:
         ShardError: the sources have different class names; or without names, a shard is remote, so that reading all
             labels would download it; or a label is missing, negative or not an integer.
     """
-    names, *others = [class_names(source) for source in sources.lists]
+    names, *others = [source.class_names() for source in sources.lists]
     if any(other != names for other in others):
         raise ShardError("The sources have different class names in classes.json, so their labels cannot be mixed.")
     if names is not None:
         return len(names)
     largest = 0
     for source in sources.lists:
-        remote = next((shard.path for shard in source.shards if is_remote(shard.path)), None)
-        if remote is not None:
+        if remote := next((shard.path for shard in source.shards if shard.is_remote), None):
             raise ShardError(f"{remote} is remote. Set the number of classes, for example --finetune.classes 1000.")
-        reader = Reader(source)
-        for shard, count in enumerate(source.counts):
-            for sample in range(int(count)):
-                label = reader.label(shard, sample)
-                if label < 0:
-                    raise ShardError(
-                        f"the label of {reader.name(shard, sample)} is {label}. Number the classes from 0."
-                    )
-                largest = max(largest, label)
+        for number in range(source.images):
+            label = source.label(number)
+            if label < 0:
+                raise ShardError(f"the label of {source.name(number)} is {label}. Number the classes from 0.")
+            largest = max(largest, label)
     return largest + 1
 
 
-def _source_statistics(source: ShardList, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:
+def _source_statistics(source: Source, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the standard deviation of each channel of one source."""
     if source.mean is not None and source.std is not None and len(source.mean) == channels:
         return source.mean, source.std
     counts, reasons = np.zeros((channels, 256), dtype=np.int64), []
-    for image in _sampled(source, images):
-        if isinstance(image, str):
-            reasons.append(image)
-            continue
-        try:
-            counts += histogram(decode(image, channels=channels))
-        except ImageError as error:
-            reasons.append(str(error))
+    numbers = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64).tolist()
+    for start in range(0, len(numbers), READ_TOGETHER):
+        some = numbers[start : start + READ_TOGETHER]
+        source.prepare(some)
+        for number in some:
+            try:
+                counts += histogram(decode(source.image(number), channels=channels))
+            except (ImageError, UnreadableError) as error:
+                reasons.append(str(error))
     found = moments(counts)
     if found is None:
         raise ShardError(f"none of {len(reasons)} sampled images can be decoded. The first error is: {reasons[0]}.")
     return found
-
-
-def _sampled(source: ShardList, images: int) -> Iterator[bytes | str]:
-    """Yield encoded images, evenly spread over the shards of a source. If an image cannot be read, yield the reason."""
-    reader, ends = Reader(source), np.cumsum(source.counts)
-    numbers = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64)
-    for start in range(0, len(numbers), READ_TOGETHER):
-        some = numbers[start : start + READ_TOGETHER]
-        shards = np.searchsorted(ends, some, side="right")
-        within = some - (ends - source.counts)[shards]
-        reader.prepare(shards, within)
-        yield from _read(reader, shards.tolist(), within.tolist())
-
-
-def _read(reader: Reader, shards: Sequence[int], samples: Sequence[int]) -> Iterator[bytes | str]:
-    for shard, sample in zip(shards, samples, strict=True):
-        try:
-            yield reader.image(shard, sample)
-        except UnreadableError as error:
-            yield str(error)

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 
 from tessera.data.loader import require_labels
-from tessera.data.shards import ShardList, open_shards
+from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import (
     PIXELS,
@@ -63,7 +63,7 @@ class LabelledData(NamedTuple):
     """This process's part of the training set."""
     val: LabelledFeatures
     """This process's part of the set that is scored. Without a second set, `train` itself."""
-    train_shards: ShardList
+    train_shards: Source
     encoder: Encoder
     file: Path | None
     """File of the encoder, or None for `pixels` and for `timm:NAME`."""

@@ -33,7 +33,7 @@ from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import Reader, ShardError, ShardList
+from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar import MAP
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
@@ -272,7 +272,7 @@ def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int:
+def largest_value(opened: Source, accelerator: Accelerator, name: str) -> int:
     """Return the largest value of all maps other than 255, or -1 if there is none. Call this function on all processes.
 
     Each process reads a part of the maps.
@@ -280,22 +280,22 @@ def largest_value(opened: ShardList, accelerator: Accelerator, name: str) -> int
     Raises:
         ShardError: a map is missing or damaged.
     """
-    reader, found = Reader(opened), -1
-    places = [(shard, sample) for shard, count in enumerate(opened.counts) for sample in range(count)]
-    own = places[accelerator.process_index :: accelerator.num_processes]
-    for shard, sample in track(own, f"classes of --{name}", total=len(own), shown=accelerator.is_main_process):
-        encoded = reader.map(shard, sample)
+    numbers = range(accelerator.process_index, opened.images, accelerator.num_processes)
+    found = -1
+    shown = track(numbers, f"classes of --{name}", total=len(numbers), shown=accelerator.is_main_process)
+    for number in shown:
+        encoded = opened.target(number)
         try:
             values = decode_map(encoded)
         except ImageError as error:
             raise ShardError(
-                f"the segmentation map of {reader.name(shard, sample)}: {error}. Correct the member KEY.{MAP}."
+                f"the segmentation map of {opened.name(number)}: {error}. Correct the member KEY.{MAP}."
             ) from None
         found = max(found, int(values.masked_fill(values == IGNORED, 0).max()) if (values != IGNORED).any() else -1)
     return int(all_reduce_max(torch.tensor(found)))
 
 
-def count_values(train: ShardList, val: ShardList, classes: int | None, accelerator: Accelerator) -> int:
+def count_values(train: Source, val: Source, classes: int | None, accelerator: Accelerator) -> int:
     """Return the number of values of the maps: `classes`, or one more than the largest value in `train`.
 
     All maps of `val` are read, so that a damaged map or an unknown class is found before the training.
@@ -333,7 +333,7 @@ def class_numbers(values: int, ignore: Sequence[int]) -> Tensor:
 
 
 def training_set(
-    opened: ShardList, settings: SegmentationSettings, size: int, reading: Reading, accelerator: Accelerator
+    opened: Source, settings: SegmentationSettings, size: int, reading: Reading, accelerator: Accelerator
 ) -> Batches:
     """Return one batch of random crops for each training step of this process.
 

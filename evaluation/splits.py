@@ -4,12 +4,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.data.loader import require_labels
-from tessera.data.shards import Reader, ShardError, ShardList, Shards, SourceConfig, class_names, open_shards
-from tessera.data.shards.shard import Shard
+from tessera.data.shards import ShardError, Shards, Source, SourceConfig, open_shards
+from tessera.data.shards.source import Shard
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
@@ -17,9 +17,7 @@ MOST_COMPARED = 64
 """Maximum number of images whose contents are compared, of those with equal names and sizes in both sets."""
 
 
-def open_splits(
-    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator
-) -> tuple[ShardList, ShardList]:
+def open_splits(train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator) -> tuple[Source, Source]:
     """Open the shards of the training set and of the validation set, and check that no image is in both.
 
     Raises:
@@ -34,7 +32,7 @@ def open_splits(
 
 def open_labelled_splits(
     train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator
-) -> tuple[ShardList, ShardList]:
+) -> tuple[Source, Source]:
     """Open the labelled shards of the training set and of the validation set, and match their classes by name.
 
     If both sets have class names (classes.json), the labels that are read from the validation set are the class numbers
@@ -49,8 +47,8 @@ def open_labelled_splits(
     """
     opened = open_splits(train, val, source, accelerator)
     for one in opened:
-        require_labels(one)
-    names = run_on_all_ranks(lambda: [class_names(one) for one in opened])
+        one.require_labels()
+    names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
     if any(other != names for other in gather_objects(names)):
         raise EvaluationError(
             "The processes see different class names. Copy the same shards, with their classes.json, to all nodes."
@@ -78,7 +76,7 @@ def open_labelled_splits(
     )
 
 
-def check_disjoint(train: ShardList, val: ShardList) -> None:
+def check_disjoint(train: Source, val: Source) -> None:
     """Check that the validation set has no image of the training set.
 
     A shard is known by its path, by its file, and by its SHA-256 in `index.json`. Of the images with equal names and
@@ -95,19 +93,17 @@ def check_disjoint(train: ShardList, val: ShardList) -> None:
         if same := [known[identity] for identity in _identities(shard) if identity in known]:
             name = "" if same[0] == shard.path else f", where it is named {same[0]}"
             raise EvaluationError(f"{shard.path} is in both --train and --val{name}. {remedy}")
-    places = {sample: place for place, sample in _samples(val)}
-    pairs = list({places[sample]: place for place, sample in _samples(train) if sample in places}.items())
-    readers = Reader(val), Reader(train)
-    for pair in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
+    numbers = {sample: number for number, sample in _samples(val)}
+    pairs = list({numbers[sample]: number for number, sample in _samples(train) if sample in numbers}.items())
+    for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
         try:
-            images = [reader.image(*place) for reader, place in zip(readers, pair, strict=True)]
+            equal = val.image(number) == train.image(other)
         except ShardError:
             continue  # the evaluation names an unreadable shard, or leaves it out
-        if images[0] == images[1]:
-            names = [reader.name(*place) for reader, place in zip(readers, pair, strict=True)]
+        if equal:
             raise EvaluationError(
-                f"The image {names[0]} of --val is also in --train, as {names[1]}. Images with equal names and sizes "
-                f"in both sets: {len(pairs):,}. {remedy}"
+                f"The image {val.name(number)} of --val is also in --train, as {train.name(other)}. Images with equal "
+                f"names and sizes in both sets: {len(pairs):,}. {remedy}"
             )
 
 
@@ -122,18 +118,19 @@ def _identities(shard: Shard) -> list[str | tuple[int, int]]:
     return [*identities, (status.st_dev, status.st_ino)]
 
 
-def _samples(opened: ShardList) -> Iterator[tuple[tuple[int, int], tuple[bytes, int]]]:
-    """Yield all samples: the number of the shard and in the shard, and the name and the size in bytes of the image."""
-    for number, shard in enumerate(opened.shards):
+def _samples(opened: Source) -> Iterator[tuple[int, tuple[bytes, int]]]:
+    """Yield all samples: the number in the source, and the name and the size in bytes of the image."""
+    firsts = np.cumsum(opened.counts) - opened.counts  # number of the first sample of each shard
+    for first, shard in zip(firsts.tolist(), opened.shards, strict=True):
         try:
             index = shard.index()
         except ShardError:
-            if opened.source.unreadable == "stop":
+            if opened.config.unreadable == "stop":
                 raise
             continue  # the shard is left out later
         names, start = index.keys.tobytes(), 0
-        for sample, (end, size) in enumerate(zip(index.ends.tolist(), index.images[:, 1].tolist(), strict=True)):
-            yield (number, sample), (names[start:end], size)
+        for number, (end, size) in enumerate(zip(index.ends.tolist(), index.images[:, 1].tolist(), strict=True), first):
+            yield number, (names[start:end], size)
             start = end
 
 

@@ -18,7 +18,7 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
-from tessera.data.shards import WeightedShards, plan
+from tessera.data.shards import Sources
 from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.unused import ON_META
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Plan:
     """Data and processes of a run, as input of `report`."""
 
-    shards: WeightedShards
+    shards: Sources
     images: int
     """Number of images in `shards`."""
     processes: int
@@ -126,10 +126,10 @@ def report(config: RunConfig, method: Method, run: Plan) -> None:
     """Print the resolved settings of the run, and a table of its length, data and memory."""
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)
-    planned = plan(run.shards, world_size=run.processes, workers=run.workers)
-    count = sum(source["shards"] for source in planned)
-    size = sum(source["bytes"] for source in planned)
-    shares = ", ".join(f"{source['shards_per_worker']:.1f}" for source in planned)
+    count = sum(len(source.shards) for source in run.shards.lists)
+    size = sum(int(source.sizes.sum()) for source in run.shards.lists)
+    readers = run.processes * max(run.workers, 1)
+    shares = ", ".join(f"{len(source.shards) / readers:.1f}" for source in run.shards.lists)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     checkpoints = math.ceil(config.steps / config.checkpoint_every)
     rows = {

@@ -25,8 +25,7 @@ from tessera.data.collate import Sample
 from tessera.data.dataset import TrainDataset
 from tessera.data.pictures import colours
 from tessera.data.preview import caption_of
-from tessera.data.shards import Sources, class_names
-from tessera.data.shards.reader import Reader
+from tessera.data.shards import Sources
 from tessera.data.sheet import Cell, as_rgb, to_bytes, write_sheet
 from tessera.encoders.images import Mask, PackedImages
 from tessera.pretrain.command_line import load
@@ -93,12 +92,11 @@ def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], l
 
 def _captions(dataset: TrainDataset, opened: Sources, positions: np.ndarray) -> dict[str, str]:
     """Return the class of each sample by the name of the sample. Samples that replace corrupt images are missing."""
-    named = [replace(one, classes=class_names(one)) for one in opened.lists]
-    readers = [Reader(one) for one in named]
+    named = [replace(one, classes=one.class_names()) for one in opened.lists]
     found = {}
-    for source, shard, number in zip(*(part.tolist() for part in dataset.sampler(positions)), strict=True):
-        reader = readers[source]
-        found[reader.name(shard, number)] = caption_of(reader, named[source], shard, number)
+    for source, shard, sample in zip(*dataset.sampler(positions), strict=True):
+        number = int(named[source].number(shard, sample))
+        found[named[source].name(number)] = caption_of(named[source], number)
     return found
 
 

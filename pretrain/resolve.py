@@ -19,7 +19,7 @@ from tessera import encoders
 from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
 from tessera.data.sampler import bounded_buffers
-from tessera.data.shards import MOST_LISTED, ShardError, ShardList, Sources, WeightedShards, open_sources
+from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards, open_sources
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines
@@ -234,7 +234,7 @@ def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
     return train_shards, config.model_copy(update={"evaluation": evaluation})
 
 
-def agree(opened: list[ShardList], buffers: list[int]) -> str:
+def agree(opened: list[Source], buffers: list[int]) -> str:
     """Check that all processes see the same shards, and return the fingerprint of the sample order.
 
     Raises:
@@ -255,12 +255,10 @@ def agree(opened: list[ShardList], buffers: list[int]) -> str:
     return own
 
 
-def fingerprint(opened: list[ShardList], buffers: list[int]) -> str:
+def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """Return a hash of the data that determine the sample order: the names, image counts and order of the shards, and
     the sizes of the shuffle buffers."""
-    counts: list[Any] = [
-        [shard.name, int(n)] for source in opened for shard, n in zip(source.shards, source.counts, strict=True)
-    ]
+    counts = [shard for source in opened for shard in source.identity]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
 
 

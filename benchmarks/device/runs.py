@@ -13,7 +13,7 @@ from typing import Any
 from device.micro import jpeg
 from device.settings import ROOT, DeviceCheck
 from device.training import attempt
-from tessera.data.tools.tar_writer import write_tar
+from tessera.data.tools.pack import write_samples
 from tessera.data.workers import free_cores
 from tessera.pretrain.methods import pretraining_methods
 
@@ -59,15 +59,12 @@ def make_shards(folder: Path, images: int, *, small: bool) -> str:
     folder.mkdir()
     files = [jpeg(seed, (75, 100)) if small else jpeg(seed) for seed in range(64)]
     for shard in range(4):
-        numbers = range(shard, images, 4)
-        content = ((f"{n:06d}.{ending}", part) for n in numbers for ending, part in _sample(files, n))
-        write_tar(folder / f"train-{shard:06d}.tar", content)
+        samples = (
+            {"__key__": f"{n:06d}", "jpg": files[n % len(files)], "cls": str(n % CLASSES).encode()}
+            for n in range(shard, images, 4)
+        )
+        write_samples(folder / f"train-{shard:06d}.tar", samples)
     return f"{folder}/train-{{000000..000003}}.tar"
-
-
-def _sample(files: list[bytes], number: int) -> Iterator[tuple[str, bytes]]:
-    yield "jpg", files[number % len(files)]
-    yield "cls", str(number % CLASSES).encode()
 
 
 def command(shards: str, output: Path, flags: list[str]) -> list[str]:

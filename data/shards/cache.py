@@ -10,6 +10,8 @@ killed, this number may be too high. The number is never too low, because a writ
 space. If a write would exceed the size limit, the writer scans the folder, removes the least recently used entries
 until at most 90 % of the limit is in use, and writes the correct total to `bytes`. A process that has a removed entry
 open can still read the entry. A process that needs the entry later downloads or decompresses the data again.
+
+The entry of a byte range ends in a checksum, because a power cut or a faulty disk damages files that are not in use.
 """
 
 import errno
@@ -19,6 +21,7 @@ import os
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +37,13 @@ KEPT = 0.9  # eviction shrinks the cache to this fraction of its size limit
 PART = ".part"
 FROZEN = 20.0  # seconds without progress after which the holder of a lock is looked at
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
+CHECKSUM = 4  # size in bytes of the CRC-32 at the end of the cached copy of a byte range
+MOST_INTACT = 2**16  # maximum number of cached files that a process remembers as intact
+
+_intact: set[tuple[str, int]] = set()
+"""Name and inode number of cached files whose checksum this process has compared."""
+_versions: dict[str, str] = {}
+"""Maps the name of the cache entry of a version to the version that this process has seen."""
 
 log = logging.getLogger(__name__)
 
@@ -371,3 +381,33 @@ def _unwritable(folder: Path, error: OSError) -> CacheError:
         f"cannot write to the cache {folder}: {error.strerror}. Set TESSERA_CACHE to a local folder with more free "
         "space, or set source.cache_gb to less than the free space of the disk."
     )
+
+
+def checksum(data: bytes | memoryview) -> bytes:
+    """Return the CRC-32 of data."""
+    return zlib.crc32(data).to_bytes(CHECKSUM, "big")
+
+
+def is_intact(descriptor: int, name: str, size: int) -> bool:
+    """Return True if the first `size` bytes of a cached file have the checksum that follows them.
+
+    Each process checks a file once.
+    """
+    file = (name, os.fstat(descriptor).st_ino)
+    if file in _intact:
+        return True
+    data = os.pread(descriptor, size + CHECKSUM, 0)
+    if checksum(memoryview(data)[:size]) != data[size:]:
+        return False
+    if len(_intact) >= MOST_INTACT:
+        _intact.clear()
+    _intact.add(file)
+    return True
+
+
+def first_version(cache: Cache, name: str, version: str) -> str:
+    """Return the version in the cache entry `name`. If the entry does not exist, it is made with `version`."""
+    if name not in _versions:
+        with os.fdopen(cache.open(name, lambda sink: sink.write(version.encode())), "rb") as file:
+            _versions[name] = os.pread(file.fileno(), 2**16, 0).decode(errors="replace")
+    return _versions[name]

@@ -1,6 +1,8 @@
 """Exceptions for unusable shards and images, and sentences of advice at the end of error messages."""
 
 import errno
+import functools
+import logging
 from collections.abc import Iterator
 
 from tessera.runtime.errors import UserError
@@ -12,9 +14,19 @@ RESTORE_SHARD = "Restore the shard or remove it from the list."
 MAKE_INDEX_AGAIN = "Make the index again with `tessera check_shards SHARDS --write_index true`."
 REPLACE_INDEX = "Remove the index, or make it again with `tessera check_shards SHARDS --write_index true`."
 
+log = logging.getLogger(__name__)
+
 
 class ShardError(UserError, ValueError):
     """Raised if a shard cannot be used. The message names the shard and says what to do."""
+
+
+class SampleError(ShardError):
+    """Raised if a label or a target is missing or wrong. The shard can be read, so this error always stops a run."""
+
+
+class UnreadableError(ShardError):
+    """Raised if the shard of a sample cannot be read and the settings skip unreadable shards."""
 
 
 class ResourceError(ShardError):
@@ -57,5 +69,7 @@ def unreadable(path: str, error: BaseException, remedy: str = RESTORE_SHARD) -> 
     )
 
 
-class MakeError(UserError, ValueError):
-    """Raised if images cannot be listed, or shards cannot be made."""
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning once. Later calls with the same message log nothing."""
+    log.warning(message)

@@ -5,27 +5,90 @@ is stored in the cache under a hash of these facts, so that it is made again whe
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.errors import MakeError, ShardError, unreadable
-from tessera.data.shards.listing import list_folder, separate_sets
+from tessera.data.shards.errors import SampleError, ShardError, unreadable, warn_once
+from tessera.data.shards.listing import Listing, list_folder, separate_sets
+from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, Index
 from tessera.runtime.errors import printable
 
 
-class Listed(NamedTuple):
-    """Samples and classes of a folder of images."""
+@dataclass(frozen=True)
+class ImageFolder(Shard):
+    """A local folder of images. Its path ends in a slash. Symbolic links are followed.
 
-    table: Index
-    version: str
-    """Hash of the relative paths, sizes, modification times and labels of all files."""
-    classes: tuple[str, ...] | None
+    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes, with the same
+    numbers that `data.make_shards` gives them.
+    """
+
+    classes: tuple[str, ...] | None = None
     """Names of the subfolders, which are the classes; None if the images have no classes."""
-    left_out: list[tuple[int, str]]
-    """Reasons why files are left out, with the number of these files."""
+
+    @classmethod
+    def at(cls, path: str, config: SourceConfig = DEFAULT) -> "ImageFolder":
+        """Return the folder of images at `path`.
+
+        Raises:
+            ShardError: the folder holds no images that can be read, or subfolders that look like separate sets.
+        """
+        listing = _list(path)
+        for count, reason in listing.unusable():
+            warn_once(f"{path}: files that are left out: {count:,} ({reason})")
+        classes = None if listing.classes is None else tuple(listing.classes)
+        size = int(listing.sizes[listing.usable].sum())
+        folder = cls(path, size, listing.fingerprint(), config=config, classes=classes)
+        if folder._cached_index(("summary",)) is None:
+            folder._store_index(_index(listing))
+        return folder
+
+    @property
+    def name(self) -> str:
+        return self.folder.rpartition("/")[2]
+
+    @property
+    def folder(self) -> str:
+        return self.path.removesuffix("/")
+
+    def class_names(self) -> tuple[str, ...] | None:
+        return self.classes
+
+    def index(self) -> Index:
+        """Return the names, sizes, modification times and labels of the images. Without a cache, list them again."""
+        cached = self._cached_index()
+        if cached is not None:
+            return Index(**cached)
+        listing = _list(self.path)
+        if listing.fingerprint() != self.version:
+            raise ShardError(f"{self.path}: has changed since it was opened. Restart the run.")
+        return _index(listing)
+
+    def image(self, index: Index, sample: int) -> bytes:
+        path = os.path.join(os.fsencode(self.path), index.raw_key(sample))
+        modified, size = map(int, index.images[sample])
+        try:
+            with open(path, "rb") as file:
+                status, content = os.fstat(file.fileno()), file.read(size + 1)
+        except OSError as error:
+            name = printable(os.fsdecode(path))
+            raise unreadable(name, error, "Restore the image, or restart the run.") from error
+        if status.st_mtime_ns != modified or len(content) != size:
+            raise ShardError(
+                f"{printable(os.fsdecode(path))}: has changed since the folder was listed. Restart the run."
+            )
+        return content
+
+    def label(self, index: Index, sample: int) -> int:
+        label = int(index.labels[sample, 0])
+        if label < 0:
+            raise SampleError(
+                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Move every image to a direct "
+                "subfolder of its class; two or more subfolders are needed."
+            )
+        return label
 
 
 def holds_images(folder: str) -> bool:
@@ -34,56 +97,27 @@ def holds_images(folder: str) -> bool:
     return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
 
 
-def list_images(folder: str) -> Listed:
-    """Return the index of a folder of images. Symbolic links are followed.
-
-    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes, with the same
-    numbers that `data.make_shards` gives them.
-
-    Raises:
-        ShardError: the folder holds no images that can be read, or subfolders that look like separate sets.
-    """
+def _list(folder: str) -> Listing:
     try:
         if sets := separate_sets(Path(folder)):
             raise ShardError(
                 f"{folder}: holds the folders {', '.join(path.name for path in sets)}, which look like separate sets "
                 f"of images, not like classes. Name one of them, for example {sets[0]}."
             )
-        listing = list_folder(Path(folder), labels="auto", links="all")
-    except MakeError as error:
-        raise ShardError(str(error)) from error
+        return list_folder(Path(folder), labels="auto", links="all")
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
+
+
+def _index(listing: Listing) -> Index:
+    """Return the index of the usable images of a listing."""
     usable = listing.usable
     names = [listing.path(int(entry)) for entry in usable]
-    labels = listing.labels[usable]
-    labelled = labels >= 0
-    sizes = listing.sizes[usable]
-    table = Index(
+    labels, sizes = listing.labels[usable], listing.sizes[usable]
+    return Index(
         keys=np.frombuffer(b"".join(names), dtype=np.uint8),
         ends=np.cumsum([len(name) for name in names], dtype=np.int64),
         images=np.stack([listing.modified[usable], sizes], axis=1),
-        labels=np.stack([labels, np.where(labelled, 0, -1)], axis=1),
-        summary=np.array([len(names), labelled.sum(), sizes.sum()], dtype=np.int64),
+        labels=np.stack([labels, np.where(labels >= 0, 0, -1)], axis=1),
+        summary=np.array([len(names), (labels >= 0).sum(), sizes.sum()], dtype=np.int64),
     )
-    classes = None if listing.classes is None else tuple(listing.classes)
-    return Listed(table, listing.fingerprint(), classes, listing.unusable())
-
-
-def read_image(folder: str, index: Index, sample: int) -> bytes:
-    """Return the encoded image of a sample in a folder of images.
-
-    Raises:
-        ShardError: the file cannot be read, or is not the file that was listed.
-    """
-    path = os.path.join(os.fsencode(folder), index.raw_key(sample))
-    modified, size = map(int, index.images[sample])
-    try:
-        with open(path, "rb") as file:
-            status, content = os.fstat(file.fileno()), file.read(size + 1)
-    except OSError as error:
-        name = printable(os.fsdecode(path))
-        raise unreadable(name, error, "Restore the image, or restart the run.") from error
-    if status.st_mtime_ns != modified or len(content) != size:
-        raise ShardError(f"{printable(os.fsdecode(path))}: has changed since the folder was listed. Restart the run.")
-    return content

@@ -1,15 +1,17 @@
-"""Two kinds of index files, which are stored beside the shards: `index.json` and `SHARD.tar.index`.
+"""Files beside the shards: `index.json`, `SHARD.tar.index` and `classes.json`.
 
-If both kinds exist, a run does not read the tar headers to find the samples. `index.json` lists the shards of its
-folder in the format of webdataset's `wids` index, with additional optional keys. `SHARD.tar.index`, the table of a
-shard, is a NumPy archive with the names and byte positions of the samples. Both kinds may come from an untrusted
-source. Therefore nothing is unpickled, file names cannot point outside the folder, and sizes are checked before memory
-is allocated.
+`index.json` lists the shards of its folder in the format of webdataset's `wids` index, with additional optional keys.
+`SHARD.tar.index`, the table of a shard, is a NumPy archive with the names and byte positions of the samples. If both
+exist, a run does not read the tar headers to find the samples. `classes.json` lists the class names in the order of the
+class numbers. All of them may come from an untrusted source. Therefore nothing is unpickled, file names cannot point
+outside the folder, and sizes are checked before memory is allocated.
 """
 
 import io
+import json
 import os
 import zipfile
+from collections import Counter
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import Annotated, Any, Literal, Self
@@ -32,6 +34,8 @@ LARGEST_SHARD = 2**50  # maximum size of a shard in bytes
 MOST_CHANNELS = 4096
 LONGEST_REASON = 300  # maximum number of characters of a reason in an error message
 LARGEST_FOLDER_INDEX = 2**28  # Maximum size of an index.json in bytes. 100,000 shards take about 20 MB.
+CLASSES = "classes.json"
+LARGEST_CLASSES = 2**26  # Maximum size of a classes.json in bytes. The names of 22,000 classes take about 0.5 MB.
 
 
 def _file_name(name: str) -> str:
@@ -80,8 +84,6 @@ class FolderIndex(BaseModel):
     name: Any = ""
     """Name of the data set, which is not read."""
     shardlist: Annotated[list[ShardEntry], FailFast()] = Field(min_length=1)
-    image_sizes: Any = {}
-    """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     mean: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
     """Mean of each channel over all pixels, in [0, 1]; None if the mean was not computed."""
     std: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
@@ -177,3 +179,25 @@ def _check(table: Index) -> None:
         raise ValueError("a byte position lies outside the shard, or the number of samples or labels is wrong")
     if (np.diff(table.ends, prepend=0) < 0).any() or table.ends[-1] != len(table.keys):
         raise ValueError("the array `ends` does not split the array `keys` into one name per sample")
+
+
+def parse_classes(content: bytes, path: str) -> tuple[str, ...]:
+    """Parse the content of a `classes.json`.
+
+    Args:
+        content: bytes of the file.
+        path: name of the file in error messages.
+
+    Raises:
+        ShardError: the content is not a list of unique names.
+    """
+    try:
+        names = json.loads(content) if len(content) <= LARGEST_CLASSES else None
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ShardError(f"{path}: not a JSON list of class names. Correct or remove the file.")
+    if len({*names}) < len(names):
+        ((repeated, _),) = Counter(names).most_common(1)
+        raise ShardError(f"{path}: names the class {repeated!r} more than once. Correct the file.")
+    return tuple(names)

@@ -6,16 +6,15 @@ Paths are relative to a root folder, and are stored as bytes, as in the file sys
 import hashlib
 import os
 import stat
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.errors import MakeError, is_exhausted
+from tessera.data.shards.errors import ShardError, is_exhausted
 from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
 from tessera.runtime.errors import printable
 
@@ -40,55 +39,16 @@ _MAP = b"." + MAP.encode()
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
-@dataclass
-class Listing:
-    """List of N files that have an image extension."""
+class File(NamedTuple):
+    """A file that has an image extension."""
 
-    root: bytes
-    """Path of the root folder, without symbolic links."""
-    names: np.ndarray
-    """Concatenated paths of all files: uint8."""
-    ends: np.ndarray
-    """Index in `names` at which the path of each file ends: (N,) int64."""
-    sizes: np.ndarray
-    """Size of each file in bytes, or a key of `REASONS` if the file is left out: (N,) int64."""
-    modified: np.ndarray
-    """Modification time of each file in nanoseconds since 1970: (N,) int64."""
-    labels: np.ndarray
-    """Class number of each file, or -1 for no label: (N,) int64."""
-    classes: list[str] | None = None
-    """Names of the classes; None if labels have no names."""
-    note: str = ""
-    """Text that tells the user where the labels come from."""
-    other_files: Counter[str] = field(default_factory=Counter)
-    """Number of files that are not images, for each file name extension."""
-    maps: "Maps | None" = None
-    """Segmentation maps of the files; None if no file has a map."""
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def path(self, entry: int) -> bytes:
-        """Return the relative path of an entry."""
-        return self.names[self.ends[entry - 1] if entry else 0 : self.ends[entry]].tobytes()
-
-    @property
-    def usable(self) -> np.ndarray:
-        """Indices of the files that are not left out: (M,) int64."""
-        return np.flatnonzero(self.sizes > 0)
-
-    def unusable(self) -> list[tuple[int, str]]:
-        """Return each reason why files are left out, with the number of these files."""
-        codes, counts = np.unique(self.sizes[self.sizes <= 0], return_counts=True)
-        return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
-
-    def fingerprint(self) -> str:
-        """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
-        digest = hashlib.sha256()
-        maps = () if self.maps is None else (self.maps.sizes, self.maps.modified)
-        for values in (self.names, self.ends, self.sizes, self.modified, self.labels, *maps):
-            digest.update(values.data)
-        return digest.hexdigest()
+    path: bytes
+    size: int
+    """Size in bytes, or a key of `REASONS` if the file is left out."""
+    modified: int
+    """Modification time in nanoseconds since 1970."""
+    label: str | None = None
+    """Text of the label; None for no label."""
 
 
 @dataclass
@@ -109,55 +69,111 @@ class Maps:
         return os.path.splitext(image)[0] + self.suffix
 
 
-class ListingBuilder:
-    """Builder of a `Listing`, to which files are added one by one."""
+@dataclass
+class Listing:
+    """List of N files that have an image extension."""
 
-    def __init__(self, root: bytes, links: Links):
-        self.root, self.links = root, links
-        self.names = bytearray()
-        self.ends, self.sizes, self.modified, self.labels = (array("q") for _ in range(4))
-        self.texts: dict[str, int] = {}
-        """Maps each label to its number. Labels are numbered in the order in which they first appear."""
-        self.other_files: Counter[str] = Counter()
+    root: bytes
+    """Path of the root folder, without symbolic links."""
+    names: np.ndarray
+    """Concatenated paths of all files: uint8."""
+    ends: np.ndarray
+    """Index in `names` at which the path of each file ends: (N,) int64."""
+    sizes: np.ndarray
+    """Size of each file in bytes, or a key of `REASONS` if the file is left out: (N,) int64."""
+    modified: np.ndarray
+    """Modification time of each file in nanoseconds since 1970: (N,) int64."""
+    labels: np.ndarray
+    """Class number of each file, or -1 for no label: (N,) int64."""
+    texts: list[str]
+    """Text of each label, in the order in which they first appear. `labels` are indices into this list at first."""
+    other_files: Counter[str] = field(default_factory=Counter)
+    """Number of files that are not images, for each file name extension."""
+    classes: list[str] | None = None
+    """Names of the classes; None if labels have no names."""
+    note: str = ""
+    """Text that tells the user where the labels come from."""
+    maps: Maps | None = None
+    """Segmentation maps of the files; None if no file has a map."""
 
-    def add(self, path: bytes, status: tuple[int, int], label: str | None) -> None:
-        """Add a file. `status` is its size and modification time, as returned by the method `stat`."""
-        self.names += path
-        self.ends.append(len(self.names))
-        self.sizes.append(status[0])
-        self.modified.append(status[1])
-        self.labels.append(NO_LABEL if label is None else self.texts.setdefault(label, len(self.texts)))
+    @classmethod
+    def of(cls, root: bytes, files: Iterable[File], other_files: Counter[str] | None = None) -> "Listing":
+        """Return the listing of files."""
+        texts: dict[str, int] = {}
+        names, facts = bytearray(), []
+        for file in files:
+            names += file.path
+            label = NO_LABEL if file.label is None else texts.setdefault(file.label, len(texts))
+            facts.append((len(names), file.size, file.modified, label))
+        columns = np.array(facts, dtype=np.int64).reshape(-1, 4).T.copy()
+        return cls(root, np.frombuffer(names, dtype=np.uint8), *columns, list(texts), other_files or Counter())
 
-    def build(self) -> Listing:
-        """Return the listing. Its labels are numbered in the order in which they first appear."""
-        names = np.frombuffer(self.names, dtype=np.uint8)
-        ends, sizes, modified, labels = (
-            np.frombuffer(a, dtype=np.int64) for a in (self.ends, self.sizes, self.modified, self.labels)
-        )
-        return Listing(self.root, names, ends, sizes, modified, labels, other_files=self.other_files)
+    def __len__(self) -> int:
+        return len(self.ends)
 
-    def stat(self, path: bytes) -> tuple[int, int]:
-        """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`."""
-        try:
-            status = os.lstat(path)
-            if stat.S_ISLNK(status.st_mode):
-                if self.links == "inside" and not inside(os.path.realpath(path), self.root):
-                    return (OUTSIDE if os.path.exists(path) else MISSING), 0
-                status = os.stat(path)
-        except FileNotFoundError:
-            return MISSING, 0
-        except OSError as error:
-            _refuse_exhausted(error)
-            return UNREADABLE, 0
-        if not stat.S_ISREG(status.st_mode):
-            return IRREGULAR, 0
-        return (status.st_size if status.st_size <= LARGEST_MEMBER else LARGE), status.st_mtime_ns
+    def path(self, entry: int) -> bytes:
+        """Return the relative path of an entry."""
+        return self.names[self.ends[entry - 1] if entry else 0 : self.ends[entry]].tobytes()
+
+    @property
+    def usable(self) -> np.ndarray:
+        """Indices of the files that are not left out: (M,) int64."""
+        return np.flatnonzero(self.sizes > 0)
+
+    def unusable(self) -> list[tuple[int, str]]:
+        """Return each reason why files are left out, with the number of these files."""
+        codes, counts = np.unique(self.sizes[self.sizes <= 0], return_counts=True)
+        return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
+
+    def number_classes(self, classes: list[str]) -> None:
+        """Renumber the labels: an index into `texts` becomes the index of the same text in `classes`."""
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.labels = np.array([*(numbers[text] for text in self.texts), NO_LABEL], dtype=np.int64)[self.labels]
+        self.texts = self.classes = classes
+
+    def fingerprint(self) -> str:
+        """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
+        digest = hashlib.sha256()
+        maps = () if self.maps is None else (self.maps.sizes, self.maps.modified)
+        for values in (self.names, self.ends, self.sizes, self.modified, self.labels, *maps):
+            digest.update(values.data)
+        return digest.hexdigest()
+
+    def refuse_empty(self, message: str) -> None:
+        """Raise `ShardError` if no file is usable. The text tells which kinds of files were found instead."""
+        if len(self.usable):
+            return
+        found = [f"{count:,} x {reason}" for count, reason in self.unusable()]
+        found += [f"{count:,} x {extension}" for extension, count in self.other_files.most_common(3)]
+        instead = f" Found instead: {', '.join(found)}." if found else ""
+        raise ShardError(f"{message}. File names of images end in {', '.join(IMAGES)}.{instead}")
+
+
+def file_facts(path: bytes, root: bytes, links: Links) -> tuple[int, int]:
+    """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`.
+
+    With "inside", a symbolic link must lead to a file in the folder `root`.
+    """
+    try:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            if links == "inside" and not inside(os.path.realpath(path), root):
+                return (OUTSIDE if os.path.exists(path) else MISSING), 0
+            status = os.stat(path)
+    except FileNotFoundError:
+        return MISSING, 0
+    except OSError as error:
+        _refuse_exhausted(error)
+        return UNREADABLE, 0
+    if not stat.S_ISREG(status.st_mode):
+        return IRREGULAR, 0
+    return (status.st_size if status.st_size <= LARGEST_MEMBER else LARGE), status.st_mtime_ns
 
 
 def _refuse_exhausted(error: OSError) -> None:
-    """Raise `MakeError` if resources have run out, because good files would be left out."""
+    """Raise `ShardError` if resources have run out, because good files would be left out."""
     if is_exhausted(error):
-        raise MakeError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
+        raise ShardError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
 
 
 def inside(path: bytes, folder: bytes) -> bool:
@@ -191,35 +207,27 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None
         besides: subfolder that is skipped; None skips no subfolder.
 
     Raises:
-        MakeError: there are no images, or `labels` is "folders" and an image is not in a class folder.
+        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder.
     """
-    builder = ListingBuilder(os.path.realpath(os.fsencode(folder)), links)
-    depths, loose = set(), b""
-    for path, status in _walk(builder, None if besides is None else os.path.realpath(os.fsencode(besides))):
-        top, slash, _ = path.partition(b"/")
-        if status[0] > 0:
-            depths.add(path.count(b"/"))
-            loose = loose or (b"" if slash else path)
-        builder.add(path, status, os.fsdecode(top) if slash else None)
-    listing = builder.build()
-    if not len(listing.usable):
-        raise MakeError(describe_empty(f"no images below {folder}", listing))
-    if labels == "folders" and loose:
-        raise MakeError(
-            f"{folder}/{printable(os.fsdecode(loose))} is not in a class folder. Move it to a class folder, or use "
-            "--labels none."
-        )
-    if labels == "folders" or (labels == "auto" and depths == {1} and len(builder.texts) > 1):
-        classes = sorted(builder.texts, key=lambda name: (not name.isdecimal(), _value(name), name))
-        number_classes(listing, list(builder.texts), classes)
+    root, other_files = os.path.realpath(os.fsencode(folder)), Counter[str]()
+    skipped = None if besides is None else os.path.realpath(os.fsencode(besides))
+    listing = Listing.of(root, _walk(root, links, skipped, other_files), other_files)
+    listing.refuse_empty(f"no images below {folder}")
+    paths = [listing.path(int(entry)) for entry in listing.usable]
+    depths = sorted({path.count(b"/") for path in paths})
+    if labels == "folders" and depths[0] == 0:
+        loose = printable(os.fsdecode(next(path for path in paths if b"/" not in path)))
+        raise ShardError(f"{folder}/{loose} is not in a class folder. Move it to a class folder, or use --labels none.")
+    if labels == "folders" or (labels == "auto" and depths == [1] and len(listing.texts) > 1):
+        listing.number_classes(sorted(listing.texts, key=lambda name: (not name.isdecimal(), _value(name), name)))
         listing.note = "from the names of folders; --labels none leaves them out"
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
-    listing.note = "none" if labels == "none" else f"none: {_describe_depths(sorted(depths), folder)}"
+    listing.note = "none" if labels == "none" else f"none: {_describe_depths(depths, folder)}"
     return listing
 
 
-def _describe_depths(depths: list[int], folder: Path) -> str:
+def _describe_depths(depths: Sequence[int], folder: Path) -> str:
     """Return a text for the user that tells why folder names are not used as labels."""
     if depths == [0]:
         return f"images lie in {folder} itself"
@@ -233,23 +241,14 @@ def _value(name: str) -> int:
     return int(name) if name.isdecimal() and len(name) < 20 else 0
 
 
-def describe_empty(message: str, listing: Listing) -> str:
-    """Return `message`, extended by the supported extensions and by the kinds of files that were found instead."""
-    found = [f"{count:,} x {reason}" for count, reason in listing.unusable()]
-    found += [f"{count:,} x {extension}" for extension, count in listing.other_files.most_common(3)]
-    message = f"{message}. File names of images end in {', '.join(IMAGES)}."
-    if found:
-        message += f" Found instead: {', '.join(found)}."
-    return message
-
-
-def _walk(builder: ListingBuilder, besides: bytes | None) -> Iterator[tuple[bytes, tuple[int, int]]]:
-    """Yield the path, the size and the modification time of each file that has an image extension."""
+def _walk(root: bytes, links: Links, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
+    """Yield the images of a folder, labelled by the first folder of their paths. Count all other files."""
     # Folders that are still to be visited, each with (device, inode) of all its parent folders.
     folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
     while folders:
         prefix, parents = folders.pop()
-        here = os.path.join(builder.root, prefix)
+        label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
+        here = os.path.join(root, prefix)
         try:
             status = os.stat(here)
             identity = (status.st_dev, status.st_ino)
@@ -257,100 +256,34 @@ def _walk(builder: ListingBuilder, besides: bytes | None) -> Iterator[tuple[byte
             if identity in parents or os.path.realpath(here) == besides:
                 continue
             with os.scandir(here) as entries:
-                files, subfolders = _classify(builder, entries)
+                found = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
             _refuse_exhausted(error)
-            yield prefix or b".", (UNREADABLE, 0)
+            yield File(prefix or b".", UNREADABLE, 0, label)
             continue
-        for name, size, modified in files:
-            yield prefix + name, (size, modified)
-        folders += [(prefix + name + b"/", (*parents, identity)) for name in reversed(subfolders)]
+        subfolders = []
+        for entry in found:
+            name = entry.name.lower()
+            if name.startswith(b"."):
+                other_files["hidden"] += 1
+            elif _is_folder(entry, links == "all"):
+                subfolders.append((prefix + entry.name + b"/", (*parents, identity)))
+            elif name.endswith(_MAP):
+                other_files[UNUSED_MAPS] += 1  # `inputs.find_maps` subtracts the maps of images
+            elif name.endswith(_EXTENSIONS):
+                yield File(prefix + entry.name, *file_facts(entry.path, root, links), label)
+            elif _is_folder(entry, True):
+                other_files["links to folders"] += 1
+            else:
+                extension = os.path.splitext(name)[1]
+                known = 1 < len(extension) < 8
+                other_files[printable(os.fsdecode(extension)) if known else "without extension"] += 1
+        folders += reversed(subfolders)
 
 
-def _classify(
-    builder: ListingBuilder, entries: Iterable[os.DirEntry[bytes]]
-) -> tuple[list[tuple[bytes, int, int]], list[bytes]]:
-    """Return the images and the subfolders of a folder, both sorted by name. Count all other files.
-
-    An image is a tuple of its name, size (or key of `REASONS`) and modification time.
-    """
-    files, folders = [], []
-    for entry in entries:
-        name = entry.name
-        if name.startswith(b"."):
-            builder.other_files["hidden"] += 1
-        elif entry.is_dir(follow_symlinks=builder.links == "all"):
-            folders.append(name)
-        elif name.lower().endswith(_MAP):
-            builder.other_files[UNUSED_MAPS] += 1  # `find_maps` subtracts the maps of images
-        elif name.lower().endswith(_EXTENSIONS):
-            files.append((name, *builder.stat(entry.path)))
-        elif entry.is_dir():
-            builder.other_files["links to folders"] += 1
-        else:
-            extension = os.path.splitext(name)[1].lower()
-            builder.other_files[
-                printable(os.fsdecode(extension)) if 1 < len(extension) < 8 else "without extension"
-            ] += 1
-    return sorted(files), sorted(folders)
-
-
-def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
-    """Find the segmentation maps of all usable images, and store them in `listing.maps`.
-
-    Args:
-        listing: list of the images.
-        folder: folder of maps, in which the map of the image a/x.jpg is a/x.png. None if the map is a/x.seg.png, in the
-            folder of the image.
-        links: symbolic links that are followed, as for images.
-
-    Raises:
-        MakeError: `folder` is not a folder, lies in the folder of images, or holds no map of an image.
-    """
-    root = listing.root
-    if folder is not None:
-        root = os.path.realpath(os.fsencode(folder))
-        if not os.path.isdir(root):
-            raise MakeError(f"--maps {folder} is not a folder. Name the folder that holds the segmentation maps.")
-        if root == listing.root or inside(root, listing.root):
-            raise MakeError(
-                f"--maps {folder} lies in the folder of images, where its files count as images. Move it to another "
-                f"folder, or name the maps KEY.{MAP}, put them beside the images, and leave --maps out."
-            )
-    builder = ListingBuilder(root, links)
-    sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
-    maps = Maps(root, _MAP if folder is None else b".png", sizes, modified)
-    for entry in map(int, listing.usable):
-        sizes[entry], modified[entry] = builder.stat(os.path.join(root, maps.path(listing.path(entry))))
-    found = int((sizes != MISSING).sum())
-    if found:
-        listing.maps = maps
-    elif folder is not None:
-        example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
-        raise MakeError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
-    if folder is None and UNUSED_MAPS in listing.other_files:
-        listing.other_files[UNUSED_MAPS] -= found
-        listing.other_files += Counter()  # removes a count of 0
-
-
-def number_classes(listing: Listing, names: Sequence[str], classes: list[str]) -> None:
-    """Renumber labels: an index into `names` becomes the index of the same class name in `classes`."""
-    numbers = {name: number for number, name in enumerate(classes)}
-    listing.labels = np.array([*(numbers[name] for name in names), NO_LABEL], dtype=np.int64)[listing.labels]
-    listing.classes = classes
-
-
-def renumber(listing: Listing, classes: list[str]) -> None:
-    """Replace the class numbers by those of another data set, whose class names in order are `classes`.
-
-    Raises:
-        MakeError: the labels have no names, or a class name is missing from `classes`.
-    """
-    if listing.classes is None:
-        raise MakeError("--classes needs labels with names, but these labels have no names. Leave --classes out.")
-    if unknown := sorted(set(listing.classes) - set(classes)):
-        raise MakeError(
-            f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add the missing classes "
-            "at the end of the file."
-        )
-    number_classes(listing, listing.classes, classes)
+def _is_folder(entry: os.DirEntry[bytes], follow: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=follow)
+    except OSError as error:  # for example, a link to itself
+        _refuse_exhausted(error)
+        return False

@@ -1,51 +1,79 @@
-"""Opening of shards: check that the shards can be read, and count their samples."""
+"""Open sources: expand the patterns that a user gives, check that the shards can be read, and count their samples.
 
-import dataclasses
+Here, and only here, the text that a user gives becomes shards of one kind or another.
+"""
+
+import glob
+import itertools
 import logging
 import os
 import random
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
-from typing import NamedTuple, TypedDict
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+from braceexpand import braceexpand
+from webdataset.shardlists import envsubst
 
-from tessera.data.shards import remote
-from tessera.data.shards.errors import MAKE_INDEX_AGAIN, MOST_LISTED, ResourceError, ShardError
-from tessera.data.shards.index import FOLDER_INDEX
-from tessera.data.shards.patterns import FolderIndices, Listed, PixelMoments, Shards, expand_with
-from tessera.data.shards.progress import show_progress
-from tessera.data.shards.retry import DEFAULT, SourceConfig
-from tessera.data.shards.shard import Shard, warn_once
-from tessera.data.shards.shard_list import ShardList
+from tessera.data.shards import index, remote
+from tessera.data.shards.errors import (
+    MAKE_INDEX_AGAIN,
+    MAKE_SHARD_AGAIN,
+    MOST_LISTED,
+    ResourceError,
+    ShardError,
+    unreadable,
+    warn_once,
+)
+from tessera.data.shards.folder import ImageFolder, holds_images
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, parse_folder
+from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
+from tessera.data.shards.tars import LocalTar, PackedTar, RemoteTar, Tar, folder_of
+from tessera.runtime.errors import CONTROL, printable
+from tessera.runtime.progress import track
 
+ENDINGS = (".tar", ".tar.gz")
+"""Ends of the file names of shards."""
+MOST_SHARDS = 200_000
+"""Maximum number of shards that one pattern may name."""
+MOST_BRACES = 16  # maximum number of opening braces of a pattern; the time of the expansion grows with their number
 THREADS = 16
+_RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 
 log = logging.getLogger(__name__)
+
+Pattern = str | os.PathLike[str]
+Shards = Pattern | Sequence[Pattern] | Source
+"""One pattern, several patterns, or an opened source.
+
+A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
+the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
+fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
 
 
 class Sources(NamedTuple):
     """Opened sources of a data mixture, with their weights."""
 
-    lists: list[ShardList]
+    lists: list[Source]
     weights: list[float]
 
 
 WeightedShards = Shards | Mapping[str, float] | Sources
 """Shards without weights, or a mixture. A mixture is a dict that maps each shard pattern to its share of the samples,
-or a `Sources` with opened shards."""
+or a `Sources` with opened sources."""
 
 
-class SourcePlan(TypedDict):
-    """Weight and size of one source of a mixture, and its mean number of shards and images per loader worker."""
+class _Listed(NamedTuple):
+    """Entry of a shard in the `index.json` of its folder."""
 
-    weight: float
-    shards: int
-    images: int
-    bytes: int
-    shards_per_worker: float
-    images_per_worker: float
+    entry: ShardEntry
+    folder: FolderIndex
+    written: int
+    """Modification time of the `index.json` in nanoseconds since 1970; 0 for a remote `index.json`."""
 
 
 class _Opened(NamedTuple):
@@ -57,139 +85,8 @@ class _Opened(NamedTuple):
     """Number of samples with a label, or -1 if unknown."""
     size: int
     """Size of the shard in bytes."""
-    moments: PixelMoments | None = None
-
-
-def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> ShardList:
-    """Open shards and count their samples.
-
-    The counts come from `index.json`, from the cache, from the tables beside the shards, or from the tar headers.
-
-    Args:
-        shards: shard patterns (see `Shards`), or a list of opened shards, which is returned unchanged.
-        progress: True shows the progress on stderr.
-        source: settings for access to shards.
-
-    Raises:
-        ShardError: a pattern is wrong, or a shard cannot be used. The message lists the first 20 unusable shards with
-            the reasons. If the settings skip unreadable shards, unusable shards raise the error only if no shard can be
-            used or the cache cannot be written.
-    """
-    if isinstance(shards, ShardList):
-        return shards
-    if isinstance(shards, Mapping):
-        raise ShardError(
-            "a mixture with weights was given, but weights are possible for training data only. "
-            "Give a path, a pattern, or a list of paths and patterns."
-        )
-    indices = FolderIndices(source)
-    paths = expand_with(indices, shards)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(indices.read_beside, {path.rpartition("/")[0]: path for path in paths}.values()))
-    opened, errors = _open_all(paths, indices, progress)
-    _report(errors, len(paths), source)
-    found = [opened[place] for place in sorted(opened)]
-    for shard in {remote.host(one.shard.path): one.shard for one in found}.values():
-        _probe_ranges(shard)
-    counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
-    statistics = {one.moments for one in found}
-    moments = statistics.pop() if len(statistics) == 1 else None  # None if the shards have different statistics
-    return ShardList(
-        [one.shard for one in found],
-        counts,
-        labelled,
-        sizes,
-        unreadable=[paths[place] for place in sorted(errors)],
-        source=source,
-        mean=moments and moments.mean,
-        std=moments and moments.std,
-    )
-
-
-def _open_all(
-    paths: list[str], indices: FolderIndices, progress: bool
-) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
-    """Open all shards.
-
-    Return two dicts whose keys are positions in `paths`: the opened shards, and the errors of unusable shards.
-    """
-    opened: dict[int, _Opened] = {}
-    errors: dict[int, ShardError] = {}
-    verifies = indices.source.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each node
-    for place, path in enumerate(paths):
-        if path in indices.entries and remote.is_remote(path) and not verifies:
-            opened[place] = _from_index(path, indices.entries[path], indices.source)
-    # Begin at a random shard. Processes that start at the same time then begin at different shards, so that each
-    # process finds most shard indices in the cache, where another process has stored them.
-    first = random.SystemRandom().randrange(len(paths))
-    unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
-    bar = show_progress("reading shards", len(unknown), "shards") if progress else nullcontext(lambda _: None)
-    with ThreadPoolExecutor(THREADS) as pool, bar as show:
-        futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                try:
-                    opened[futures[future]] = future.result()
-                except ShardError as error:
-                    errors[futures[future]] = error
-                show(done)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return opened, errors
-
-
-def _report(errors: dict[int, ShardError], total: int, source: SourceConfig) -> None:
-    """Raise a `ShardError` that lists the unusable shards, or log the list if the settings skip unreadable shards."""
-    if not errors:
-        return
-    listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
-    more = f"\n  and {len(errors) - MOST_LISTED} more" if len(errors) > MOST_LISTED else ""
-    message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
-    if (
-        source.unreadable == "stop"
-        or len(errors) == total
-        or any(isinstance(e, ResourceError) for e in errors.values())
-    ):
-        raise ShardError(message)
-    log.warning("unusable shards are left out: %s", message)
-
-
-def _probe_ranges(shard: Shard) -> None:
-    """Check whether the web server of a shard supports byte ranges, so that loader workers need not check again."""
-    try:
-        _ = shard.supports_ranges
-    except ShardError:
-        if shard.source.unreadable == "stop":
-            raise
-
-
-def _from_index(path: str, listed: Listed, source: SourceConfig) -> _Opened:
-    """Return a remote shard from its entry in `index.json`, without a request to the server."""
-    shard = Shard(path, listed.size, listed.sha256 or "", sha256=listed.sha256, source=source)
-    return _Opened(shard, listed.samples, listed.labelled, listed.size, listed.moments)
-
-
-def _open(path: str, indices: FolderIndices, verifies: bool) -> _Opened:
-    listed = indices.entries.get(path)
-    if verifies and listed is not None and remote.is_remote(path):
-        opened = _from_index(path, listed, indices.source)
-        opened.shard.verify()
-        return opened
-    shard = Shard.at(path, indices.source)
-    if verifies:
-        dataclasses.replace(shard, sha256=listed and listed.sha256).verify()
-    if listed is not None and listed.size == shard.size and listed.written >= shard.modified:
-        shard = dataclasses.replace(shard, sha256=listed.sha256)
-        return _Opened(shard, listed.samples, listed.labelled, shard.size, listed.moments)
-    if listed is not None and listed.size != shard.size:
-        raise ShardError(
-            f"{path}: has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.size}. The shard may have been "
-            f"truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
-        )
-    if listed is not None:
-        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than this index")
-    samples, labelled, size = map(int, shard.summary())
-    return _Opened(shard, samples, labelled, shard.size or size)
+    moments: tuple[tuple[float, ...] | None, tuple[float, ...] | None] = (None, None)
+    """Mean and standard deviation of each channel over all pixels of the folder, in [0, 1]; None if unknown."""
 
 
 def open_sources(shards: WeightedShards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Sources:
@@ -208,23 +105,381 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
     return Sources(lists, [float(weight) for weight in shards.values()])
 
 
-def plan(
-    shards: WeightedShards, *, world_size: int = 1, workers: int = 0, source: SourceConfig = DEFAULT
-) -> list[SourcePlan]:
-    """Return the weight and size of each source, and its mean number of shards and images per loader worker.
+def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Source:
+    """Open a source: open its shards and count their samples.
+
+    The counts come from `index.json`, from the cache, from the tables beside the shards, or from the tar headers.
+
+    Args:
+        shards: shard patterns (see `Shards`), or an opened source, which is returned unchanged.
+        progress: True shows the progress of many shards.
+        source: settings for access to shards.
 
     Raises:
-        ShardError: the shards cannot be opened by `open_sources`.
+        ShardError: a pattern is wrong, or a shard cannot be used. The message lists the first 20 unusable shards with
+            the reasons. If the settings skip unreadable shards, unusable shards raise the error only if no shard can be
+            used or the cache cannot be written.
     """
-    readers = world_size * max(workers, 1)
-    return [
-        SourcePlan(
-            weight=weight,
-            shards=len(opened.shards),
-            images=opened.images,
-            bytes=int(opened.sizes.sum()),
-            shards_per_worker=len(opened.shards) / readers,
-            images_per_worker=opened.images / readers,
+    if isinstance(shards, Source):
+        return shards
+    if isinstance(shards, Mapping):
+        raise ShardError(
+            "a mixture with weights was given, but weights are possible for training data only. "
+            "Give a path, a pattern, or a list of paths and patterns."
         )
-        for opened, weight in zip(*open_sources(shards, source=source), strict=True)
-    ]
+    indices = _FolderIndices(source)
+    paths = _expand(shards, indices)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(indices.read_beside, {folder_of(path): path for path in paths}.values()))
+    opened, errors = _open_all(paths, indices, progress)
+    _report(errors, len(paths), source)
+    found = [opened[place] for place in sorted(opened)]
+    counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
+    statistics = {one.moments for one in found}
+    mean, std = statistics.pop() if len(statistics) == 1 else (None, None)  # shards may have different statistics
+    return Source(
+        [one.shard for one in found],
+        counts,
+        labelled,
+        sizes,
+        unreadable=[paths[place] for place in sorted(errors)],
+        config=source,
+        mean=mean,
+        std=std,
+    )
+
+
+def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
+    """Return the shard at a path, a URL or `pipe:COMMAND`. Another kind of shard is chosen here.
+
+    Raises:
+        ShardError: the file does not exist, is empty, or is not named `.tar` or `.tar.gz`; the server does not answer;
+            or a folder of images cannot be used.
+    """
+    if path.startswith(remote.PIPE):
+        return RemoteTar(path, 0, "", config)
+    if not remote.is_remote(path) and os.path.isdir(path):
+        return ImageFolder.at(path, config)
+    if not remote.without_query(path).endswith(ENDINGS):
+        if not remote.is_remote(path) and not os.path.exists(path):
+            where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+            raise ShardError(f"{path}: does not exist{where}. Check the name of the file or folder.")
+        raise ShardError(
+            f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
+        )
+    if remote.is_remote(path):
+        return RemoteTar(path, *remote.describe(path, config), config)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not status.st_size:
+        raise ShardError(f"{path}: has 0 bytes. {MAKE_SHARD_AGAIN}")
+    # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so the
+    # change time shows the replacement.
+    version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
+    kind = PackedTar if path.endswith(".gz") else LocalTar
+    return kind(path, status.st_size, version, config, modified=status.st_mtime_ns)
+
+
+def _open_all(
+    paths: list[str], indices: "_FolderIndices", progress: bool
+) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
+    """Open all shards.
+
+    Return two dicts whose keys are positions in `paths`: the opened shards, and the errors of unusable shards.
+    """
+    opened: dict[int, _Opened] = {}
+    errors: dict[int, ShardError] = {}
+    verifies = indices.config.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each node
+    for place, path in enumerate(paths):
+        if path in indices.entries and remote.is_remote(path) and not verifies:
+            opened[place] = _from_index(path, indices.entries[path], indices.config)
+    # Begin at a random shard. Processes that start at the same time then begin at different shards, so that each
+    # process finds most shard indices in the cache, where another process has stored them.
+    first = random.SystemRandom().randrange(len(paths))
+    unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
+        shown = progress and len(unknown) > THREADS
+        try:
+            for future in track(as_completed(futures), "reading shards", total=len(unknown), shown=shown):
+                try:
+                    opened[futures[future]] = future.result()
+                except ShardError as error:
+                    errors[futures[future]] = error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    _probe_servers([one.shard for one in opened.values()], indices.config)
+    return opened, errors
+
+
+def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
+    listed = indices.entries.get(path)
+    if verifies and listed is not None and remote.is_remote(path):
+        opened = _from_index(path, listed, indices.config)
+        opened.shard.verify()
+        return opened
+    shard = shard_at(path, indices.config)
+    if verifies:
+        replace(shard, sha256=listed and listed.entry.sha256).verify()
+    if listed is not None and isinstance(shard, Tar):
+        if listed.entry.filesize != shard.size:
+            raise ShardError(
+                f"{path}: has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
+                f"been truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
+            )
+        if listed.written >= shard.modified:
+            return _counted(replace(shard, sha256=listed.entry.sha256), listed)
+        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than this index")
+    samples, labelled, size = map(int, shard.summary())
+    return _Opened(shard, samples, labelled, shard.size or size)
+
+
+def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:
+    """Return a remote shard from its entry in `index.json`, without a request to the server."""
+    size, sha256 = listed.entry.filesize, listed.entry.sha256
+    return _counted(RemoteTar(path, size, sha256 or "", config, sha256), listed)
+
+
+def _counted(shard: Shard, listed: _Listed) -> _Opened:
+    entry, folder = listed.entry, listed.folder
+    labelled = -1 if entry.labelled is None else entry.labelled
+    return _Opened(shard, entry.nsamples, labelled, entry.filesize, (folder.mean, folder.std))
+
+
+def _probe_servers(shards: list[Shard], config: SourceConfig) -> None:
+    """Check whether the web servers of shards support byte ranges, so that loader workers need not check again."""
+    for shard in {remote.host(shard.path): shard for shard in shards if isinstance(shard, RemoteTar)}.values():
+        try:
+            _ = shard.supports_ranges
+        except ShardError:
+            if config.unreadable == "stop":
+                raise
+
+
+def _report(errors: dict[int, ShardError], total: int, config: SourceConfig) -> None:
+    """Raise a `ShardError` that lists the unusable shards, or log the list if the settings skip unreadable shards."""
+    if not errors:
+        return
+    listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
+    more = f"\n  and {len(errors) - MOST_LISTED} more" if len(errors) > MOST_LISTED else ""
+    message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
+    exhausted = any(isinstance(error, ResourceError) for error in errors.values())
+    if config.unreadable == "stop" or len(errors) == total or exhausted:
+        raise ShardError(message)
+    log.warning("unusable shards are left out: %s", message)
+
+
+def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
+    """Expand shard patterns to paths and URLs. The path of a folder of images ends in a slash.
+
+    The result follows the order of the patterns. Matches of a glob and shards of a folder are sorted, and shards of an
+    `index.json` keep the order of the file.
+
+    Raises:
+        ShardError: a pattern matches nothing or cannot be listed, a folder holds no shards or shards of several sets, a
+            shard is named twice, or no shard is named.
+    """
+    return _expand(shards, _FolderIndices(source))
+
+
+def _expand(shards: Shards, indices: "_FolderIndices") -> list[str]:
+    """Expand shard patterns in the same way as `expand`, and store the contents of each `index.json` in `indices`."""
+    if isinstance(shards, Source):
+        return [shard.path for shard in shards.shards]
+    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    paths = [path for pattern in patterns for path in _matches(os.path.expanduser(os.fspath(pattern)), indices)]
+    for path in paths:
+        _refuse_controls(path)
+    if not paths:
+        raise ShardError("no shards were named. Give a path, a glob, a brace range or a URL.")
+    if repeated := [path for path, count in Counter(paths).items() if count > 1]:
+        raise ShardError(
+            f"shards are named more than once: {', '.join(repeated[:MOST_LISTED])}. Name each shard once. "
+            "To read some shards more often, use weights."
+        )
+    return paths
+
+
+def _refuse_controls(path: str) -> None:
+    if CONTROL.search(path):
+        raise ShardError(
+            f"{printable(path)}: the name of a shard holds control characters. Rename the file or correct the name."
+        )
+
+
+def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
+    """Return the paths and URLs of the shards that one pattern matches."""
+    pattern = pattern.removeprefix("file://")
+    _refuse_controls(pattern)
+    if os.path.exists(pattern):
+        return _shards_at(pattern, indices)
+    braced = _braces(pattern)
+    if pattern.startswith(remote.PIPE):
+        return braced
+    paths = []
+    for path in braced:
+        if remote.is_remote(path):
+            found = remote.matches(path, indices.config) if "*" in path or "[" in path else [path]
+        else:
+            found = [_local(one) for one in sorted(glob.glob(path))] if glob.has_magic(path) else [path]
+        if not found:
+            raise ShardError(f"{pattern}: no file matches. Correct the pattern.")
+        for one in found:
+            paths += _shards_at(one, indices)
+    return paths
+
+
+def _braces(pattern: str) -> list[str]:
+    """Return the paths, URLs or commands of a pattern with brace ranges.
+
+    Raises:
+        ShardError: the braces are not valid, or name more than `MOST_SHARDS` shards.
+    """
+    if pattern.count("{") > MOST_BRACES:
+        raise ShardError(f"{printable(pattern)}: has more than {MOST_BRACES} braces. Name fewer ranges at once.")
+    escape = not pattern.startswith(remote.PIPE)  # a command keeps its backslashes
+    try:
+        for first, last in _RANGE.findall(pattern):
+            if len(first) > 18 or len(last) > 18 or abs(int(last) - int(first)) >= MOST_SHARDS:
+                raise ShardError(
+                    f"{printable(pattern)}: the range {first}..{last} names more than {MOST_SHARDS:,} shards. "
+                    "Correct the range."
+                )
+        parts = pattern.split("::") if escape else [pattern]
+        expanded = (one for part in parts for one in braceexpand(envsubst(part) if escape else part, escape=escape))
+        paths = list(itertools.islice(expanded, MOST_SHARDS + 1))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ShardError):
+            raise
+        raise ShardError(f"{pattern}: the brace range is not valid ({error}). Correct the braces.") from error
+    if len(paths) > MOST_SHARDS:
+        raise ShardError(f"{pattern}: the braces name more than {MOST_SHARDS:,} shards. Correct the braces.")
+    return paths
+
+
+def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
+    """Return the shards that a path or URL without wildcards names: a shard, a local folder, or an `index.json`."""
+    if remote.without_query(path).endswith(FOLDER_INDEX):
+        return indices.read(path)
+    return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
+
+
+def _shards_in(folder: str) -> list[str]:
+    """Return the shards in a local folder, sorted by name.
+
+    A folder of images is returned as one shard, whose path ends in a slash.
+
+    Raises:
+        ShardError: the folder holds no shards, or shards whose names differ in more than numbers. Such shards may
+            belong to different sets, for example to a training set and a validation set.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
+    except OSError as error:
+        raise unreadable(folder, error, "Correct the path or its permissions.") from error
+    patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
+    if len(patterns) > 1:
+        listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
+        raise ShardError(
+            f"{folder}: holds shards of several sets: {listed}. Name one set, for example "
+            f"'{os.path.join(folder, patterns[0])}', or all shards, '{os.path.join(folder, '*.tar')}'."
+        )
+    if not names and not _tars_below(folder) and holds_images(folder):
+        return [os.path.join(folder, "")]
+    if not names:
+        raise ShardError(f"{folder}: {_describe_folder_without_shards(folder)}")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _tars_below(folder: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))
+
+
+def _describe_folder_without_shards(folder: str) -> str:
+    """Return the end of an error message: what a folder without shards holds, and what to do."""
+    if subfolders := {os.path.dirname(path) for path in _tars_below(folder)}:
+        listed = ", ".join(sorted(subfolders)[:MOST_LISTED])
+        return f"holds no shards, but its subfolders may: {listed}. Name one of them."
+    return "holds no shards (.tar, .tar.gz) and no images. Correct the path."
+
+
+def _local(name: str) -> str:
+    """Return the path of a local file. Put `./` before a file name that looks like a command or a URL."""
+    return f"./{name}" if remote.is_remote(name) else name
+
+
+def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
+    """Read an `index.json`. Return None if the file does not exist.
+
+    Raises:
+        ShardError: the file cannot be read or is not a valid `index.json`, or its server does not answer.
+    """
+    content = remote.read_small(path, source, index.LARGEST_FOLDER_INDEX)
+    return None if content is None else parse_folder(content, path)
+
+
+class _FolderIndices:
+    """Contents of the `index.json` files of all folders. Each file is read once."""
+
+    def __init__(self, config: SourceConfig):
+        self.config = config
+        self.entries: dict[str, _Listed] = {}
+        """Maps the path or URL of each listed shard to its entry."""
+        self._visited: set[str] = set()
+
+    def read(self, path: str) -> list[str]:
+        """Return the shards that the index at `path` lists.
+
+        Raises:
+            ShardError: the file does not exist, cannot be read or is not a valid `index.json`.
+        """
+        found = self._content(path)
+        if found is None:
+            raise ShardError(f"{path}: not found. Name shards, or the index.json of a folder of shards.")
+        return self._add(path, *found)
+
+    def read_beside(self, shard: str) -> None:
+        """Read the `index.json` in the folder of a shard, if the file exists.
+
+        If the file has the format of another tool, it is ignored and a warning is logged.
+
+        Raises:
+            ShardError: the file cannot be read, and the settings do not skip unreadable shards.
+        """
+        folder = folder_of(shard)
+        path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
+        of_images = not remote.is_remote(shard) and os.path.isdir(shard)
+        if of_images or folder == remote.PIPE or shard in self.entries or path in self._visited:
+            return
+        try:
+            found = self._content(path)
+        except ShardError as error:
+            if self.config.unreadable == "stop":
+                raise
+            log.warning("not used: %s", error)
+            return
+        try:
+            if found is not None:
+                self._add(path, *found)
+        except ShardError as error:
+            log.warning("not used: %s", error)
+
+    def _content(self, path: str) -> tuple[bytes, int] | None:
+        """Return the content of an `index.json`, and its modification time in nanoseconds (0 for a remote file)."""
+        self._visited.add(path)
+        # The time is read first: if the file is replaced in between, its entries count as older than they are.
+        written = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+        content = remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
+        return None if content is None else (content, written)
+
+    def _add(self, path: str, content: bytes, written: int) -> list[str]:
+        folder = parse_folder(content, path)
+        prefix, slash, _ = remote.without_query(path)[: -len(FOLDER_INDEX)].rpartition("/")
+        entries = {
+            prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder, written)
+            for entry in folder.shardlist
+        }
+        self.entries |= entries
+        return list(entries)

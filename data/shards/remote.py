@@ -1,26 +1,40 @@
-"""Functions that read remote files and the output of commands, with time limits and retries. fsspec opens all URLs."""
+"""Requests for remote files and for the output of commands, with time limits and retries. fsspec opens all URLs.
+
+A failed request is repeated unless its error is permanent. The pause between two attempts grows with each attempt.
+"""
 
 import functools
 import gzip
 import hashlib
+import itertools
 import logging
 import os
+import random
 import re
 import signal
 import subprocess
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec.config
 from fsspec.core import url_to_fs
 
-from tessera.data.shards.errors import MAKE_SHARD_AGAIN, ShardError
-from tessera.data.shards.retry import NoRangesError, SourceConfig, is_missing, retry, with_timeout
+from tessera.data.shards.errors import (
+    MAKE_SHARD_AGAIN,
+    RESTORE_SHARD,
+    ShardError,
+    causes,
+    is_exhausted,
+    unreadable,
+)
+from tessera.data.shards.source import SourceConfig
 from tessera.runtime.errors import printable
+from tessera.runtime.preemption import WaitInterruptedError, check_wait
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
@@ -28,12 +42,27 @@ SLOWEST = 2**16  # minimum mean transfer rate in bytes per second, from which th
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
 """Keys of fsspec's file information whose values change when the file changes. The most reliable key comes first."""
+BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
+LONGEST_PAUSE = 30.0  # Limit of a pause in seconds, before the pause is multiplied by a random factor of 0.5 to 1.5.
+POLL = 1.0  # seconds between two checks whether the process was asked to stop
+TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated. All other statuses 4xx are permanent.
+PERMANENT = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions that count as permanent errors. A request is not repeated after a permanent error."""
 
 Check = Callable[[list[str]], None]
 """Function that takes the versions of a file that a server states, such as its ETag, and raises `ShardError` if the
 file has changed."""
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Sink(Protocol):
@@ -64,29 +93,38 @@ def host(url: str) -> str:
     return url.split("/", 3)[2] if url.startswith(("http://", "https://")) else ""
 
 
-def read_small(url: str, source: SourceConfig, limit: int) -> bytes | None:
-    """Return the content of a remote file. Return None if the file does not exist or access is denied.
+def read_small(path: str, config: SourceConfig, limit: int) -> bytes | None:
+    """Return the content of a small local or remote file. Return None if it does not exist or its server denies access.
 
     Raises:
-        ShardError: the file is larger than `limit` bytes, or all attempts failed.
+        ShardError: the file cannot be read, is larger than `limit` bytes, or all attempts failed.
     """
 
     def once() -> bytes | None:
         try:
-            with _stream(url, source) as file:
-                content = _read_up_to(file, limit)
+            with _stream(path, config) as file:
+                return _read_up_to(file, limit)
         except Exception as error:
             if is_missing(error):
                 return None
             raise
-        if len(content) > limit:
-            raise ShardError(f"{url}: has more than {limit} bytes, which is too large for an index. Remove the file.")
-        return content
 
-    return retry(url, source, once)
+    if is_remote(path):
+        content = retry(path, config, once)
+    else:
+        try:
+            with open(path, "rb") as file:
+                content = file.read(limit + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise unreadable(path, error, "Correct or remove the file.") from error
+    if content is not None and len(content) > limit:
+        raise ShardError(f"{path}: has more than {limit} bytes, which is too large for an index. Remove the file.")
+    return content
 
 
-def describe(url: str, source: SourceConfig) -> tuple[int, str]:
+def describe(url: str, config: SourceConfig) -> tuple[int, str]:
     """Return the size and the version of a remote file.
 
     The size is in bytes, or 0 if unknown. The version is a string that changes when the file changes, or an empty
@@ -99,11 +137,11 @@ def describe(url: str, source: SourceConfig) -> tuple[int, str]:
         return 0, ""
 
     def once() -> tuple[int, str]:
-        system, path = _system(url, source)
-        info = with_timeout(source.timeout, lambda: system.info(path))
+        system, path = _system(url, config)
+        info = with_timeout(config.timeout, lambda: system.info(path))
         return int(info.get("size") or 0), next(iter(_versions(info)), "")
 
-    return retry(url, source, once)
+    return retry(url, config, once)
 
 
 def _versions(facts: Mapping[str, Any]) -> list[str]:
@@ -114,7 +152,7 @@ def _versions(facts: Mapping[str, Any]) -> list[str]:
     return [str(facts[key]).removeprefix("W/") for key in VERSION_KEYS if facts.get(key)]
 
 
-def matches(pattern: str, source: SourceConfig) -> list[str]:
+def matches(pattern: str, config: SourceConfig) -> list[str]:
     """Return the sorted URLs that match a glob.
 
     Raises:
@@ -127,16 +165,16 @@ def matches(pattern: str, source: SourceConfig) -> list[str]:
         )
 
     def once() -> list[str]:
-        system, path = _system(pattern, source)
+        system, path = _system(pattern, config)
         # A listing has ten times the usual time limit, because it takes many requests.
-        found = with_timeout(source.timeout * 10, lambda: system.glob(path))
+        found = with_timeout(config.timeout * 10, lambda: system.glob(path))
         return sorted(str(system.unstrip_protocol(name)) for name in found)
 
-    return retry(pattern, source, once)
+    return retry(pattern, config, once)
 
 
 def read_range(
-    url: str, start: int, end: int, expected: int, source: SourceConfig, check: Check | None = None
+    url: str, start: int, end: int, expected: int, config: SourceConfig, check: Check | None = None
 ) -> bytes:
     """Return the bytes of a remote file from `start` up to, but not including, `end`.
 
@@ -151,24 +189,24 @@ def read_range(
 
     def once() -> bytes:
         if url.startswith("http"):
-            data = _http_range(url, start, end, expected, source, check)
+            data = _http_range(url, start, end, expected, config, check)
         else:
-            system, path = _system(url, source)
-            limit = source.timeout + (end - start) / SLOWEST
+            system, path = _system(url, config)
+            limit = config.timeout + (end - start) / SLOWEST
             data = with_timeout(limit, lambda: system.cat_file(path, start=start, end=end))
             if check:
-                check(_versions(with_timeout(source.timeout, lambda: system.info(path))))
+                check(_versions(with_timeout(config.timeout, lambda: system.info(path))))
         if len(data) != end - start:
-            size = describe(url, source)[0] if len(data) < end - start else 0
+            size = describe(url, config)[0] if len(data) < end - start else 0
             if 0 < size < end:
                 raise ShardError(f"{url}: has {size} bytes, but at least {end} were expected. {MAKE_SHARD_AGAIN}")
             raise OSError(f"only {len(data)} of {end - start} bytes were sent")
         return data
 
-    return retry(url, source, once)
+    return retry(url, config, once)
 
 
-def supports_ranges(url: str, source: SourceConfig) -> bool:
+def supports_ranges(url: str, config: SourceConfig) -> bool:
     """Return True if byte ranges of a remote file can be read. Each process checks a web server only once.
 
     Raises:
@@ -179,7 +217,7 @@ def supports_ranges(url: str, source: SourceConfig) -> bool:
     server = host(url)
     if server not in _servers_with_ranges:
         try:
-            read_range(url, 0, 1, 0, source)
+            read_range(url, 0, 1, 0, config)
             _servers_with_ranges[server] = True
         except NoRangesError:
             _servers_with_ranges[server] = False
@@ -192,7 +230,7 @@ def supports_ranges(url: str, source: SourceConfig) -> bool:
 def fetch(
     url: str,
     sink: Sink,
-    source: SourceConfig,
+    config: SourceConfig,
     *,
     size: int = 0,
     sha256: str | None = None,
@@ -211,7 +249,7 @@ def fetch(
 
     def once() -> None:
         sink.restart()
-        with _stream(url, source, check) as file:
+        with _stream(url, config, check) as file:
             stored = _CountingReader(file, size, url)
             try:
                 body = gzip.GzipFile(fileobj=stored) if without_query(url).endswith(".gz") else stored  # pyright: ignore[reportArgumentType]
@@ -228,7 +266,7 @@ def fetch(
         if sha256 and stored.digest.hexdigest() != sha256.lower():
             raise OSError("the SHA-256 of the shard differs from index.json, so the shard or the index has changed")
 
-    retry(url, source, once)
+    retry(url, config, once)
 
 
 class _CountingReader:
@@ -278,11 +316,11 @@ def _read_up_to(file: Readable, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _http_range(url: str, start: int, end: int, expected: int, source: SourceConfig, check: Check | None) -> bytes:
+def _http_range(url: str, start: int, end: int, expected: int, config: SourceConfig, check: Check | None) -> bytes:
     """Read a byte range by HTTP. Check the HTTP status and the file size, which fsspec's `cat_file` does not check."""
-    system, path = _system(url, source)
+    system, path = _system(url, config)
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    file = with_timeout(source.timeout, lambda: system.open(path, "rb", block_size=0, size=end, headers=headers))
+    file = with_timeout(config.timeout, lambda: system.open(path, "rb", block_size=0, size=end, headers=headers))
     with file:
         if file.r.status != 206:
             raise NoRangesError(url)
@@ -291,39 +329,39 @@ def _http_range(url: str, start: int, end: int, expected: int, source: SourceCon
             raise ShardError(f"{url}: has {total} bytes, but {expected} were expected. {MAKE_SHARD_AGAIN}")
         if check:
             check(_versions(file.r.headers))
-        return _read_up_to(_TimedReader(file, source.timeout), end - start - 1)
+        return _read_up_to(_TimedReader(file, config.timeout), end - start - 1)
 
 
 @contextmanager
-def _stream(url: str, source: SourceConfig, check: Check | None = None) -> Iterator[Readable]:
+def _stream(url: str, config: SourceConfig, check: Check | None = None) -> Iterator[Readable]:
     """Open a file, a URL or the output of a command for reading from beginning to end."""
     if url.startswith(PIPE):
-        with _output(url.removeprefix(PIPE), source) as file:
+        with _output(url.removeprefix(PIPE), config) as file:
             yield file
         return
     if not is_remote(url):
         with open(url, "rb") as file:
             yield file
         return
-    system, path = _system(url, source)
+    system, path = _system(url, config)
     options: dict[str, Any] = {}
     if url.startswith("http"):
         options = {"block_size": 0, "size": 1, "headers": {"Accept-Encoding": "identity"}}
-    with with_timeout(source.timeout, lambda: system.open(path, "rb", **options)) as file:
+    with with_timeout(config.timeout, lambda: system.open(path, "rb", **options)) as file:
         if check and url.startswith("http"):
             check(_versions(file.r.headers))
-        yield _TimedReader(file, source.timeout)
+        yield _TimedReader(file, config.timeout)
 
 
 @contextmanager
-def _output(command: str, source: SourceConfig) -> Iterator[Readable]:
+def _output(command: str, config: SourceConfig) -> Iterator[Readable]:
     """Run a command in bash and yield its output.
 
     Raises:
         OSError: the command fails.
         ShardError: the settings do not allow commands.
     """
-    if source.commands is False:
+    if config.commands is False:
         raise ShardError(
             f"{PIPE}{printable(command)}: not run. The command comes from a settings file, or the run is a --dry_run. "
             "If you trust the file, give the flag --source.commands, without --dry_run."
@@ -335,8 +373,8 @@ def _output(command: str, source: SourceConfig) -> Iterator[Readable]:
         start_new_session=True,
     ) as process:
         try:
-            yield _TimedReader(process.stdout, source.timeout)
-            if code := process.wait(source.timeout):
+            yield _TimedReader(process.stdout, config.timeout)
+            if code := process.wait(config.timeout):
                 raise OSError(f"the command ended with status {code}")
         finally:
             if process.poll() is None:
@@ -348,14 +386,14 @@ _servers_with_ranges: dict[str, bool] = {}
 """Maps the host of each checked web server to True if the server supports byte ranges, otherwise to False."""
 
 
-def _system(url: str, source: SourceConfig) -> tuple[Any, str]:
+def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path of the file in this file system."""
     try:
         scheme, server = urlsplit(url)[:2]
     except ValueError as error:
         raise ShardError(f"{url}: not a URL ({error}). Correct the URL.") from error
     try:
-        system = _open_system(os.getpid(), scheme, server, source.timeout)
+        system = _open_system(os.getpid(), scheme, server, config.timeout)
     except ImportError as error:
         extra = EXTRAS.get(scheme)
         install = f"pip install 'tessera-ssl[{extra}]'" if extra else str(error)
@@ -390,3 +428,118 @@ def _options(scheme: str, timeout: float) -> dict[str, Any]:
         limits = {"connect_timeout": timeout, "read_timeout": timeout, "retries": {"max_attempts": 0}}
         return {"config_kwargs": limits} | given
     return {}
+
+
+class NoRangesError(Exception):
+    """Raised if a server does not support byte ranges and sends complete files only."""
+
+
+def with_timeout(seconds: float, do: Callable[[], T]) -> T:
+    """Call `do` in a thread and return its result.
+
+    A call that exceeds the time limit is abandoned. The thread of this call cannot be stopped, and continues in the
+    background.
+
+    Raises:
+        TimeoutError: `do` returned no result within `seconds`.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(do())
+        except BaseException as error:  # store the error, so that the calling thread can raise it
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    start = time.monotonic()
+    while thread.is_alive() and (left := start + seconds - time.monotonic()) > 0:
+        thread.join(min(left, POLL))
+        check_wait(start)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer for {seconds:g} s")
+    return results[0]
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, but raise `WaitInterruptedError` if this process was asked to stop."""
+    start = time.monotonic()
+    while seconds > 0:
+        time.sleep(min(seconds, POLL))
+        seconds -= POLL
+        check_wait(start)
+
+
+def retry(url: str, config: SourceConfig, do: Callable[[], T]) -> T:
+    """Call `do` and return its result. Repeat the call after transient errors.
+
+    Raises:
+        ShardError: `do` raised a permanent error, or all attempts failed.
+        NoRangesError: `do` raised this exception.
+    """
+    for attempt in itertools.count(1):
+        try:
+            return do()
+        except (ShardError, NoRangesError, WaitInterruptedError):
+            raise
+        except Exception as error:  # each fsspec file system raises its own kinds of errors
+            message = f"{url}: {_describe(error)}"
+            if is_exhausted(error) and attempt > config.retries:
+                raise unreadable(url, error) from error
+            if _is_permanent(error):
+                raise ShardError(f"{message}. {RESTORE_SHARD}") from error
+            if attempt > config.retries:
+                raise ShardError(f"{message}. Number of failed attempts: {attempt}. {RESTORE_SHARD}") from error
+        pause = min(BACKOFF * 2 ** (attempt - 1), LONGEST_PAUSE) * random.SystemRandom().uniform(0.5, 1.5)
+        log.warning("%s; trying again in %.1f s (retry %d of %d)", message, pause, attempt, config.retries)
+        sleep(pause)
+    raise AssertionError("unreachable: the loop is endless")
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error that aiohttp, botocore or gcsfs raised; None if the error has no status."""
+    for one in causes(error):
+        response = getattr(one, "response", None)
+        answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        # Read `code` only for gcsfs, because aiohttp sets `code` to 400 if the body of a response is too short.
+        gcsfs = type(one).__module__.startswith("gcsfs")
+        status = answer or getattr(one, "status", None) or (getattr(one, "code", None) if gcsfs else None)
+        if str(status).isdigit() and int(str(status)) >= 400:
+            return int(str(status))
+    return None
+
+
+def is_missing(error: BaseException) -> bool:
+    """Return True if the error says that the file does not exist or that access is denied."""
+    return _is_permanent(error) and (
+        isinstance(error, (FileNotFoundError, PermissionError)) or (_status(error) or 0) in range(400, 500)
+    )
+
+
+def _is_permanent(error: BaseException) -> bool:
+    if status := _status(error):
+        return status < 500 and status not in TRANSIENT
+    if is_exhausted(error):
+        return False
+    if any("Credentials" in type(one).__name__ for one in causes(error)):
+        return True
+    # fsspec raises FileNotFoundError for every connection problem, so judge the cause of the error.
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        return _is_permanent(error.__cause__)
+    return isinstance(error, PERMANENT)
+
+
+def _describe(error: BaseException) -> str:
+    """Return a one-line description of an error."""
+    status = _status(error)
+    root = list(causes(error))[-1]
+    text = printable(next((line.strip() for line in str(root).splitlines() if line.strip()), ""))
+    if isinstance(root, FileNotFoundError) or status == 404:
+        return "not found"
+    kind = type(root).__name__
+    text = text if kind in ("OSError", "TimeoutError") and text else f"{kind} {text}".strip()
+    return f"status {status} ({text})" if status else text

@@ -5,29 +5,28 @@ after all bytes are on the disk.
 """
 
 import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
+from webdataset.writer import TarWriter
 
 from tessera.data.decode import FORMATS, ImageError, check_header, decode
 from tessera.data.headers import HeaderError, check_sides
 from tessera.data.maps import checked_map
-from tessera.data.shards.errors import is_exhausted
+from tessera.data.shards.errors import ShardError, is_exhausted
 from tessera.data.shards.index import write_table
 from tessera.data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
 from tessera.data.shards.tar import LABEL, MAP, scan_tar
 from tessera.data.statistics import histogram
-from tessera.data.tools.command import MakeError
-from tessera.data.tools.parallel import Advance
-from tessera.data.tools.shard_folder import Record
-from tessera.data.tools.tar_writer import write_tar
 from tessera.runtime.files import atomic_write
 
 Format = Literal["keep", "jpeg", "png", "webp"]
@@ -63,8 +62,6 @@ class Prepared(NamedTuple):
 
     content: bytes
     extension: str
-    side: int
-    """Longer side of the image in pixels."""
     histogram: np.ndarray | None
     """Histogram of the pixel values of each channel: (3, 256) int64; None if the image was not decoded."""
     map: bytes | None = None
@@ -117,7 +114,7 @@ def _read(root: bytes, name: bytes, size: int, modified: int, links: Links) -> b
             content = file.read(size + 1)
     except OSError as error:
         if is_exhausted(error):  # the file may be good
-            raise MakeError(
+            raise ShardError(
                 f"{os.fsdecode(path)}: {error.strerror}. Use fewer --workers, or raise the limit."
             ) from error
         raise LeftOut(f"the file cannot be read: {error.strerror}") from error
@@ -145,7 +142,8 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     found = _format(content)
     try:
         if not recipe.encodes and not recipe.verify:
-            return Prepared(content, EXTENSIONS[found], max(_size(content, recipe.max_pixels)), None, encoded_map)
+            _check_size(content, recipe.max_pixels)
+            return Prepared(content, EXTENSIONS[found], None, encoded_map)
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
     except ImageError as error:
         raise LeftOut(str(error)) from error
@@ -154,7 +152,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     shrinks = recipe.resize is not None and min(height, width) > recipe.resize
     if wanted == found and not shrinks:
         checked = _prepare_map(encoded_map, (height, width), (width, height))
-        return Prepared(content, EXTENSIONS[found], max(height, width), histogram(pixels), checked)
+        return Prepared(content, EXTENSIONS[found], histogram(pixels), checked)
     picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     if recipe.resize is not None and shrinks:
         scale = recipe.resize / min(height, width)
@@ -167,7 +165,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
         raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
     resized = _prepare_map(encoded_map, (height, width), picture.size)
-    return Prepared(file.getvalue(), EXTENSIONS[wanted], max(picture.size), counts, resized)
+    return Prepared(file.getvalue(), EXTENSIONS[wanted], counts, resized)
 
 
 def _prepare_map(encoded: bytes | None, size: tuple[int, int], stored: tuple[int, int]) -> bytes | None:
@@ -200,20 +198,16 @@ def _format(content: bytes) -> str:
     raise LeftOut("the file is not a JPEG, PNG or WebP image, or its header is damaged")
 
 
-def _size(content: bytes, max_pixels: int) -> tuple[int, int]:
-    """Return the width and height of an image from its header."""
+def _check_size(content: bytes, max_pixels: int) -> None:
+    """Check the width and height in the header of an image."""
+    check_header(content, max_pixels)
     try:
-        check_header(content, max_pixels)
         with Image.open(BytesIO(content), formats=FORMATS) as image:
-            width, height = image.size
-        check_sides(width, height, max_pixels)
-    except (HeaderError, ImageError) as error:
-        raise LeftOut(str(error)) from error
-    except Image.DecompressionBombError as error:
+            check_sides(*image.size, max_pixels)
+    except (HeaderError, Image.DecompressionBombError) as error:
         raise LeftOut(str(error)) from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged headers
         raise LeftOut(f"the header of the image is damaged: {error}") from error
-    return width, height
 
 
 def key(path: bytes) -> str:
@@ -224,42 +218,74 @@ def key(path: bytes) -> str:
     return "".join(c if c.isprintable() and c not in ".\\\ufffd" else "_" for c in text)
 
 
-def shared_keys(listing: Listing) -> np.ndarray:
-    """Return all entries whose key also belongs to another entry, as for `a.jpg` and `a.png`: (K,) int64, ascending."""
-    digests = (hashlib.blake2b(key(listing.path(n)).encode(), digest_size=8).digest() for n in range(len(listing)))
-    found = np.frombuffer(b"".join(digests), dtype=np.uint64)
-    order = np.argsort(found, kind="stable")
-    same = found[order][1:] == found[order][:-1]
-    return np.sort(order[np.append(same, False) | np.insert(same, 0, False)])
+def shared_keys(listing: Listing) -> set[str]:
+    """Return all keys that belong to several entries, as for `a.jpg` and `a.png`."""
+    counts = Counter(key(listing.path(entry)) for entry in range(len(listing)))
+    return {name for name, count in counts.items() if count > 1}
 
 
-def sample_key(listing: Listing, entry: int, shared: np.ndarray) -> str:
-    """Return the unique sample key of an entry. If other entries have the same key, a hash of the path is appended."""
-    path = listing.path(entry)
-    place = np.searchsorted(shared, entry)
-    is_shared = place < len(shared) and shared[place] == entry
-    return f"{key(path)}-{digest(path).hex()[:12]}" if is_shared else key(path)
+def sample_key(path: bytes, shared: set[str]) -> str:
+    """Return the unique sample key of a path. If other paths have the same key, a hash of the path is appended."""
+    name = key(path)
+    return f"{name}-{digest(path).hex()[:12]}" if name in shared else name
 
 
-def write_shard(
-    target: Path,
-    entries: np.ndarray,
-    listing: Listing,
-    shared: np.ndarray,
-    recipe: Recipe,
-    advance: Advance,
-) -> Record:
+@dataclass
+class Record:
+    """Record of one finished shard."""
+
+    nsamples: int = 0
+    labelled: int = 0
+    mapped: int = 0
+    """Number of samples with a segmentation map."""
+    filesize: int = 0
+    sha256: str = ""
+    entries: list[int] = field(default_factory=list)
+    """Entries of the listing that the shard stores, in the order of the samples."""
+    digests: str = ""
+    """Concatenated digests of the files of `entries`, in hexadecimal."""
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    """Entries that were left out of the shard, with the reasons."""
+    pixels: list[list[int]] | None = None
+    """Histogram of the 256 pixel values of each channel; None if the images were not decoded."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """Read a record from a file."""
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        """Write the record to a file."""
+        with atomic_write(path, sync=True) as temporary:
+            temporary.write_text(json.dumps(vars(self)))
+
+
+def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
+    """Write a tar of samples: the key `__key__` of a dict is the name of the sample, all others are extensions.
+
+    The bytes of the tar depend only on the samples, because the headers hold no user, host name or time.
+    """
+    with (
+        path.open("wb") as file,
+        TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o644) as writer,
+    ):
+        for sample in samples:
+            writer.write(sample)
+            writer.tarstream.members.clear()  # saves 1 KB per tar member
+
+
+def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe) -> Record:
     """Write the samples of `entries` to the tar `target`, write its table, and return its record.
 
     If none of the files is a good image, no tar is written.
 
     Raises:
-        MakeError: the tar cannot be written, for example because the disk is full.
+        ShardError: the tar cannot be written, for example because the disk is full.
     """
     record = Record()
     try:
         with atomic_write(target, sync=True) as temporary:
-            write_tar(temporary, _files(record, entries, listing, shared, recipe, advance))
+            write_samples(temporary, _samples(record, entries, listing, shared, recipe))
             if not record.nsamples:
                 raise LeftOut("none of the files of the shard is a good image")
             with temporary.open("rb") as file:
@@ -267,7 +293,7 @@ def write_shard(
             record.filesize = temporary.stat().st_size
             table = scan_tar(str(temporary), str(target))  # read the tar in the same way as a run
             if table.summary[0] != record.nsamples:
-                raise MakeError(
+                raise ShardError(
                     f"{target}: {record.nsamples} samples were written, but {table.summary[0]} can be read. "
                     "Report this as a bug."
                 )
@@ -276,16 +302,16 @@ def write_shard(
         return record
     except OSError as error:
         reason = error.strerror or error
-        raise MakeError(
+        raise ShardError(
             f"cannot write {target}: {reason}. Free some disk space, or correct the permissions."
         ) from error
     return record
 
 
-def _files(
-    record: Record, entries: np.ndarray, listing: Listing, shared: np.ndarray, recipe: Recipe, advance: Advance
-) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each member of a shard, and add the samples to the record."""
+def _samples(
+    record: Record, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a shard as webdataset writes them, and add them to the record."""
     digests, counts = [], np.zeros((3, 256), dtype=np.int64)
     for entry in map(int, entries):
         try:
@@ -293,22 +319,19 @@ def _files(
             image = prepare(content, recipe, read_map(listing, entry, recipe.links))
         except LeftOut as error:
             record.left_out.append((entry, str(error)))
-            advance(1)
             continue
-        name = sample_key(listing, entry, shared)
-        yield f"{name}.{image.extension}", image.content
+        sample = {"__key__": sample_key(listing.path(entry), shared), image.extension: image.content}
         if (label := int(listing.labels[entry])) != NO_LABEL:
-            yield f"{name}.{LABEL}", str(label).encode()
+            sample[LABEL] = str(label).encode()
             record.labelled += 1
         if image.map is not None:
-            yield f"{name}.{MAP}", image.map
+            sample[MAP] = image.map
             record.mapped += 1
+        yield sample
         record.nsamples += 1
         record.entries.append(entry)
-        record.sides[str(1 << (image.side - 1).bit_length())] += 1
         if image.histogram is not None:
             counts += image.histogram
         digests.append(digest(content))
-        advance(1)
     record.digests = b"".join(digests).hex()
     record.pixels = counts.tolist() if counts.any() else None

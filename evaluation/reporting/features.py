@@ -22,7 +22,7 @@ from tessera.data.collate import Collator, Sample
 from tessera.data.crops import CenterCrop
 from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
-from tessera.data.shards import ShardError, ShardList, class_names, open_shards
+from tessera.data.shards import ShardError, Source, open_shards
 from tessera.encoders import EncoderError
 from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
@@ -106,7 +106,7 @@ def examine(
         shards = json.loads(key)
         try:
             opened = open_shards(shards, progress=False)
-            opened = replace(opened, classes=class_names(opened) if opened.all_labelled() else None)
+            opened = replace(opened, classes=opened.class_names() if opened.all_labelled() else None)
         except ShardError as error:
             problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {error}")
             continue
@@ -148,7 +148,7 @@ class _Encoded(NamedTuple):
 
 
 @torch.inference_mode()
-def _encode(run: RunFolder, opened: ShardList, images: int, bank: int, accelerator: Accelerator) -> _Encoded:
+def _encode(run: RunFolder, opened: Source, images: int, bank: int, accelerator: Accelerator) -> _Encoded:
     """Encode the images of the bank, and project the tokens of the shown images.
 
     Raises:

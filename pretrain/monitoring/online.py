@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tessera.data.augment import to_model_input
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
-from tessera.data.shards import DEFAULT, ShardList, SourceConfig
+from tessera.data.shards import DEFAULT, Source, SourceConfig
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation import logistic
 from tessera.evaluation.features import (
@@ -68,7 +68,7 @@ class OnlineEvaluation:
         self.accelerator, self.source = accelerator, source
 
     def extract(
-        self, model: nn.Module, encoder: Encoder, shards: list[ShardList], feature: Callable[[Encoder, Tensor], Tensor]
+        self, model: nn.Module, encoder: Encoder, shards: list[Source], feature: Callable[[Encoder, Tensor], Tensor]
     ) -> list[LabelledFeatures]:
         """Return the features of centre crops of each of `shards`, as `evaluation.features.extract` does.
 

@@ -7,7 +7,7 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-from tessera.data.tools.make import main
+from tessera.data.make_shards import main
 
 
 def picture(seed, size=(24, 16), format="JPEG", mode="RGB", **options):

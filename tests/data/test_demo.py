@@ -11,17 +11,15 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tessera.data.demo import demo_shards
-from tessera.data.shards import Reader, ShardError, expand, open_shards
+from tessera.data.shards import ShardError, expand, open_shards
 
 
 def samples(paths):
     """Key, image and label of all samples."""
-    shards = open_shards(paths)
-    reader = Reader(shards)
-    for shard, count in enumerate(shards.counts):
-        for sample in range(count):
-            image = Image.open(io.BytesIO(reader.image(shard, sample)))
-            yield reader.name(shard, sample).rpartition("/")[2], image, reader.label(shard, sample)
+    source = open_shards(paths)
+    for number in range(source.images):
+        image = Image.open(io.BytesIO(source.image(number)))
+        yield source.name(number).rpartition("/")[2], image, source.label(number)
 
 
 def test_the_digits_of_scikit_learn():

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from benchmarks import fuzz
-from tessera.data.shards import Reader
+from tessera.data.shards import Source
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_what_is_broken_is_found(monkeypatch, name, broken, error):
 
 
 def test_bytes_of_another_member_are_found(monkeypatch):
-    image = Reader.image
-    monkeypatch.setattr(Reader, "image", lambda self, shard, sample: image(self, shard, sample)[:-1])
+    image = Source.image
+    monkeypatch.setattr(Source, "image", lambda self, number: image(self, number)[:-1])
     with pytest.raises(AssertionError, match="the bytes of another member"):
         fuzz.fuzz(20, first_seed=0)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tessera.data.preview import PreviewSettings, read_cells, run
-from tessera.data.shards import ShardError, class_names, open_shards
+from tessera.data.shards import ShardError, open_shards
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.settings import flags, validate
 
@@ -29,7 +29,7 @@ def test_cells_hold_the_images_and_their_classes(write_shards):
         np.testing.assert_array_equal(cell.image, np.broadcast_to([0, number, 7], (4, 6, 3)))
     (Path(paths[0]).parent / "classes.json").write_text(json.dumps(["a", "b", "c", "$d$"]))
     opened = open_shards(paths)
-    named = read_cells(replace(opened, classes=class_names(opened)), np.array([3, 4]), 3)
+    named = read_cells(replace(opened, classes=opened.class_names()), np.array([3, 4]), 3)
     assert [cell.caption for cell in named] == ["$d$", "class 4"]
 
 

@@ -9,10 +9,10 @@ import tifffile
 import torch
 from PIL import Image
 
+from tessera.data.check_shards import main
 from tessera.data.decode import decode
-from tessera.data.shards import Reader, ShardError, open_shards, open_sources
+from tessera.data.shards import ShardError, open_shards, open_sources
 from tessera.data.statistics import count_classes, histogram, pixel_statistics
-from tessera.data.tools.check import main
 from tests.data.made import picture
 
 
@@ -33,9 +33,7 @@ def shards(write_tar):
 def values(paths, channels, numbers=None):
     """(P, C): pixels of some images, from 0 to 1."""
     opened = open_shards(paths)
-    places = [(shard, sample) for shard, count in enumerate(opened.counts) for sample in range(count)]
-    reader = Reader(opened)
-    images = [reader.image(*places[number]) for number in (range(len(places)) if numbers is None else numbers)]
+    images = [opened.image(number) for number in (range(opened.images) if numbers is None else numbers)]
     return np.concatenate([decode(image, channels=channels).flatten(1).T.numpy() / 255 for image in images])
 
 

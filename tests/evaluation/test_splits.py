@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from tessera import encoders
+from tessera.data import make_shards as make
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
 from tessera.data.shards import SourceConfig
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder
-from tessera.data.tools import make
-from tessera.data.tools.tar_writer import write_tar
+from tessera.data.tools.pack import write_samples
 from tessera.evaluation import linear_probe
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.knn import KNNSettings, run
@@ -181,7 +181,8 @@ def test_two_processes_match_classes_and_refuse_different_names(sets, tmp_path, 
 
 def write(path, numbers, names=None):
     path.parent.mkdir(exist_ok=True)
-    write_tar(path, [(f"{(names or numbers)[n]:03d}.jpg", picture(number)) for n, number in enumerate(numbers)])
+    named = zip(names or numbers, numbers, strict=True)
+    write_samples(path, [{"__key__": f"{name:03d}", "jpg": picture(number)} for name, number in named])
     return str(path)
 
 

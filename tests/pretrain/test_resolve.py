@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tessera.data.demo import demo_shards
-from tessera.data.shards import ShardError, ShardList, expand
-from tessera.data.shards.shard import Shard
+from tessera.data.shards import ShardError, Source, expand
+from tessera.data.shards.tars import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.config import settings_model
 
 
 def listed(*names, unreadable=()):
     counts = np.full(len(names), 3)
-    return ShardList([Shard(f"http://h/{name}", 10, "") for name in names], counts, counts, counts, list(unreadable))
+    return Source([RemoteTar(f"http://h/{name}", 10, "") for name in names], counts, counts, counts, list(unreadable))
 
 
 def test_processes_that_see_other_shards(monkeypatch):
@@ -71,7 +71,7 @@ def test_two_processes_whose_disks_differ_stop(launch, tmp_path: Path) -> None:
 def test_the_fingerprint_is_of_the_order():
     both = listed("a.tar", "b.tar")
     known = resolving.fingerprint([both], [1024])
-    moved = ShardList([Shard(f"/disk/{n}", 99, "x") for n in ("a.tar", "b.tar")], both.counts, both.counts, both.counts)
+    moved = Source([LocalTar(f"/disk/{n}", 99, "x") for n in ("a.tar", "b.tar")], both.counts, both.counts, both.counts)
     assert resolving.fingerprint([moved], [1024]) == known  # elsewhere, but the same order
     assert resolving.fingerprint([listed("b.tar", "a.tar")], [1024]) != known
     assert resolving.fingerprint([both], [512]) != known

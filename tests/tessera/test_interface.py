@@ -15,7 +15,7 @@ from PIL import Image
 import tessera
 from tessera import encoders
 from tessera.data.demo import demo_shards
-from tessera.data.tools.make import main as make_shards
+from tessera.data.make_shards import main as make_shards
 from tessera.pretrain.run import main
 from tessera.runtime.errors import UserError
 from tests.launched import ROOT, TINY, records

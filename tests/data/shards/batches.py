@@ -3,7 +3,7 @@
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, StreamConfig, evaluation_batches, training_batches
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards.retry import DEFAULT
+from tessera.data.shards.source import DEFAULT
 
 
 def train(shards, *, size=4, seed, workers=0, source=DEFAULT, block=None, window=1024, window_gb=8, **batches):

@@ -7,12 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from tessera.data.shards import Reader, ShardError, expand, open_shards
-from tessera.data.shards.classes import parse_classes
-from tessera.data.shards.index import parse_folder, parse_table
-from tessera.data.shards.patterns import MOST_SHARDS
+from tessera.data.check_shards import main as check_shards
+from tessera.data.shards import ShardError, expand, open_shards
+from tessera.data.shards.index import parse_classes, parse_folder, parse_table
+from tessera.data.shards.open import MOST_SHARDS
 from tessera.data.shards.tar import LARGEST_LABEL, Index
-from tessera.data.tools.check import main as check_shards
 from tests.data.made import make as make_shards
 from tests.data.made import picture
 
@@ -125,14 +124,14 @@ def test_a_table_of_huge_numbers_is_refused():
 def test_labels_that_no_memory_holds_are_named(write_tar, png, label, capsys):
     path = write_tar("t.tar", [("a.png", png(0)), ("a.cls", label.encode())])
     with pytest.raises(ShardError, match=r"the label of t.tar/a is"):
-        Reader(open_shards(path)).label(0, 0)
+        open_shards(path).label(0)
     assert check_shards([path]) == 1
     assert "labels that stop an evaluation" in capsys.readouterr().out
 
 
 def test_the_largest_label_is_read(write_tar, png):
     path = write_tar("t.tar", [("a.png", png(0)), ("a.cls", b"%d" % LARGEST_LABEL)])
-    assert Reader(open_shards(path)).label(0, 0) == LARGEST_LABEL
+    assert open_shards(path).label(0) == LARGEST_LABEL
 
 
 def test_a_manifest_with_a_huge_label_is_refused(photos, tmp_path, capsys):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tessera.data.shards import Reader, ShardError, open_shards, pieces, reader, remote, retry
+from tessera.data.shards import ShardError, open_shards, remote, tars
+from tessera.data.shards import cache as caches
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
 from tessera.runtime import preemption
 from tests.data.shards.servers import Server
@@ -20,10 +21,10 @@ QUICK = SourceConfig(retries=0, timeout=1)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(retry, "BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "BACKOFF", 0.01)
     monkeypatch.setattr(remote, "_servers_with_ranges", {})
-    monkeypatch.setattr(pieces, "_versions", {})
-    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(caches, "_versions", {})
+    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
 
 
 @pytest.fixture
@@ -57,25 +58,24 @@ def test_a_shard_that_changes_on_its_server_is_named(write_shards, server, index
         add_index(path, 6)
     opened = open_shards(f"{server.url}/index.json" if indexed else f"{server.url}/data-000000.tar")
     opened.shards[0].cache.remove(opened.shards[0].cache_name("whole"))
-    first = Reader(opened)
-    before = first.image(0, 0)
+    before = opened.image(0)
     opened.shards[0].cache.remove(opened.shards[0].cache_name("whole"))
     change(path)
-    assert first.image(0, 0) == before  # from the cache
+    assert opened.image(0) == before  # from the cache
     with pytest.raises(ShardError, match=r"data-000000.tar: has changed on the server \(version .*, before"):
-        first.image(0, 3)
-    pieces._versions.clear()  # another process of the node
+        opened.image(3)
+    caches._versions.clear()  # another process of the node
     with pytest.raises(ShardError, match="has changed on the server"):
-        Reader(opened).image(0, 4)
+        opened.image(4)
 
 
 def test_an_unchanged_shard_and_a_server_without_versions_are_read(write_shards, server, png):
     (path,) = write_shards([6])
     add_index(path, 6)
     opened = open_shards(f"{server.url}/index.json")
-    assert [Reader(opened).image(0, number) for number in range(3)] == [png(number) for number in range(3)]
+    assert [opened.image(number) for number in range(3)] == [png(number) for number in range(3)]
     server.version = None
-    assert [Reader(opened).image(0, number) for number in range(6)] == [png(number) for number in range(6)]
+    assert [opened.image(number) for number in range(6)] == [png(number) for number in range(6)]
 
 
 @pytest.mark.parametrize("remotely", [True, False])
@@ -100,7 +100,7 @@ def test_a_wrong_checksum_is_found_when_a_shard_is_downloaded_completely(write_s
     (path,) = write_shards([3])
     add_index(path, 3, "0" * 64)
     with Server(tmp_path, ranges=False) as server, pytest.raises(ShardError, match=r"SHA-256 .* differs"):
-        Reader(open_shards(f"{server.url}/index.json", source=QUICK)).image(0, 0)
+        open_shards(f"{server.url}/index.json", source=QUICK).image(0)
 
 
 @pytest.mark.parametrize("part", [".tar", ".index", "index.json"])
@@ -110,7 +110,7 @@ def test_a_server_that_sends_a_few_bytes_at_a_time_is_given_up(write_shards, ser
     server.faults = {part: "drip"}
     start = time.monotonic()
     with pytest.raises(ShardError, match=r"bytes were sent in 1 s|no answer for"):
-        Reader(open_shards(f"{server.url}/index.json", source=QUICK)).image(0, 0)
+        open_shards(f"{server.url}/index.json", source=QUICK).image(0)
     assert time.monotonic() - start < 12
 
 
@@ -127,7 +127,7 @@ def test_waiting_for_a_server_hears_signals(write_shards, server, monkeypatch):
         before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         try:
             with pytest.raises(preemption.WaitInterruptedError, match="stopped by SIGTERM while waiting for data"):
-                Reader(opened).image(0, 0)
+                opened.image(0)
         finally:
             signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - start < 8

@@ -2,12 +2,13 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from tessera.data.check_shards import main as check_shards
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
-from tessera.data.shards import Reader, ShardError, class_names, expand, open_shards, open_sources
+from tessera.data.shards import ShardError, expand, open_shards, open_sources
 from tessera.data.statistics import count_classes
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import make, picture
@@ -49,12 +50,11 @@ def test_images_and_labels_are_those_of_a_shard(photos, shards, caplog):
     folder, tar = open_shards(photos), open_shards(shards)
     assert folder.images == tar.images == 23
     assert folder.all_labelled()
-    ours, theirs = Reader(folder), Reader(tar)
     for sample in range(23):
-        assert ours.image(0, sample) == theirs.image(0, sample)
-        assert ours.label(0, sample) == theirs.label(0, sample)
-    assert class_names(folder) == class_names(tar) == ("10", "ant", "bee")
-    assert ours.name(0, 0) == "photos/10/11.v1.jpg"
+        assert folder.image(sample) == tar.image(sample)
+        assert folder.label(sample) == tar.label(sample)
+    assert folder.class_names() == tar.class_names() == ("10", "ant", "bee")
+    assert folder.name(0) == "photos/10/11.v1.jpg"
     assert "photos/: files that are left out: 1 (the file is empty)" in caplog.text
     assert expand(photos) == expand(f"{photos}/") == [f"{photos}/"]
     assert count_classes(open_sources(expand(photos))) == 3
@@ -71,26 +71,25 @@ def test_the_stream_is_that_of_a_shard(photos, shards):
     positions = [sorted(position for half in both for position in half[2]) for both in zip(*halves, strict=True)]
     assert positions == [sorted(positions) for _, _, positions in expected]
     first, mixed = photos / "ant", {str(photos / "ant"): 0.5, str(photos / "bee"): 0.5}
-    assert class_names(open_shards(first)) is None
+    assert open_shards(first).class_names() is None
     assert len(batches(mixed, classes=None, steps=2)[0][0]) == 8
 
 
 def test_a_changed_file_is_refused(photos, tmp_path):
     opened = open_shards(photos)
-    reader = Reader(opened)
-    expected = reader.image(0, 5)
-    path = photos / reader.name(0, 5).removeprefix("photos/")
+    expected = opened.image(5)
+    path = photos / opened.name(5).removeprefix("photos/")
     status = path.stat()
     path.write_bytes(expected)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert reader.image(0, 5) == expected
+    assert opened.image(5) == expected
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(ShardError, match=rf"{path}: has changed since the folder was listed\. Restart the run"):
-        reader.image(0, 5)
-    assert Reader(open_shards(photos)).image(0, 5) == expected  # listed again
+        opened.image(5)
+    assert open_shards(photos).image(5) == expected  # listed again
     path.unlink()
     with pytest.raises(ShardError, match=rf"{path}: No such file or directory"):
-        Reader(opened).image(0, 5)
+        replace(opened).image(5)  # another process
     assert open_shards(photos).images == 22
 
 
@@ -112,12 +111,12 @@ def test_names_that_are_not_utf8_and_links(tmp_path):
         (folder / os.fsdecode(name)).write_bytes(picture(number))
     (tmp_path / "elsewhere.bin").write_bytes(picture(3))
     (folder / "link.jpg").symlink_to(tmp_path / "elsewhere.bin")
-    reader = Reader(open_shards(folder))
+    reader = open_shards(folder)
     order = sorted(range(4), key=lambda number: names[number])
-    assert [reader.image(0, sample) for sample in range(4)] == [picture(number) for number in order]
-    assert reader.name(0, 0) == "photos/a\\xff.png"
+    assert [reader.image(sample) for sample in range(4)] == [picture(number) for number in order]
+    assert reader.name(0) == "photos/a\\xff.png"
     with pytest.raises(ShardError, match=r"has no label.* Move every image to a direct subfolder of its class"):
-        reader.label(0, 0)
+        reader.label(0)
 
 
 def test_folders_that_are_refused(photos, tmp_path, capsys):

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tessera.data.shards import Reader, ShardError, expand, open_shards, reader, remote, retry
+from tessera.data.shards import ShardError, expand, open_shards, remote, tars
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
 from tests.data.shards.batches import evaluate, train
 from tests.data.shards.servers import Server
@@ -26,7 +27,7 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Short pauses, and no memory of servers that had the same port."""
-    monkeypatch.setattr(retry, "BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "BACKOFF", 0.01)
     monkeypatch.setattr(remote, "_servers_with_ranges", {})
 
 
@@ -92,7 +93,7 @@ def test_an_index_saves_a_request_a_shard(write_shards, server):
     assert opened.counts.tolist() == opened.labelled.tolist() == counts
     assert [path for _, path, _ in server.requests] == ["/index.json", "/data-000029.tar"]  # are there ranges?
     assert expand(f"{server.url}/index.json") == [f"{server.url}/data-{n:06d}.tar" for n in range(30)]
-    Reader(opened).image(7, 0)
+    opened.image(14)
     assert set(server.gets("data-000007")) == {("/data-000007.tar.index", None), ("/data-000007.tar", "bytes=0-3585")}
 
 
@@ -128,24 +129,24 @@ def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeyp
     path = write_tar("t.tar", [(f"{n}.{end}", bytes([n]) * 1000) for n in range(16) for end in ("jpg", "cls")])
     write_table(path, scan_tar(path, path))
 
-    def asked(**settings):
+    def asked(block):
         monkeypatch.setenv("TESSERA_CACHE", f"{server.folder}/cache{len(server.requests)}")
         start = len(server.requests)
-        one = Reader(open_shards(f"{server.url}/t.tar"), **settings)
+        one = open_shards(f"{server.url}/t.tar").in_blocks(block)
         for sample in range(16):
-            assert one.image(0, sample) == bytes([sample]) * 1000
+            assert one.image(sample) == bytes([sample]) * 1000
         parts = [part[6:].split("-") for _, path, part in server.requests[start:] if path == "/t.tar" and part]
         return [int(last) + 1 - int(first) for first, last in parts if last != "0"]
 
     sample = 2 * (512 + 1024)
     joined = 8 * sample - 24
-    assert asked(block=4) == [16 * sample - 24]  # all of it is small
-    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
-    assert asked(block=8) == [joined, joined]
-    monkeypatch.setattr(reader, "LARGEST_REQUEST", 3 * sample)
-    assert asked(block=8) == [2 * sample - 24] * 8
-    monkeypatch.setattr(reader, "LARGEST_REQUEST", 1600)
-    assert asked(block=8) == [1512] * 16
+    assert asked(4) == [16 * sample - 24]  # all of it is small
+    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    assert asked(8) == [joined, joined]
+    monkeypatch.setattr(tars, "LARGEST_REQUEST", 3 * sample)
+    assert asked(8) == [2 * sample - 24] * 8
+    monkeypatch.setattr(tars, "LARGEST_REQUEST", 1600)
+    assert asked(8) == [1512] * 16
 
 
 def test_faults_that_pass_are_tried_again(write_shards, server, caplog):
@@ -199,10 +200,10 @@ def test_whole_shards_are_checked(write_shards, server):
     raw[4] ^= 1  # the time in gzip's header: only the checksum sees it
     Path(paths[0]).write_bytes(raw)
     with pytest.raises(ShardError, match=r"000000.tar.gz: the SHA-256 .* differs from index.json.*attempts: 2"):
-        Reader(opened).image(0, 0)
+        opened.image(0)
     Path(paths[0]).write_bytes(raw + b"\0" * 100)
     with pytest.raises(ShardError, match=r"has more bytes than the expected \d+"):
-        Reader(opened).image(0, 0)
+        replace(opened).image(0)  # another process
 
 
 def test_a_shard_that_is_not_what_its_index_says(write_shards, write_tar, server, png):
@@ -211,20 +212,20 @@ def test_a_shard_that_is_not_what_its_index_says(write_shards, write_tar, server
     os.replace(paths[1], paths[0])  # of the same size, with other samples
     opened = open_shards(f"{server.url}/data-000000.tar")
     with pytest.raises(ShardError, match=r"data-000000.tar: s00000 is not at byte 512, where it should be"):
-        Reader(opened).image(0, 0)
+        opened.image(0)
     write_tar("data-000000.tar", [(f"{n}.png", png(n)) for n in range(30)])
     with pytest.raises(ShardError, match=r"data-000000.tar: has \d+ bytes, but 20480 were expected"):
-        Reader(opened, block=1).image(0, 0)
+        opened.in_blocks(1).image(0)
 
 
 def test_a_damaged_copy_in_the_cache_is_fetched_again(write_shards, server, cache, png):
     add_index(write_shards([6]), [6])
     opened = open_shards(f"{server.url}/data-000000.tar")
-    assert Reader(opened).image(0, 3) == png(3)
+    assert opened.image(3) == png(3)
     for path in (cache / "pieces-v1").rglob("??*"):
         if path.is_file() and b"PNG" in path.read_bytes():
             path.write_bytes(bytes(path.stat().st_size))
-    assert Reader(opened).image(0, 3) == png(3)
+    assert opened.image(3) == png(3)
 
 
 @pytest.mark.medium
@@ -283,17 +284,17 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
     add_index(paths, counts)
     opened = open_shards(f"{server.url}/data-{{000000..000001}}.tar")
     going = train(opened, batch_size=4, seed=1, steps=10, workers=2)
-    mine, stop = Reader(opened), threading.Event()
+    mine, stop = opened, threading.Event()
 
     def busy():
         while not stop.is_set():
             opened.shards[0].cache.remove(opened.shards[0].cache_name("0-1"))
-            remote.read_range(opened.shards[0].path, 0, 512, 0, opened.source)
+            remote.read_range(opened.shards[0].path, 0, 512, 0, opened.config)
 
     thread = threading.Thread(target=busy)
     thread.start()
     try:
-        mine.image(0, 0)  # this process has used the file system before
+        mine.image(0)  # this process has used the file system before
         assert same(list(going), list(train(paths, batch_size=4, seed=1, steps=10)))
     finally:
         stop.set()
@@ -303,7 +304,7 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
 def test_names_of_signed_urls(write_shards, server):
     write_shards([2])
     opened = open_shards(f"{server.url}/data-000000.tar?signature=a/b.c&x=*"[:-2])
-    assert Reader(opened).name(0, 1) == "data-000000.tar/s00001"
+    assert opened.name(1) == "data-000000.tar/s00001"
 
 
 def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.data.shards import Reader, ShardError, open_shards, reader
-from tessera.data.shards.members import Headers, is_header
-from tessera.data.shards.shard import Shard
-from tessera.data.shards.tar import is_member, scan_tar, split_name
-from tessera.data.tools.check import main as check_shards
+from tessera.data.check_shards import main as check_shards
+from tessera.data.shards import ShardError, open_shards, tars
+from tessera.data.shards.open import shard_at
+from tessera.data.shards.tar import Headers, is_header, is_member, scan_tar, split_name
 from tests.data.shards.servers import Server
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
@@ -48,8 +47,7 @@ def pax(records, kind=b"x"):
 
 def read_all(path, named=None):
     opened = open_shards(str(named or path))
-    samples = Reader(opened)
-    return [(samples.name(0, n), samples.image(0, n)) for n in range(opened.images)]
+    return [(opened.name(n), opened.image(n)) for n in range(opened.images)]
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -72,7 +70,7 @@ def test_latin_1_names_and_pax_overrides_are_read_as_they_are(tmp_path, png, cap
 
 
 def test_members_before_additional_headers_are_found_in_parts_of_a_shard(tmp_path, png, monkeypatch):
-    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
     raw = b"".join(
         pax([(b"path", b"k%d.png" % n), (b"comment", b"c" * 3000)]) + header(b"x", len(png(n))) + padded(png(n))
         for n in range(3)
@@ -133,7 +131,7 @@ def test_damaged_headers_are_named(tmp_path, raw):
     path = tmp_path / "t.tar"
     path.write_bytes(raw)
     with pytest.raises(ShardError, match=re.escape(str(path))):
-        Shard.at(str(path)).index()
+        shard_at(str(path)).index()
 
 
 def test_keys_are_those_of_webdatasets_pattern():
@@ -154,7 +152,7 @@ def test_long_names_take_linear_time(tmp_path, png, name):
     path = tmp_path / "t.tar"
     path.write_bytes(raw * 20 + header(b"good.png", len(png(0))) + padded(png(0)))
     start = time.process_time()
-    assert Shard.at(str(path)).index().key(0).endswith("good")
+    assert shard_at(str(path)).index().key(0).endswith("good")
     assert time.process_time() - start < 2
 
 
@@ -169,7 +167,7 @@ def test_many_headers_take_linear_time(tmp_path, png):
     ):
         path.write_bytes(raw + end)
         start = time.process_time()
-        assert len(Shard.at(str(path)).index().images) == 1
+        assert len(shard_at(str(path)).index().images) == 1
         assert time.process_time() - start < 4
 
 
@@ -187,12 +185,12 @@ def test_a_member_is_known_by_its_header():
 def test_names_cannot_forge_lines_of_the_log(write_tar, png, caplog):
     name = "a\x1b[31m\n2026-01-01 WARNING corrupt image b\r"
     path = write_tar("t.tar", [(f"{name}.png", png(0)), (f"{name}.heic", b"1")])
-    index = Shard.at(path).index()
+    index = shard_at(path).index()
     assert index.raw_key(0) == name.encode()
     assert index.key(0) == "a\\x1b[31m\\n2026-01-01 WARNING corrupt image b\\r"
     assert not {"\n", "\r", "\x1b"} & set(caplog.messages[0])
     Path(path).write_bytes(Path(path).read_bytes()[:560])
     with pytest.raises(ShardError) as caught:
-        Shard.at(path).index()
+        shard_at(path).index()
     assert not {"\n", "\r", "\x1b"} & set(str(caught.value))
     assert os.path.basename(path) in str(caught.value)

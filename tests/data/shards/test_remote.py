@@ -10,8 +10,8 @@ import fsspec
 import pytest
 from fsspec.registry import _registry
 
-from tessera.data.shards import Reader, ShardError, expand, open_shards, remote, retry
-from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards import ShardError, expand, open_shards, remote
+from tessera.data.shards.source import SourceConfig
 
 fork = multiprocessing.get_context("fork")
 
@@ -30,16 +30,15 @@ def test_whatever_fsspec_opens(memory, png):
     assert expand("memory://m/*.tar") == ["memory:///m/data-000000.tar", "memory:///m/data-000001.tar"]
     opened = open_shards("memory://m/data-00000{0,1}.tar")
     assert opened.counts.tolist() == [3, 4]
-    reader = Reader(opened)
-    assert [reader.image(1, n) for n in range(4)] == [png(n) for n in range(3, 7)]
+    assert [opened.image(n) for n in range(7)] == [png(n) for n in range(7)]
 
 
 def test_a_process_that_is_forked_reads_too(memory, png):
     opened = open_shards("memory://m/*.tar")
-    assert Reader(opened).image(0, 0) == png(0)
+    assert opened.image(0) == png(0)
 
     def read():
-        assert remote.read_range(opened.shards[1].path, 0, 4, 0, opened.source) == b"s000"
+        assert remote.read_range(opened.shards[1].path, 0, 4, 0, opened.config) == b"s000"
         os._exit(7)
 
     process = fork.Process(target=read)
@@ -82,7 +81,7 @@ def test_gs(write_shards, monkeypatch, png):
         store.pipe(f"gs://bucket/x/{os.path.basename(path)}", Path(path).read_bytes())
     opened = open_shards("gs://bucket/x/*.tar")
     assert [shard.path for shard in opened.shards] == [f"gs://bucket/x/data-00000{n}.tar" for n in (0, 1)]
-    assert Reader(opened).image(1, 3) == png(6)
+    assert opened.image(6) == png(6)
 
 
 class StatusError(Exception):
@@ -97,14 +96,14 @@ class StatusError(Exception):
 ])  # fmt: skip
 def test_what_is_tried_again(error, calls, monkeypatch):
     pauses, made = [], []
-    monkeypatch.setattr(retry, "sleep", pauses.append)
+    monkeypatch.setattr(remote, "sleep", pauses.append)
 
     def fail():
         made.append(1)
         raise error
 
     with pytest.raises(ShardError, match=r"^name: "):
-        retry.retry("name", SourceConfig(retries=3), fail)
+        remote.retry("name", SourceConfig(retries=3), fail)
     assert len(made) == calls
     assert len(pauses) == calls - 1
     for attempt, pause in enumerate(pauses):
@@ -114,16 +113,16 @@ def test_what_is_tried_again(error, calls, monkeypatch):
 
 def test_pauses_are_bounded(monkeypatch):
     pauses = []
-    monkeypatch.setattr(retry, "sleep", pauses.append)
+    monkeypatch.setattr(remote, "sleep", pauses.append)
     with pytest.raises(ShardError, match="failed attempts: 21"):
-        retry.retry("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
+        remote.retry("name", SourceConfig(retries=20), lambda: (_ for _ in ()).throw(OSError("no")))
     assert max(pauses) <= 45
 
 
 def test_what_never_ends_is_left_alone():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no answer for 0.2 s"):
-        retry.with_timeout(0.2, lambda: time.sleep(3))
+        remote.with_timeout(0.2, lambda: time.sleep(3))
     assert time.monotonic() - start < 2
 
 

@@ -13,11 +13,12 @@ import pytest
 
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
-from tessera.data.shards import Reader, ShardError, cache, open_shards, pieces, reader, remote
+from tessera.data.shards import ShardError, open_shards, remote, tars
+from tessera.data.shards import cache as caches
 from tessera.data.shards.cache import Cache, CacheError, cache_folder
 from tessera.data.shards.errors import ResourceError, unreadable
-from tessera.data.shards.retry import SourceConfig
-from tessera.data.shards.shard import Shard
+from tessera.data.shards.open import shard_at
+from tessera.data.shards.source import SourceConfig
 from tessera.data.workers import WorkersError
 from tests.data.made import picture
 from tests.data.shards.servers import Server
@@ -29,9 +30,9 @@ SKIP = SourceConfig(unreadable="skip", retries=0)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(remote, "_servers_with_ranges", {})
-    monkeypatch.setattr(pieces, "_versions", {})
-    monkeypatch.setattr(pieces, "_intact", set())
-    monkeypatch.setattr(reader, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(caches, "_versions", {})
+    monkeypatch.setattr(caches, "_intact", set())
+    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
 
 
 @pytest.fixture
@@ -53,17 +54,17 @@ def test_a_damaged_piece_of_the_cache_is_downloaded_again(write_shards, tmp_path
     add_index(path, 4)
     with Server(tmp_path) as server:
         opened = open_shards(f"{server.url}/index.json")
-        assert Reader(opened).image(0, 1) == png(1)
+        assert opened.image(1) == png(1)
         (piece,) = [one for one in (cache / "pieces-v1").rglob("*") if one.is_file() and png(1) in one.read_bytes()]
         raw = bytearray(piece.read_bytes())
         raw[600] ^= 1  # a byte of the image: the header is intact
         piece.write_bytes(raw)
-        pieces._intact.clear()  # another process
-        assert Reader(opened).image(0, 1) == png(1)
+        caches._intact.clear()  # another process
+        assert opened.image(1) == png(1)
         assert "in the cache is damaged. They are downloaded again" in caplog.text
         piece.write_bytes(bytes(len(raw)))  # zeros, as after a power cut
-        pieces._intact.clear()
-        assert Reader(opened).image(0, 1) == png(1)
+        caches._intact.clear()
+        assert opened.image(1) == png(1)
         assert len([1 for asked in server.gets("data-000000.tar") if asked[1]]) >= 1
 
 
@@ -89,7 +90,7 @@ def _hold(path, ready):
 def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog, what):
     if not Path("/proc/locks").exists():
         pytest.skip("this system does not list locks")
-    monkeypatch.setattr(cache, "FROZEN", 0.3)
+    monkeypatch.setattr(caches, "FROZEN", 0.3)
     folder, name = tmp_path / "c", "ab" * 16
     path = folder / "ab" / f"{name}.part" if what == "part" else folder / "bytes"
     path.parent.mkdir(parents=True)
@@ -114,11 +115,10 @@ def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog, 
 def test_too_few_files_are_no_corrupt_data(write_shards, few_files):
     paths = write_shards([3] * 12)
     opened = open_shards(paths, source=SKIP)
-    samples = Reader(opened)
-    samples.image(0, 0)
+    opened.image(0)
     few_files()
     with pytest.raises(ResourceError, match=r"resources of this machine have run out \(Too many open files\)"):
-        [samples.image(number, 0) for number in range(12)]
+        [opened.image(3 * shard) for shard in range(12)]
     with pytest.raises(ShardError, match="have run out"):
         list(evaluation_batches(opened, CenterCrop(4), 4, reading=Reading(source=SKIP)))
 
@@ -135,7 +135,7 @@ def test_too_few_files_leave_no_image_of_a_folder_out(photos, few_files):
     opened = open_shards(str(folder), source=SKIP)
     few_files()
     with pytest.raises(ResourceError):
-        Reader(opened).image(0, 0)
+        opened.image(0)
     with pytest.raises(ShardError, match="Too many open files"):
         open_shards(str(folder), source=SKIP)
 
@@ -168,11 +168,11 @@ def test_without_a_home_folder(write_tar, png, monkeypatch, caplog, photos):
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(CacheError, match="Set TESSERA_CACHE"):
         cache_folder()
-    assert Shard.at(write_tar("t.tar", [("a.png", png(0))])).index().key(0) == "a"
+    assert shard_at(write_tar("t.tar", [("a.png", png(0))])).index().key(0) == "a"
     assert open_shards(str(photos({"a.jpg": picture(0)}))).images == 1
     assert "cannot be stored: there is no home folder" in caplog.text
     with pytest.raises(ShardError, match="Set TESSERA_CACHE"):
-        Shard.at(write_tar("t.tar.gz", [("a.png", png(0))])).index()
+        shard_at(write_tar("t.tar.gz", [("a.png", png(0))])).index()
 
 
 def test_without_semaphores_workers_are_refused_by_name(write_shards, monkeypatch):

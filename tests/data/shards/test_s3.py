@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from tessera.data.shards import Reader, ShardError, class_names, expand, open_shards, retry
+from tessera.data.shards import ShardError, expand, open_shards, remote
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
 from tests.data.shards.batches import train
 
@@ -30,7 +30,7 @@ def bucket(endpoint, monkeypatch):
     values = {"ENDPOINT_URL": endpoint, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(retry, "BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "BACKOFF", 0.01)
     store = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
     if store.exists("shards"):
         store.rm("shards", recursive=True)
@@ -70,7 +70,7 @@ def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index
     opened = open_shards("s3://shards/a/*.tar")
     assert opened.labelled.tolist() == ([-1] * 3 if index else counts)
     assert opened.all_labelled()
-    assert Reader(opened).label(1, 3) == 13
+    assert opened.label(13) == 13
 
 
 def test_what_is_not_there(write_shards, bucket):
@@ -88,7 +88,7 @@ def test_a_store_that_is_gone(monkeypatch, free_port):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    monkeypatch.setattr(retry, "BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "BACKOFF", 0.01)
     with pytest.raises(ShardError, match=r"s3://shards/index.json: .*failed attempts: 3"):
         open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=3))
 
@@ -110,7 +110,7 @@ def test_class_names_lie_beside_the_shards(write_shards, bucket):
         if content:
             bucket.pipe(f"shards/{folder}/classes.json", content)
         found[folder] = open_shards(f"s3://shards/{folder}/*.tar")
-    assert class_names(found["plain"]) is None
-    assert class_names(found["named"]) == ("ant", "bee", "cat")
+    assert found["plain"].class_names() is None
+    assert found["named"].class_names() == ("ant", "bee", "cat")
     with pytest.raises(ShardError, match=r"s3://shards/wrong/classes\.json: not a JSON list of class names"):
-        class_names(found["wrong"])
+        found["wrong"].class_names()

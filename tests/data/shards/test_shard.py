@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.data.shards import Reader, ShardError, open_shards, remote
-from tessera.data.shards import shard as sources
+from tessera.data.shards import ShardError, open_shards, remote, tars
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.retry import SourceConfig
-from tessera.data.shards.shard import Shard
+from tessera.data.shards.open import shard_at
+from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
 
 
@@ -29,37 +28,37 @@ def read(descriptor):
 
 def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkeypatch):
     path = write_tar("t.tar", [("a.png", png(0))])
-    shard = Shard.at(path)
+    shard = shard_at(path)
     shard.index()
     (kept,) = (cache / "index-v1").glob("*/*.npz")
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "scan_tar", lambda *_: pytest.fail("the index was in the cache"))
+        patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the index was in the cache"))
         assert keys(shard.index()) == ["a"]
         assert shard.summary()[0] == 1
     kept.write_bytes(kept.read_bytes()[:-100])
     assert keys(shard.index()) == ["a"]
     write_tar("t.tar", [("b.png", png(0))])
     os.utime(path, ns=(1, 1))  # of the same size, but of another time
-    assert keys(Shard.at(path).index()) == ["b"]
+    assert keys(shard_at(path).index()) == ["b"]
     time.sleep(0.02)  # a tick of the file system's clock
     write_tar("t.tar", [("c.png", png(0))])
     os.utime(path, ns=(1, 1))  # now of the same time as well
-    assert keys(Shard.at(path).index()) == ["c"]
+    assert keys(shard_at(path).index()) == ["c"]
 
 
 def test_without_a_cache_all_still_works(write_tar, png, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "file"))  # cannot become a folder, not even for root
-    assert keys(Shard.at(write_tar("t.tar", [("a.png", png(0))])).index()) == ["a"]
+    assert keys(shard_at(write_tar("t.tar", [("a.png", png(0))])).index()) == ["a"]
     assert str(tmp_path / "file") in caplog.text
-    packed = Shard.at(write_tar("t.tar.gz", [("a.png", png(0))]))
+    packed = shard_at(write_tar("t.tar.gz", [("a.png", png(0))]))
     with pytest.raises(ShardError, match="Set TESSERA_CACHE"):
         packed.index()
 
 
 def test_gzip_is_decompressed_once(write_tar, png, monkeypatch):
     members = [(f"{n}.png", png(n)) for n in range(50)]
-    shard = Shard.at(write_tar("t.tar.gz", members))
+    shard = shard_at(write_tar("t.tar.gz", members))
     calls, fetch = [], remote.fetch
     monkeypatch.setattr(remote, "fetch", lambda *a, **k: (calls.append(1), fetch(*a, **k)))
     threads = [threading.Thread(target=lambda: os.close(shard.open())) for _ in range(4)]
@@ -79,13 +78,13 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
     for raw in (whole[: len(whole) // 2], b"text" * 300, whole[:1000] + b"\0" * 50 + whole[1050:]):
         path.write_bytes(raw)
         with pytest.raises(ShardError, match=r"t.tar.gz: cannot be decompressed"):
-            Shard.at(str(path)).index()
+            shard_at(str(path)).index()
     path.write_bytes(gzip.compress(b"text" * 300))
     with pytest.raises(ShardError, match=r"t.tar.gz: not a complete tar"):
-        Shard.at(str(path)).index()
+        shard_at(str(path)).index()
     path.write_bytes(gzip.compress(bytes(2**22)))
     with pytest.raises(ShardError, match=r"pieces-v1 is limited to 0.001 GB.*Raise source.cache_gb"):
-        Shard.at(str(path), SourceConfig(cache_gb=0.001)).index()
+        shard_at(str(path), SourceConfig(cache_gb=0.001)).index()
     assert not list(cache.rglob("*.part"))
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 2**20
 
@@ -93,11 +92,11 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
 def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatch, caplog):
     path = write_tar("t.tar", [(f"{n}.png", png(n)) for n in range(3)])
     write_table(path, scan_tar(path, path)._replace(keys=np.frombuffer(b"xyz", dtype=np.uint8)))
-    assert keys(Shard.at(path).index()) == ["x", "y", "z"]
+    assert keys(shard_at(path).index()) == ["x", "y", "z"]
     with pytest.raises(ShardError, match=r"t.tar: x is not at byte 512, where it should be"):
-        Reader(open_shards(path)).image(0, 0)
+        open_shards(path).image(0)
     os.utime(path, ns=(2**62, 2**62))
-    assert keys(Shard.at(path).index()) == ["0", "1", "2"]
+    assert keys(shard_at(path).index()) == ["0", "1", "2"]
     assert f"{path}.index is older than its shard" in caplog.text
     other = write_tar("other.tar", [("a.png", png(0)), ("b.png", bytes(20000))])
     os.utime(other, ns=(1, 1))
@@ -105,7 +104,7 @@ def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatc
     with pytest.raises(
         ShardError, match=r"other.tar.index: belongs to a shard of 10240 bytes, but .*other.tar has 30720"
     ):
-        Shard.at(other).index()
+        shard_at(other).index()
 
 
 def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog):
@@ -116,11 +115,11 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
     ]
     write_folder(tmp_path, FolderIndex(shardlist=listed))
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
+        patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
         for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar"):
             opened = open_shards(named)
             assert opened.counts.tolist() == opened.labelled.tolist() == [3, 5]
-    assert Reader(opened).label(1, 4) == 7
+    assert opened.label(7) == 7
     os.utime(paths[0], ns=(2**62, 2**62))  # written again after the index
     write_folder(tmp_path, FolderIndex(shardlist=[listed[0].model_copy(update={"nsamples": 4}), listed[1]]))
     assert open_shards(paths).counts.tolist() == [3, 5]
@@ -128,7 +127,7 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
     os.utime(paths[0], ns=(1, 1))
     lying = open_shards(paths)
     with pytest.raises(ShardError, match=r"data-000000.tar: has 3 samples, but 4 were expected"):
-        Reader(lying).image(0, 0)
+        lying.image(0)
 
 
 def test_a_shard_that_was_cut_short_is_not_what_the_index_lists(write_shards, tmp_path):
@@ -167,15 +166,15 @@ def test_a_shard_that_is_not_what_its_table_says(write_tar, png):
     Path(path).write_bytes(raw)
     os.utime(path, ns=(1, 1))
     with pytest.raises(ShardError, match=r"t.tar: a is not at byte 512"):
-        Reader(open_shards(path)).image(0, 0)
+        open_shards(path).image(0)
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_every_name_is_found_before_its_member(write_tar, format):
     names = [f"{'long/' * 18}{'k' * length}" for length in (1, 5, 9, 40, 90)] + ["é", "e" * 95, "./x/y", "e" * 80]
     path = write_tar("t.tar", [(f"{name}.jpeg", name.encode()) for name in names], format=format)
-    reader = Reader(open_shards(path))
-    assert [reader.image(0, sample).decode() for sample in range(len(names))] == names
+    reader = open_shards(path)
+    assert [reader.image(sample).decode() for sample in range(len(names))] == names
 
 
 def test_a_command_is_a_shard(write_shards, png, tmp_path, caplog):
@@ -184,8 +183,7 @@ def test_a_command_is_a_shard(write_shards, png, tmp_path, caplog):
     opened = open_shards(pattern)
     assert opened.counts.tolist() == [4, 6]
     assert opened.sizes.tolist() == [os.path.getsize(path) for path in paths]
-    reader = Reader(opened)
-    assert [reader.image(1, n) for n in range(6)] == [png(n) for n in range(4, 10)]
+    assert [opened.image(n) for n in range(10)] == [png(n) for n in range(10)]
     assert (tmp_path / "runs").read_text().count(".") == 2  # each once
     bad = f"pipe:cat {paths[0]} | false; exit 3"
     with pytest.raises(ShardError, match=r"exit 3: the command ended with status 3. Number of failed attempts: 1"):
@@ -223,9 +221,8 @@ def test_commands_come_from_the_user_alone(write_shards, tmp_path, monkeypatch):
 def test_unpacked_shards_stay_below_the_bound(write_tar, cache):
     paths = [write_tar(f"{n}.tar.gz", [("a.jpg", bytes(300_000)), ("b.jpg", b"%d" % n)]) for n in range(8)]
     opened = open_shards(paths, source=SourceConfig(cache_gb=0.001))
-    reader = Reader(opened)
     for _ in range(2):
-        assert [reader.image(shard, 1) for shard in range(8)] == [b"%d" % n for n in range(8)]
+        assert [opened.image(2 * shard + 1) for shard in range(8)] == [b"%d" % n for n in range(8)]
         assert sum(file.stat().st_size for file in (cache / "pieces-v1").rglob("*")) < 1_100_000
 
 
@@ -237,5 +234,5 @@ def test_tar_without_names(tmp_path):
         info = tarfile.TarInfo("k.jpg")
         info.size = 1
         archive.addfile(info, io.BytesIO(b"0"))
-    reader = Reader(open_shards(folder / "t.tar"))
-    assert reader.name(0, 0) == "t.tar/k"
+    reader = open_shards(folder / "t.tar")
+    assert reader.name(0) == "t.tar/k"

@@ -7,8 +7,8 @@ import pytest
 
 from tessera.data import dataset
 from tessera.data.sampler import ShuffledSampler
-from tessera.data.shards import Reader, ShardError, expand, open_shards, open_sources, plan
-from tessera.data.shards.retry import SourceConfig
+from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, tars
+from tessera.data.shards.source import SourceConfig
 from tests.data.shards.batches import train
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -101,14 +101,10 @@ def test_samples_by_number(write_shards, png, ending):
     shards = open_shards(write_shards(counts, ending))
     assert shards.counts.tolist() == counts
     assert shards.labelled.tolist() == counts
-    reader = Reader(shards)
-    number = 0
-    for shard, count in enumerate(counts):
-        for sample in range(count):
-            assert reader.name(shard, sample) == f"data-{shard:06d}{ending}/s{number:05d}"
-            assert reader.image(shard, sample) == png(number)
-            assert reader.label(shard, sample) == number
-            number += 1
+    for number, shard in enumerate(np.repeat(np.arange(3), counts)):
+        assert shards.name(number) == f"data-{shard:06d}{ending}/s{number:05d}"
+        assert shards.image(number) == png(number)
+        assert shards.label(number) == number
 
 
 def test_labels_that_are_missing_or_no_integers(write_tar, png):
@@ -123,14 +119,13 @@ def test_labels_that_are_missing_or_no_integers(write_tar, png):
     )
     shards = open_shards(path)
     assert shards.labelled.tolist() == [3]
-    reader = Reader(shards)
-    assert reader.label(0, 2) == 7
+    assert shards.label(2) == 7
     with pytest.raises(ShardError, match=r"t.tar/a has no label"):
-        reader.label(0, 0)
+        shards.label(0)
     with pytest.raises(ShardError, match=r"t.tar/b is b'dog', not an integer"):
-        reader.label(0, 1)
+        shards.label(1)
     with pytest.raises(ShardError, match=r"t.tar/d is b'9{20}'"):
-        reader.label(0, 3)
+        shards.label(3)
 
 
 def test_shards_that_change_while_they_are_read(write_shards):
@@ -138,72 +133,66 @@ def test_shards_that_change_while_they_are_read(write_shards):
     shards = open_shards(paths)
     os.remove(paths[0])
     with pytest.raises(ShardError, match=r"data-000000.tar: No such file"):
-        Reader(shards).image(0, 0)
+        shards.image(0)
     size = os.path.getsize(paths[1])
-    reader = Reader(shards)
-    reader.image(1, 0)
+    shards.image(2)
     os.truncate(paths[1], 1000)
     with pytest.raises(ShardError, match=r"data-000001.tar: was truncated to 1000 bytes while in use"):
-        reader.image(1, 1)
+        shards.image(3)
+    tars._opened.cache_clear()  # another process
     with pytest.raises(ShardError, match=rf"data-000001.tar: had {size} bytes when it was opened, but now has 1000"):
-        Reader(shards).image(1, 0)
+        dataclasses.replace(shards).image(2)
     before = os.stat(paths[2])
     os.utime(paths[2], ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # written again, with the same size
     with pytest.raises(ShardError, match=r"data-000002.tar: has changed since it was opened"):
-        Reader(shards).image(2, 0)
+        shards.image(4)
 
 
-def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("tessera.data.shards.reader.KEPT_FILES", 6)
-    shards = open_shards(write_shards([1] * 20))
-    readers = [Reader(shards, 2) for _ in range(2)]
-    for shard in range(20):
-        for reader in readers:
-            reader.image(shard, 0)
+def test_few_files_stay_open(write_shards, tmp_path):
+    shards = open_shards(write_shards([1] * (tars.KEPT_FILES + 20)))
+    sources = [shards, dataclasses.replace(shards)]
+    for number in range(shards.images):
+        for source in sources:
+            source.image(number)
     links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
-    assert sum(link.startswith(str(tmp_path)) for link in links) == 6
+    assert sum(link.startswith(str(tmp_path)) for link in links) == tars.KEPT_FILES
 
 
-def test_sources_and_plan(write_shards):
+def test_sources_of_a_mixture(write_shards):
     paths = write_shards([3, 4, 5])
     sources, weights = open_sources({paths[0]: 1, paths[1][:-6] + "{01,02}.tar": 3})
     assert [source.images for source in sources] == [3, 9]
     assert weights == [1.0, 3.0]
-    first, second = plan({paths[0]: 1, paths[1][:-6] + "{01,02}.tar": 3}, world_size=2, workers=4)
-    assert first["images"] == 3
-    assert (second["shards"], second["images"], second["weight"]) == (2, 9, 3.0)
-    assert second["bytes"] == os.path.getsize(paths[1]) + os.path.getsize(paths[2])
-    assert second["shards_per_worker"] == 0.25
+    assert int(sources[1].sizes.sum()) == os.path.getsize(paths[1]) + os.path.getsize(paths[2])
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
 def test_real_shards():
     shards = open_shards(SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar")
     assert shards.images == shards.labelled.sum() == 492
-    reader = Reader(shards)
     classes = set()
-    for shard, count in enumerate(shards.counts):
-        for sample in range(count):
-            assert reader.image(shard, sample).startswith(b"\xff\xd8\xff")
-            classes.add(reader.label(shard, sample))
+    for number in range(shards.images):
+        assert shards.image(number).startswith(b"\xff\xd8\xff")
+        classes.add(shards.label(number))
     assert len(classes) == 492
-    packed = Reader(open_shards(SHARED / "cifar10" / "cifar10-test-000000.tar.gz"))
-    assert np.bincount([packed.label(0, sample) for sample in range(2500)]).tolist() == [250] * 10
+    packed = open_shards(SHARED / "cifar10" / "cifar10-test-000000.tar.gz")
+    assert np.bincount([packed.label(sample) for sample in range(2500)]).tolist() == [250] * 10
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
 def test_no_image_is_decoded_or_read_to_reach_a_position(monkeypatch):
     shards = SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar"
     read, decoded = [], []
-    image, picture = Reader.image, dataset.Picture
-    monkeypatch.setattr(Reader, "image", lambda *place: (read.append(place[1:]), image(*place))[1])
+    image, picture = Source.image, dataset.Picture
+    monkeypatch.setattr(Source, "image", lambda one, number: (read.append(number), image(one, number))[1])
     monkeypatch.setattr(dataset, "Picture", lambda *a, **k: (decoded.append(1), picture(*a, **k))[1])
     batches = train(shards, size=8, batch_size=32, seed=0, steps=10**7, first_step=10**6)
     assert not read
     batch = next(iter(batches))
     assert len(read) == len(decoded) == len(batch) == 32
-    assert sorted(read) == sorted((int(s), int(n)) for s, n in zip(*ShuffledSampler(
-        open_shards(shards).counts, 0)(np.arange(32 * 10**6, 32 * 10**6 + 32))[1:], strict=True))  # fmt: skip
+    opened = open_shards(shards)
+    _, chosen, places = ShuffledSampler(opened.counts, 0)(np.arange(32 * 10**6, 32 * 10**6 + 32))
+    assert sorted(read) == sorted(opened.number(chosen, places).tolist())
 
 
 def test_a_window_of_few_bytes(write_shards):
@@ -227,6 +216,6 @@ def test_a_cache_that_is_too_small_is_said(write_shards, caplog):
     assert "in use at a time" not in caplog.text
     total = sum(os.path.getsize(path) for path in paths)
     small = open_shards(paths, source=SourceConfig(cache_gb=0.001))
-    small = dataclasses.replace(small, source=SourceConfig(cache_gb=0.9 * total / 1e9))
+    small = dataclasses.replace(small, config=SourceConfig(cache_gb=0.9 * total / 1e9))
     train(small, **settings)
     assert "Raise source.cache_gb or lower stream.window_gb" in caplog.text

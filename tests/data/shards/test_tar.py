@@ -11,7 +11,7 @@ import webdataset
 from tessera.data.shards import tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.errors import ShardError
-from tessera.data.shards.shard import Shard
+from tessera.data.shards.open import shard_at
 
 
 def member(name, kind, target=""):
@@ -47,7 +47,7 @@ def test_samples_are_those_of_webdataset(write_tar, format):
     ]
     names += [f"{'long/' * 18}{'k' * 90}.jpg", "é.jpg"]
     path = write_tar("t.tar", [(name, f"content of {name}".encode()) for name in names], format=format)
-    index = Shard.at(path).index()
+    index = shard_at(path).index()
     expected = [
         (sample["__key__"], images[0], sample.get("cls"))
         for sample in webdataset.WebDataset(path, shardshuffle=False)
@@ -93,7 +93,7 @@ def test_other_members_are_left_alone(write_tar, tmp_path, png):
             ("../../outside.png", png(2)),
         ],
     )
-    assert keys(Shard.at(path).index()) == ["a", "../../outside"]
+    assert keys(shard_at(path).index()) == ["a", "../../outside"]
     assert not trap.exists()
     pickle.loads(loaded)
     assert trap.exists()  # so the trap was a real one
@@ -145,31 +145,31 @@ def broken(kind, path, raw):
 )
 def test_a_bad_shard_is_named(write_tar, png, kind, message):
     path = Path(write_tar("t.tar", [(f"{name}.png", png(0).ljust(500, b"\0")) for name in "abc"]))
-    assert keys(Shard.at(str(path)).index()) == ["a", "b", "c"]
+    assert keys(shard_at(str(path)).index()) == ["a", "b", "c"]
     broken(kind, path, path.read_bytes())
     with pytest.raises(ShardError, match=message) as caught:
-        Shard.at(str(path)).index()
+        shard_at(str(path)).index()
     assert str(path) in str(caught.value)
 
 
 def test_members_that_cannot_be(write_tar, png, monkeypatch):
     twice = write_tar("twice.tar", [("a.png", png(0)), ("a.png", png(1))])
     with pytest.raises(ShardError, match=r"twice.tar: holds a.png twice"):
-        Shard.at(twice).index()
+        shard_at(twice).index()
     monkeypatch.setattr(tar, "LARGEST_MEMBER", 100)
     large = write_tar("large.tar", [("a.txt", bytes(101)), ("a.jpg", bytes(101))])
     with pytest.raises(ShardError, match=r"large.tar: a.jpg has 101 bytes, but at most 100 are allowed"):
-        Shard.at(large).index()
+        shard_at(large).index()
     dotted = write_tar("dotted.tar", [("a.v2.jpg", png(0))])
     with pytest.raises(ShardError, match="without a dot in KEY"):
-        Shard.at(dotted).index()
+        shard_at(dotted).index()
 
 
 def test_a_missing_end_mark_is_a_warning(write_tar, png, caplog):
     path = Path(write_tar("t.tar", [("a.png", png(0).ljust(512, b"\0"))]))
     path.write_bytes(path.read_bytes()[:1024])
     with caplog.at_level(logging.WARNING):
-        assert keys(Shard.at(str(path)).index()) == ["a"]
+        assert keys(shard_at(str(path)).index()) == ["a"]
     assert "byte 1024 without an end mark" in caplog.text
 
 

@@ -1,17 +1,28 @@
-"""Listing of the image files that a list (.txt) or a manifest (.csv, .parquet) names."""
+"""Images of which shards are made: those that a list (.txt) or a manifest (.csv, .parquet) names, their segmentation
+maps, and the class numbers of other shards."""
 
 import csv
-import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tessera.data.shards.listing import NO_LABEL, Links, Listing, ListingBuilder, describe_empty, inside, number_classes
-from tessera.data.shards.tar import LARGEST_LABEL
-from tessera.data.tools.command import MakeError
+from tessera.data.shards.errors import ShardError
+from tessera.data.shards.listing import (
+    MISSING,
+    NO_LABEL,
+    UNUSED_MAPS,
+    File,
+    Links,
+    Listing,
+    Maps,
+    file_facts,
+    inside,
+)
+from tessera.data.shards.tar import LARGEST_LABEL, MAP
 from tessera.runtime.errors import printable
 
 Row = tuple[str, str | None]
@@ -30,12 +41,12 @@ class Columns:
         """Return the names of the columns to read.
 
         Raises:
-            MakeError: one of the columns does not exist.
+            ShardError: one of the columns does not exist.
         """
         for name, flag in ((self.path, "--path_column"), (self.label, "--label_column")):
             if name is not None and name not in available:
                 columns = ", ".join(map(repr, available))
-                raise MakeError(f"{file} has no column {name!r}. Set {flag} to one of {columns}.")
+                raise ShardError(f"{file} has no column {name!r}. Set {flag} to one of {columns}.")
         return self.path, self.label or ("label" if "label" in available else None)
 
 
@@ -52,34 +63,35 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
         links: "inside" follows a symbolic link if it leads to a file in the root folder, and "all" follows all links.
 
     Raises:
-        MakeError: the list or manifest cannot be read or names no images, a column is missing, a path lies outside the
+        ShardError: the list or manifest cannot be read or names no images, a column is missing, a path lies outside the
             root folder or occurs twice, a label is negative, or `labels` is "folders".
     """
     if labels == "folders":
-        raise MakeError(
+        raise ShardError(
             f"--labels folders is for a folder of images, but {path} is a list or manifest. Leave --labels out."
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
-    builder = ListingBuilder(folder, links)
-    for number, (name, label) in enumerate(_rows(path, columns), 1):
-        full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
-        if not inside(full, folder) or b"\0" in full:
-            raise MakeError(
-                f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
-                "Use --root FOLDER to name a folder that contains all entries."
-            )
-        builder.add(os.path.relpath(full, folder), builder.stat(full), label or None)
-    listing = builder.build()
-    if not len(listing.usable):
-        raise MakeError(describe_empty(f"{path} names no existing images below {os.fsdecode(folder)}", listing))
+    listing = Listing.of(folder, _files(path, folder, columns, links))
+    listing.refuse_empty(f"{path} names no existing images below {os.fsdecode(folder)}")
     _refuse_repeated(listing, path)
-    _set_labels(listing, list(builder.texts), path, labels, columns)
+    _set_labels(listing, path, labels, columns)
     return listing
 
 
-def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, columns: Columns) -> None:
-    """Replace each label, which is an index into `texts`, by the class number of this text."""
-    if labels == "none" or not texts:
+def _files(path: Path, folder: bytes, columns: Columns, links: Links) -> Iterator[File]:
+    for number, (name, label) in enumerate(_rows(path, columns), 1):
+        full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
+        if not inside(full, folder) or b"\0" in full:
+            raise ShardError(
+                f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
+                "Use --root FOLDER to name a folder that contains all entries."
+            )
+        yield File(os.path.relpath(full, folder), *file_facts(full, folder, links), label or None)
+
+
+def _set_labels(listing: Listing, path: Path, labels: str, columns: Columns) -> None:
+    """Replace each label, which is an index into `listing.texts`, by the class number of this text."""
+    if labels == "none" or not listing.texts:
         listing.labels = np.full(len(listing), NO_LABEL)
         listing.note = "none"
         if labels != "none":
@@ -87,16 +99,16 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
             if columns.label is None and path.suffix != ".txt":
                 listing.note += "; --label_column COLUMN takes them from another column"
         return
-    numbers = [_class_number(text) for text in texts]
+    numbers = [_class_number(text) for text in listing.texts]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
-        number_classes(listing, texts, sorted(texts))
+        listing.number_classes(sorted(listing.texts))
         listing.note = f"names in {path.name}"
         return
     if min(known) < 0:
-        raise MakeError(f"{path}: a label is below 0. If an image has no label, leave the field empty.")
+        raise ShardError(f"{path}: a label is below 0. If an image has no label, leave the field empty.")
     if max(known) > LARGEST_LABEL:
-        raise MakeError(
+        raise ShardError(
             f"{path}: the label {max(known)} is more than {LARGEST_LABEL}. Number the classes from 0, without gaps."
         )
     listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
@@ -104,12 +116,10 @@ def _set_labels(listing: Listing, texts: list[str], path: Path, labels: str, col
 
 
 def _refuse_repeated(listing: Listing, path: Path) -> None:
-    digests = [hashlib.blake2b(listing.path(entry), digest_size=8).digest() for entry in range(len(listing))]
-    keys = np.frombuffer(b"".join(digests), dtype=np.uint64)
-    order = np.argsort(keys, kind="stable")
-    if len(repeated := np.flatnonzero(keys[order][1:] == keys[order][:-1])):
-        name = printable(os.fsdecode(listing.path(int(order[repeated[0]]))))
-        raise MakeError(f"{path}: {len(repeated):,} paths are repeated, the first is {name}. Name each image once.")
+    counts = Counter(map(listing.path, range(len(listing))))
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        first = printable(os.fsdecode(repeated[0]))
+        raise ShardError(f"{path}: {len(repeated):,} paths are repeated, the first is {first}. Name each image once.")
 
 
 def _class_number(text: str) -> int | None:
@@ -132,31 +142,28 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
                     if name:
                         yield name, label.strip()
     except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise MakeError(f"cannot read {path}: {error}. Correct the file.") from error
+        raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
 
 
 def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         rows = csv.reader(file)
         heading = next(rows, [])
-        names = columns.choose(heading, path)
-        place, label = heading.index(names[0]), None if names[1] is None else heading.index(names[1])
-        for row in rows:
-            if not row:
-                continue
+        name, label = columns.choose(heading, path)
+        for row in filter(None, rows):
             if len(row) != len(heading):
-                raise MakeError(
+                raise ShardError(
                     f"{path}: line {rows.line_num} has {len(row)} fields, but the heading has {len(heading)}. "
                     "Correct the line."
                 )
-            yield row[place], None if label is None else row[label].strip()
+            yield row[heading.index(name)], None if label is None else row[heading.index(label)].strip()
 
 
 def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise MakeError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
+        raise ShardError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
     try:
         with parquet.ParquetFile(path) as file:
             names = columns.choose(file.schema_arrow.names, path)
@@ -165,10 +172,63 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
                 labels = [None] * len(paths) if names[1] is None else batch.column(names[1]).to_pylist()
                 for name, label in zip(paths, labels, strict=True):
                     if not isinstance(name, str):
-                        raise MakeError(
+                        raise ShardError(
                             f"{path}: column {names[0]!r} holds {name!r}, not a path. "
                             "Set --path_column to the column of the paths."
                         )
                     yield name, None if label is None else str(label)
     except ArrowException as error:
-        raise MakeError(f"cannot read {path}: {error}. Correct the file.") from error
+        raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
+
+
+def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
+    """Find the segmentation maps of all usable images, and store them in `listing.maps`.
+
+    Args:
+        listing: list of the images.
+        folder: folder of maps, in which the map of the image a/x.jpg is a/x.png. None if the map is a/x.seg.png, in the
+            folder of the image.
+        links: symbolic links that are followed, as for images.
+
+    Raises:
+        ShardError: `folder` is not a folder, lies in the folder of images, or holds no map of an image.
+    """
+    root = listing.root
+    if folder is not None:
+        root = os.path.realpath(os.fsencode(folder))
+        if not os.path.isdir(root):
+            raise ShardError(f"--maps {folder} is not a folder. Name the folder that holds the segmentation maps.")
+        if root == listing.root or inside(root, listing.root):
+            raise ShardError(
+                f"--maps {folder} lies in the folder of images, where its files count as images. Move it to another "
+                f"folder, or name the maps KEY.{MAP}, put them beside the images, and leave --maps out."
+            )
+    sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
+    maps = Maps(root, b"." + MAP.encode() if folder is None else b".png", sizes, modified)
+    for entry in map(int, listing.usable):
+        sizes[entry], modified[entry] = file_facts(os.path.join(root, maps.path(listing.path(entry))), root, links)
+    found = int((sizes != MISSING).sum())
+    if found:
+        listing.maps = maps
+    elif folder is not None:
+        example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
+        raise ShardError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
+    if folder is None and UNUSED_MAPS in listing.other_files:
+        listing.other_files[UNUSED_MAPS] -= found
+        listing.other_files += Counter()  # removes a count of 0
+
+
+def renumber(listing: Listing, classes: list[str]) -> None:
+    """Replace the class numbers by those of another data set, whose class names in order are `classes`.
+
+    Raises:
+        ShardError: the labels have no names, or a class name is missing from `classes`.
+    """
+    if listing.classes is None:
+        raise ShardError("--classes needs labels with names, but these labels have no names. Leave --classes out.")
+    if unknown := sorted(set(listing.classes) - set(classes)):
+        raise ShardError(
+            f"class {unknown[0]!r} is not in --classes ({len(unknown)} classes are missing). Add the missing classes "
+            "at the end of the file."
+        )
+    listing.number_classes(classes)

@@ -8,44 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from tessera.data.shards import progress
-from tessera.data.tools import parallel
+from tessera.data.tools.command import spread
 
 
-def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE", 0.0)
-    monkeypatch.setattr(parallel, "POLL", 0.01)
-
-    def work(task, advance):
-        for _ in range(5):
-            time.sleep(0.02)
-            advance(2)
-        return task
-
-    assert sorted(parallel.spread(work, range(4), workers=2, title="writing", total=40)) == [0, 1, 2, 3]
-    assert "of 40 images" in capsys.readouterr().err
+def test_results_of_all_tasks():
+    assert sorted(spread(lambda task: task**2, range(4), workers=2, title="squares")) == [0, 1, 4, 9]
+    assert list(spread(lambda task: task, [], workers=2, title="nothing")) == []
 
 
 def test_an_error_stops_the_other_workers(tmp_path):
-    def work(task, advance):
-        for n in range(1 if task else 400):
-            (tmp_path / f"{task}-{n}").touch()
-            time.sleep(0.05)
-            advance(1)
+    def work(task):
+        try:
+            for n in range(1 if task else 400):
+                (tmp_path / f"{task}-{n}").touch()
+                time.sleep(0.05)
+        finally:
+            (tmp_path / f"ended-{task}").touch()
         raise ValueError("first")
 
     with pytest.raises(ValueError, match="first"):
-        list(parallel.spread(work, [0, 1], workers=2, title="", total=2))
+        list(spread(work, [0, 1], workers=2, title=""))
     assert len(list(tmp_path.glob("0-*"))) < 200
+    assert (tmp_path / "ended-0").exists()  # it could remove its temporary files
 
 
 def test_workers_end_with_the_command(tmp_path):
-    def work(_, advance):
+    def work(_):
         (tmp_path / str(os.getpid())).touch()
         time.sleep(60)
 
     def run():
-        list(parallel.spread(work, [0, 1], workers=2, title="", total=2))
+        list(spread(work, [0, 1], workers=2, title=""))
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()

@@ -1,0 +1,459 @@
+"""Sources of samples, and the shards that they consist of.
+
+A `Shard` is a tar or a folder of images. To read another kind of storage, derive a class from `Shard`, and choose it in
+`open.shard_at`. A `Source` is a list of shards with one numbering of their samples. It reads names, encoded images,
+labels and segmentation maps, and decides what happens if a shard cannot be read.
+"""
+
+import bisect
+import functools
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from tessera.data.shards.cache import CacheError, cache_folder
+from tessera.data.shards.errors import (
+    MAKE_INDEX_AGAIN,
+    ResourceError,
+    SampleError,
+    ShardError,
+    UnreadableError,
+    warn_once,
+)
+from tessera.data.shards.index import CLASSES
+from tessera.data.shards.tar import LARGEST_LABEL, MAP, Index
+from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Section
+
+KEPT_SAMPLES = 2_000_000
+"""Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each."""
+FETCHERS = 4
+"""Number of simultaneous requests of one source."""
+MOST_LOST = 10
+"""Reading fails after this number of unreadable shards in a row."""
+
+T = TypeVar("T")
+
+
+class SourceConfig(Section):
+    """Settings for access to shards. No setting of this group changes the order of samples."""
+
+    unreadable: Literal["stop", "skip"] = "stop"
+    """behaviour if a shard cannot be read; stop: the run stops; skip: the run leaves the shard out and logs its name"""
+    retries: int = Field(default=5, ge=0)
+    """maximum number of repetitions of a failed request; each pause is about twice as long as the previous pause"""
+    timeout: float = Field(default=60, gt=0)
+    """time in seconds after which a request without an answer fails"""
+    verify: bool = False
+    """compare the SHA-256 of every shard with index.json at the start; remote shards are downloaded completely"""
+    allow_overlap: bool = False
+    """accept validation images that are also training images; their scores say nothing about new images"""
+    cache_gb: float = Field(default=64, gt=0)
+    """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
+    commands: bool | None = None
+    """run the commands of pipe:COMMAND; only a flag can set this; default: run those of flags, but not those of a
+    settings file"""
+
+
+DEFAULT = SourceConfig()
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolved(path: str) -> str:
+    """Return an absolute path without symbolic links. The path of a shard is resolved for every sample."""
+    return os.path.realpath(path)
+
+
+@dataclass(frozen=True)
+class Shard(ABC):
+    """Samples that are stored together, numbered from 0. Blocks of neighbouring samples never cross a shard.
+
+    Path, size and version, at the time of opening, identify the entries of the shard in the cache.
+    """
+
+    path: str
+    """Path, URL or command under which messages name the shard."""
+    size: int
+    """Size of the stored data in bytes; 0 if unknown."""
+    version: str
+    """String that changes when the data change: file times, an ETag, a checksum or a hash; empty if unknown."""
+    config: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
+    sha256: str | None = None
+    """SHA-256 from an `index.json`; None if unknown."""
+
+    downloads: ClassVar[bool] = False
+    """True if samples are downloaded or decompressed to the cache before they are read."""
+    supports_ranges: ClassVar[bool] = False
+    """True if parts of the shard can be downloaded, not only the complete shard."""
+    is_remote: ClassVar[bool] = False
+    """True if samples come from another machine, or from the output of a command."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """File name of the shard. In messages, the name of a sample is `NAME/KEY`."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> str:
+        """Folder of the shard, which has one list of class names."""
+
+    @abstractmethod
+    def class_names(self) -> tuple[str, ...] | None:
+        """Return the class names of the folder in the order of the class numbers, or None if it has none."""
+
+    @abstractmethod
+    def index(self) -> Index:
+        """Return the names and sizes of the samples, and where they are stored.
+
+        Raises:
+            ShardError: the shard cannot be used.
+        """
+
+    @abstractmethod
+    def image(self, index: Index, sample: int) -> bytes:
+        """Return the encoded image of a sample. `index` is the index of this shard.
+
+        Raises:
+            ShardError: the image cannot be read.
+        """
+
+    @abstractmethod
+    def label(self, index: Index, sample: int) -> int:
+        """Return the class number of a sample.
+
+        Raises:
+            SampleError: the sample has no label, or its label is not an integer.
+            ShardError: the label cannot be read.
+        """
+
+    def target(self, index: Index, sample: int) -> bytes:
+        """Return the encoded segmentation map of a sample, a PNG.
+
+        Raises:
+            SampleError: the sample has no map.
+            ShardError: the map cannot be read.
+        """
+        raise SampleError(
+            f"{self.name}/{index.key(sample)} has no segmentation map, but maps are needed. Add a member KEY.{MAP} to "
+            f"the shard; of a folder of images and maps, make shards with data.make_shards. If the shard has this "
+            f"member: {MAKE_INDEX_AGAIN}"
+        )
+
+    def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
+        """Return calls that download what is needed to read samples. They may run in several threads."""
+        return []
+
+    def in_blocks(self, block: int, joined: bool) -> "Shard":
+        """Return the shard for a sampler that visits blocks of `block` neighbouring samples.
+
+        If `joined` is true, one request may download several blocks.
+        """
+        return self
+
+    def verify(self) -> None:
+        """Compare the SHA-256 of the stored data with `index.json`, if the shard is a file.
+
+        Raises:
+            ShardError: the checksums differ, `index.json` has no checksum, or the shard cannot be read.
+        """
+        return
+
+    def summary(self) -> np.ndarray:
+        """Return the counts and the size in `Index.summary`: (3,) int64.
+
+        If the index is in the cache, only its summary is read.
+
+        Raises:
+            ShardError: the shard cannot be used.
+        """
+        cached = self._cached_index(("summary",))
+        return self.index().summary if cached is None else cached["summary"]
+
+    def cache_name(self, part: str) -> str:
+        """Return the name of the cache entry for a part of this shard, for example for a byte range."""
+        identity = f"{self._cache_path()}\n{self.size}\n{self.version}\n{part}"
+        return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
+
+    def _cache_path(self) -> str:
+        return _resolved(os.path.abspath(self.path))
+
+    def _index_file(self) -> Path:
+        name = self.cache_name("index")
+        return cache_folder() / "index-v1" / name[:2] / f"{name}.npz"  # folders stay short, because writing lists them
+
+    def _cached_index(self, names: Sequence[str] = Index._fields) -> dict[str, np.ndarray] | None:
+        try:
+            with np.load(self._index_file()) as arrays:
+                return {name: arrays[name] for name in names}
+        except Exception:  # NumPy raises many kinds of errors for missing or damaged files
+            return None
+
+    def _store_index(self, index: Index) -> None:
+        try:
+            target = self._index_file()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(target) as path, path.open("wb") as file:
+                np.savez(file, **index._asdict())
+        except (OSError, CacheError) as error:
+            reason = f"{cache_folder()}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            warn_once(
+                f"the indices of shards cannot be stored: {reason}. "
+                "Every start of a run reads the tar headers or lists the folders again."
+            )
+
+
+@dataclass(eq=False)
+class Source:
+    """List of S opened shards, whose samples are numbered from 0.
+
+    After a fork, each process reads on its own. A shard becomes unreadable if it vanishes, changes, or cannot be
+    downloaded. If the settings do not skip unreadable shards, methods raise `ShardError` for a sample of an unreadable
+    shard. If the settings skip them, methods raise `UnreadableError`, and raise `ShardError` only after ten unreadable
+    shards in a row or when no shard is left. A `SampleError` for a missing or wrong label or map is always raised.
+    """
+
+    shards: list[Shard]
+    counts: np.ndarray
+    """Number of samples of each shard: (S,) int64."""
+    labelled: np.ndarray
+    """Number of samples with a label in each shard, or -1 if not yet known: (S,) int64."""
+    sizes: np.ndarray
+    """Size of each shard in bytes; for the output of a command, size of the output: (S,) int64."""
+    unreadable: list[str] = field(default_factory=list)
+    """Paths and URLs of shards that cannot be opened and are therefore left out."""
+    config: SourceConfig = DEFAULT
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel over all pixels, for values in [0, 1], from `index.json`; None if unknown."""
+    classes: tuple[str, ...] | None = None
+    """Class names in the order of the numbers that `label` returns; None if unknown or not yet read."""
+    numbers: tuple[int, ...] | None = None
+    """Number that `label` returns for each class number in the shards; None if it returns the labels unchanged."""
+    readers: int = 1
+    """Number of sources that are read in this process. The limit on memory is divided among them."""
+
+    def __post_init__(self) -> None:
+        self._ends = np.cumsum(self.counts).tolist()
+        self._downloads = any(shard.downloads for shard in self.shards)
+        self._lost: dict[int, str] = {}
+        self._lost_in_a_row = 0
+        kept = max(KEPT_SAMPLES // int(self.counts.max()) // self.readers, 4)
+        self._index = functools.lru_cache(kept)(self._load_index)
+
+    @property
+    def images(self) -> int:
+        """Total number of samples in all shards."""
+        return self._ends[-1]
+
+    @property
+    def mean_bytes(self) -> float:
+        """Mean size of a sample in bytes: total size of the shards divided by the number of samples."""
+        return float(self.sizes.sum()) / self.images
+
+    @property
+    def identity(self) -> list[tuple[str, int]]:
+        """Name and number of samples of each shard. Sources of equal identity have their samples in the same order."""
+        return [(shard.name, int(count)) for shard, count in zip(self.shards, self.counts, strict=True)]
+
+    def number(self, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """Return the number in the source of each sample, given by its shard and its number in the shard."""
+        return (np.cumsum(self.counts) - self.counts)[shard] + sample
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the shard of a sample, and its number in the shard."""
+        shard = bisect.bisect_right(self._ends, number)
+        return shard, int(number) - (self._ends[shard - 1] if shard else 0)
+
+    def in_blocks(self, block: int, readers: int = 1) -> "Source":
+        """Return the source for a sampler that visits blocks of `block` neighbouring samples.
+
+        A block of a remote shard is downloaded in one request. If the cache can hold the complete source and blocks are
+        small, one request downloads several neighbouring blocks. `readers` is the number of sources of the mixture.
+        """
+        joined = int(self.sizes.sum()) <= self.config.cache_gb * 1e9 / 2
+        return replace(self, shards=[shard.in_blocks(block, joined) for shard in self.shards], readers=readers)
+
+    def name(self, number: int) -> str:
+        """Return the name of a sample as `SHARD.tar/KEY`."""
+        shard, sample = self.place(number)
+        index = self._guard(shard, lambda: self._index(shard))
+        return f"{self.shards[shard].name}/{index.key(sample)}"
+
+    def image(self, number: int) -> bytes:
+        """Return the encoded image of a sample."""
+        shard, sample = self.place(number)
+        return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
+
+    def target(self, number: int) -> bytes:
+        """Return the encoded segmentation map of a sample, a PNG.
+
+        Raises:
+            SampleError: the sample has no map.
+        """
+        shard, sample = self.place(number)
+        return self._guard(shard, lambda: self.shards[shard].target(self._index(shard), sample))
+
+    def label(self, number: int) -> int:
+        """Return the class number of a sample, renumbered if the source has `numbers`.
+
+        Raises:
+            SampleError: the sample has no label, its label is not an integer, or classes.json does not name its class.
+        """
+        shard, sample = self.place(number)
+        label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
+        if self.numbers is None:
+            if label > LARGEST_LABEL:
+                raise SampleError(
+                    f"the label of {self.name(number)} is {label}, but labels may be {LARGEST_LABEL} at most. "
+                    "Number the classes from 0, without gaps."
+                )
+            return label
+        if not 0 <= label < len(self.numbers):
+            raise SampleError(
+                f"the label of {self.name(number)} is {label}, but {CLASSES} names {len(self.numbers)} classes. "
+                f"Add the missing names to {CLASSES}, or correct the .cls member."
+            )
+        return self.numbers[label]
+
+    def prepare(self, numbers: Sequence[int] | np.ndarray) -> None:
+        """Download what is needed to read samples to the cache, with several simultaneous requests.
+
+        Byte ranges that are already in the cache are not downloaded again. If an unreadable shard is skipped, its error
+        is raised later, when one of its samples is read.
+
+        Raises:
+            ShardError: a shard cannot be read, and the settings do not skip unreadable shards.
+        """
+        if not self._downloads:
+            return
+        wanted: dict[int, list[int]] = {}
+        for shard, sample in map(self.place, numbers):
+            if self.shards[shard].downloads:
+                wanted.setdefault(shard, []).append(sample)
+
+        def attempt(shard: int, do: Callable[[], T]) -> T | None:
+            try:
+                return self._guard(shard, do)
+            except UnreadableError:
+                return None
+
+        def plan(shard: int) -> list[tuple[int, Callable[[], None]]]:
+            calls = attempt(shard, lambda: self.shards[shard].fetches(self._index(shard), wanted[shard]))
+            return [(shard, call) for call in calls or []]
+
+        with ThreadPoolExecutor(FETCHERS) as pool:
+            planned = [call for calls in pool.map(plan, wanted) for call in calls]
+            list(pool.map(lambda call: attempt(*call), planned))
+
+    def cached_bytes(self, samples: int) -> float:
+        """Return the size in bytes of what the cache holds while `samples` samples are in use.
+
+        Raises:
+            ShardError: a server does not answer.
+        """
+        used = min(samples / self.images, 1)
+        return sum(
+            int(size) * (used if shard.supports_ranges else 1)
+            for shard, size in zip(self.shards, self.sizes, strict=True)
+            if shard.downloads
+        )
+
+    def all_labelled(self) -> bool:
+        """Return True if every sample has a label.
+
+        Raises:
+            ShardError: `index.json` does not count the labels of a shard, and the shard cannot be read.
+        """
+        if ((self.labelled >= 0) & (self.labelled < self.counts)).any():
+            return False
+        unknown = np.flatnonzero(self.labelled < 0)
+        return all(self.shards[shard].summary()[1] == self.counts[shard] for shard in unknown)
+
+    def require_labels(self) -> None:
+        """Check that every sample has a label. The check uses index.json or the headers of the tar files.
+
+        Raises:
+            SampleError: a sample has no label. The message names the sample.
+        """
+        for shard in np.flatnonzero((self.labelled >= 0) & (self.labelled < self.counts))[:1]:
+            unlabelled = np.flatnonzero(self.shards[shard].index().labels[:, 0] < 0)
+            self.label(int(self.number(shard, unlabelled[0])))
+
+    def require_targets(self) -> None:
+        """Check that every sample has a segmentation map. Read the headers of all tars.
+
+        Raises:
+            SampleError: a sample has no map. The message names the sample.
+        """
+        for shard, opened in enumerate(self.shards):
+            maps = opened.index().maps
+            if not len(maps) or (maps[:, 0] < 0).any():
+                self.target(int(self.number(np.int64(shard), maps[:, 0].argmin() if len(maps) else np.int64(0))))
+
+    def class_names(self) -> tuple[str, ...] | None:
+        """Return the class names in the order of the class numbers, or None if no folder has class names.
+
+        The class names of a folder of images are those of its subfolders. Other folders have a `classes.json`.
+
+        Raises:
+            ShardError: the folders of the shards have different class names, only some folders have class names, or a
+                `classes.json` cannot be used.
+        """
+        (first, shard), *others = {shard.folder: shard for shard in self.shards}.items()
+        names = shard.class_names()
+        for other, shard in others:
+            found = shard.class_names()
+            if found == names:
+                continue
+            if found is None or names is None:
+                named, unnamed = (first, other) if found is None else (other, first)
+                raise ShardError(
+                    f"{named} has a {CLASSES}, but {unnamed} has none, so their labels cannot be compared. "
+                    f"If both number the classes alike, copy the {CLASSES}. Otherwise evaluate them separately."
+                )
+            raise ShardError(
+                f"{first} and {other} have different class names in {CLASSES}, so their labels do not mean the same. "
+                f"Make one of them again with `--classes` and the {CLASSES} of the other, or evaluate them separately."
+            )
+        return names
+
+    def _guard(self, shard: int, do: Callable[[], T]) -> T:
+        """Call `do`, which reads `shard`, and return its result. If `shard` failed before, raise the earlier error."""
+        try:
+            if shard in self._lost:
+                raise ShardError(self._lost[shard])
+            result = do()
+            self._lost_in_a_row = 0
+            return result
+        except (ResourceError, SampleError):
+            raise
+        except ShardError as error:
+            self._lost_in_a_row += shard not in self._lost
+            self._lost[shard] = str(error)
+            if self.config.unreadable == "stop":
+                raise
+            if self._lost_in_a_row >= MOST_LOST or len(self._lost) == len(self.shards):
+                raise ShardError(
+                    f"{self._lost_in_a_row} shards in a row cannot be read. Last error: {error}"
+                ) from error
+            raise UnreadableError(str(error)) from error
+
+    def _load_index(self, shard: int) -> Index:
+        opened, index = self.shards[shard], self.shards[shard].index()
+        if index.summary[0] != self.counts[shard]:
+            raise ShardError(
+                f"{opened.path}: has {index.summary[0]} samples, but {self.counts[shard]} were expected from "
+                "index.json or from an earlier count. The shard or the index has changed. Restart the run. "
+                f"If the index is wrong: {MAKE_INDEX_AGAIN}"
+            )
+        return index

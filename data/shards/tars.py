@@ -1,0 +1,473 @@
+"""Shards that are tars: on a disk, at a URL, or in the output of a command.
+
+A local tar is read without a copy. From a remote tar, byte ranges with neighbouring samples are downloaded to the cache
+of the node, from which all loader workers and processes of the node read. Byte ranges are not possible for three kinds
+of tars, which are stored completely in the cache: a `.tar.gz` (which is decompressed), the output of a command, and a
+file of a web server that lacks byte ranges.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from tessera.data.shards import remote
+from tessera.data.shards.cache import CHECKSUM, Cache, Sink, cache_folder, checksum, first_version, is_intact
+from tessera.data.shards.errors import (
+    MAKE_INDEX_AGAIN,
+    MAKE_SHARD_AGAIN,
+    SampleError,
+    ShardError,
+    unreadable,
+    warn_once,
+)
+from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
+from tessera.data.shards.source import Shard, SourceConfig
+from tessera.data.shards.tar import LARGEST_MEMBER, Index, is_described, is_member, scan_tar
+from tessera.runtime.errors import printable
+
+KEPT_FILES = 128
+"""Maximum number of local tars that a process keeps open."""
+LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several samples
+USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
+MOST_HEADERS = 2**16  # number of bytes before a member of a remote shard that are searched for additional headers
+HEADER = 512  # size in bytes of the tar header before the content of each member
+LONGEST_LABEL = 64  # maximum number of bytes that are read of a label
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tar(Shard):
+    """A tar, whose index comes from the cache, from the table beside the shard, or from the tar headers."""
+
+    modified: int = 0
+    """Modification time of a local file in nanoseconds since 1970; 0 for a remote tar."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.path)
+
+    def class_names(self) -> tuple[str, ...] | None:
+        return read_classes(self.folder, self.config)
+
+    @abstractmethod
+    def open(self) -> int:
+        """Return a file descriptor of the complete, uncompressed tar, which the caller closes.
+
+        Raises:
+            OSError: a local shard cannot be read.
+            ShardError: the shard is damaged, is too large or cannot be downloaded, or the cache cannot be written.
+        """
+
+    def index(self) -> Index:
+        cached = self._cached_index()
+        if cached is not None:
+            return Index(**cached)
+        if (table := self._table()) is not None:
+            return table
+        try:
+            index = scan_tar(self.open(), self.path)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        self._store_index(index)
+        return index
+
+    def image(self, index: Index, sample: int) -> bytes:
+        return self._member(index, sample, index.images[sample])
+
+    def label(self, index: Index, sample: int) -> int:
+        if index.labels[sample, 0] < 0:
+            raise SampleError(
+                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Add a member KEY.cls to the "
+                "shard."
+            )
+        text = self._member(index, sample, index.labels[sample], LONGEST_LABEL)
+        try:
+            return int(np.int64(int(text)))
+        except (ValueError, OverflowError):
+            raise SampleError(
+                f"the label of {self.name}/{index.key(sample)} is {text!r}, not an integer. Correct the .cls member."
+            ) from None
+
+    def target(self, index: Index, sample: int) -> bytes:
+        if index.map_place(sample)[0] < 0:
+            return super().target(index, sample)
+        return self._member(index, sample, index.maps[sample])
+
+    def _member(self, index: Index, sample: int, place: np.ndarray, most: int = LARGEST_MEMBER) -> bytes:
+        """Return the content of a member, at most its first `most` bytes. `place` is its offset and size."""
+        offset, size = map(int, place)
+        content = self._content(index, sample, offset, size, min(size, most))
+        if content is None:
+            raise ShardError(
+                f"{self.path}: {index.key(sample)} is not at byte {offset}, where it should be. "
+                f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
+            )
+        return content
+
+    @abstractmethod
+    def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
+        """Return the first `wanted` bytes at byte `offset`, or None if its tar header is not that of the sample."""
+
+    @property
+    def _is_packed(self) -> bool:
+        return remote.without_query(self.path).endswith(".gz")
+
+    def _table(self) -> Index | None:
+        """Return the table beside the shard, or None if no table exists or the table is older than the shard."""
+        path = self.path + TABLE
+        try:
+            if os.stat(path).st_mtime_ns < self.modified:
+                warn_once(f"{path} is older than its shard and is not used. {MAKE_INDEX_AGAIN}")
+                return None
+            with open(path, "rb") as file:
+                return self._parsed(file.read(LARGEST_TABLE + 1), path)
+        except OSError:
+            return None
+
+    def _parsed(self, content: bytes, path: str) -> Index:
+        """Return the index in the content of a table."""
+        index = parse_table(content, path)
+        if self.size and not self._is_packed and index.summary[2] != self.size:
+            raise ShardError(
+                f"{path}: belongs to a shard of {index.summary[2]} bytes, but {self.path} has {self.size} bytes. "
+                f"{MAKE_INDEX_AGAIN}"
+            )
+        return index
+
+    def verify(self) -> None:
+        if self.sha256 is None:
+            raise ShardError(f"{self.path}: source.verify needs the SHA-256 in index.json. {MAKE_INDEX_AGAIN}")
+        try:
+            with open(self.path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if found != self.sha256.lower():
+            raise ShardError(
+                f"{self.path}: its SHA-256 differs from index.json, so the shard or the index has changed. "
+                f"{MAKE_SHARD_AGAIN} If the index is wrong: {MAKE_INDEX_AGAIN}"
+            )
+
+
+class LocalTar(Tar):
+    """A local, uncompressed tar."""
+
+    def open(self) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
+        try:
+            file, expected = _opened(self), int(index.summary[2])
+            if file.size != expected:
+                raise ShardError(
+                    f"{self.path}: had {expected} bytes when it was opened, but now has {file.size}. {MAKE_SHARD_AGAIN}"
+                )
+            if file.modified != self.modified:
+                raise ShardError(f"{self.path}: has changed since it was opened. Restart the run.")
+            header, content = _read_member(file.descriptor, offset, wanted)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if len(content) != wanted:
+            now = os.fstat(file.descriptor).st_size
+            raise ShardError(
+                f"{self.path}: was truncated to {now} bytes while in use, but a sample ends at byte "
+                f"{offset + wanted}. {MAKE_SHARD_AGAIN}"
+            )
+        key = index.raw_key(sample)
+        fits = is_member(header, key, size) or is_described(file.descriptor, offset, key, size)
+        return content if fits else None
+
+
+class _File:
+    """An open local tar. The descriptor is closed when the object is deleted."""
+
+    def __init__(self, path: str):
+        self.descriptor = -1
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(self.descriptor)
+        self.size, self.modified = status.st_size, status.st_mtime_ns
+
+    def __del__(self):
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+@functools.lru_cache(KEPT_FILES)
+def _opened(shard: LocalTar) -> _File:
+    return _File(shard.path)
+
+
+def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, bytes]:
+    """Return the tar header and the first `wanted` bytes of the member whose content begins at `offset`."""
+    return os.pread(descriptor, HEADER, offset - HEADER), os.pread(descriptor, wanted, offset)
+
+
+class PackedTar(Tar):
+    """A local `.tar.gz`. The cache holds the decompressed tar."""
+
+    downloads: ClassVar[bool] = True
+
+    @property
+    def cache(self) -> Cache:
+        """Cache of downloaded and decompressed tars."""
+        return _cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), self.config.cache_gb)
+
+    def open(self) -> int:
+        def fill(sink: Sink) -> None:
+            if self.size and not self._is_packed:
+                sink.reserve(self.size)
+            check = None if self.sha256 else self._check_version  # a checksum says more than a version
+            remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
+
+        return self.cache.open(self.cache_name("whole"), fill)
+
+    def _check_version(self, stated: list[str]) -> None:
+        """Raise `ShardError` if none of the versions that a server states is the version of this shard."""
+
+    def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
+        return [lambda: os.close(self.open())]
+
+    def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
+        key = index.raw_key(sample)
+        for _ in range(2):
+            descriptor, first, name = self._open_range(index, sample, offset - HEADER, offset + wanted)
+            try:
+                header, content = _read_member(descriptor, offset - first, wanted)
+            finally:
+                os.close(descriptor)
+            fits = len(content) == wanted and is_member(header, key, size)
+            if fits or (len(content) == wanted and self._is_described(index, sample, offset, size)):
+                return content
+            self.cache.remove(name)  # the cached copy may be damaged, so download again
+        return None
+
+    def _is_described(self, index: Index, sample: int, offset: int, size: int) -> bool:
+        """Return True if additional headers before the header of a member state the key of its sample and its size."""
+        descriptor, first, _ = self._open_range(index, sample, max(offset - MOST_HEADERS, 0), offset)
+        try:
+            return is_described(descriptor, offset - first, index.raw_key(sample), size)
+        finally:
+            os.close(descriptor)
+
+    def _open_range(self, index: Index, sample: int, start: int, end: int) -> tuple[int, int, str]:
+        """Open a cached file that holds the bytes `start` to `end` - 1 of the tar, which belong to a sample.
+
+        Return the descriptor of the file, the byte of the tar at which the file begins, and the name of the cache
+        entry.
+        """
+        return self.open(), 0, self.cache_name("whole")
+
+
+@functools.lru_cache(maxsize=16)
+def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
+    """Return the cache of shard data. The first arguments are the variables that `cache_folder` reads."""
+    return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
+
+
+class _NoTableError(Exception):
+    """Raised if no table exists beside a remote shard."""
+
+
+@dataclass(frozen=True)
+class RemoteTar(PackedTar):
+    """A tar at a URL, or the output of a command. The cache holds byte ranges, or the complete tar."""
+
+    is_remote: ClassVar[bool] = True
+
+    block: int = 1
+    """Number of neighbouring samples that are downloaded together at least."""
+    joined: bool = True
+    """True if one request may download several blocks."""
+
+    def class_names(self) -> tuple[str, ...] | None:
+        return None if self._is_command else super().class_names()
+
+    @property
+    def _is_command(self) -> bool:
+        return self.path.startswith(remote.PIPE)
+
+    @property
+    def supports_ranges(self) -> bool:
+        """True if byte ranges of the shard can be downloaded.
+
+        Raises:
+            ShardError: the server does not answer.
+        """
+        return not self._is_packed and not self._is_command and remote.supports_ranges(self.path, self.config)
+
+    def in_blocks(self, block: int, joined: bool) -> "RemoteTar":
+        return replace(self, block=block, joined=joined)
+
+    def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
+        if not self.supports_ranges:
+            return super().fetches(index, samples)
+        if (descriptor := self._downloaded()) is not None:
+            os.close(descriptor)
+            return []
+        spans = {self._span(index, sample) for sample in samples}
+        return [lambda span=span: os.close(self.open_range(*span)) for span in spans]
+
+    def open_range(self, start: int, end: int) -> int:
+        """Return a descriptor of a cached file that begins with the bytes `start` to `end` - 1 of the shard.
+
+        A checksum follows these bytes. A damaged file is downloaded again. The caller closes the descriptor.
+
+        Raises:
+            ShardError: the shard has changed or cannot be downloaded, or the cache cannot be written.
+        """
+
+        def fill(sink: Sink) -> None:
+            data = remote.read_range(self.path, start, end, self.size, self.config, self._check_version)
+            sink.write(data + checksum(data))
+
+        name = self.cache_name(f"{start}-{end}")
+        try:
+            descriptor = self.cache.open(name, fill, end - start + CHECKSUM)
+            if is_intact(descriptor, name, end - start):
+                return descriptor
+            os.close(descriptor)
+            log.warning("%s: the copy of bytes %d to %d in the cache is damaged. They are downloaded again",
+                        self.path, start, end)  # fmt: skip
+            self.cache.remove(name)
+            return self.cache.open(name, fill, end - start + CHECKSUM)
+        except remote.NoRangesError:
+            raise ShardError(
+                f"{self.path}: the server stopped supporting byte ranges during the run. Restart the run."
+            ) from None
+
+    def _open_range(self, index: Index, sample: int, start: int, end: int) -> tuple[int, int, str]:
+        if not self.supports_ranges:
+            return super()._open_range(index, sample, start, end)
+        if (descriptor := self._downloaded()) is not None:
+            return descriptor, 0, self.cache_name("whole")
+        span = self._span(index, sample)
+        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label or map
+            span = (start, end)
+        return self.open_range(*span), span[0], self.cache_name(f"{span[0]}-{span[1]}")
+
+    def _downloaded(self) -> int | None:
+        """Open the complete tar if it was downloaded to read its headers. Otherwise return None."""
+        return self.cache.find(self.cache_name("whole"))
+
+    def _span(self, index: Index, sample: int) -> tuple[int, int]:
+        """Return the byte range to download for a sample: the sample's block, several blocks, or a part of a block."""
+        count = len(index.images)
+        usual = max(USUAL_REQUEST * count // max(self.size, 1), 1)  # samples
+        together = max(usual // self.block, 1) * self.block if self.joined else self.block
+        first = sample // together * together
+        last = min(first + together, count)
+        while (span := _bytes_of(index, first, last))[1] - span[0] > LARGEST_REQUEST and last - first > 1:
+            middle = (first + last) // 2
+            first, last = (first, middle) if sample < middle else (middle, last)
+        if span[1] - span[0] > LARGEST_REQUEST:
+            offset, size = map(int, index.images[sample])
+            return offset - HEADER, offset + size
+        return span
+
+    def _check_version(self, stated: list[str]) -> None:
+        """Compare the versions that a server states for this shard with the version of its first answer.
+
+        The version of the first answer is the version at the time of opening. If the shard was opened from
+        `index.json`, without a request, the version is kept in the cache with the data that it describes.
+
+        Raises:
+            ShardError: the shard has changed on the server.
+        """
+        if not stated or self.version.removeprefix("W/") in stated:
+            return
+        held = self.version
+        if not held or held == self.sha256:
+            held = first_version(self.cache, self.cache_name("version"), stated[0])
+        if held not in stated:
+            raise ShardError(
+                f"{self.path}: has changed on the server (version {printable(stated[0])[:100]}, before "
+                f"{printable(held)[:100]}). Restore the shard. If the change is intended, make its index.json again or "
+                f"remove the folder {self.cache.folder}, and restart the run."
+            )
+
+    def verify(self) -> None:
+        if self._is_command:
+            return
+        if self.sha256 is None:
+            super().verify()  # raises the error
+        os.close(self.open())
+
+    def _cache_path(self) -> str:
+        return self.path
+
+    def _table(self) -> Index | None:
+        if self._is_command:
+            return None
+        table = None if "?" in self.path else self._downloaded_table()
+        if table is None and self.supports_ranges:
+            warn_once(
+                f"{self.folder}: shards without a table SHARD.tar{TABLE} beside them are downloaded completely to find "
+                "their samples. `tessera check_shards SHARDS --write_index true` writes tables for local copies."
+            )
+        return table
+
+    def _downloaded_table(self) -> Index | None:
+        """Download the table beside the shard. Return None if no table exists."""
+        path = self.path + TABLE
+
+        def fill(sink: Sink) -> None:
+            content = remote.read_small(path, self.config, LARGEST_TABLE)
+            if content is None:
+                raise _NoTableError
+            sink.write(content)
+
+        name = self.cache_name("table")
+        for cached in (self.cache.find(name), None):
+            try:
+                descriptor = self.cache.open(name, fill) if cached is None else cached
+            except _NoTableError:
+                return None
+            with os.fdopen(descriptor, "rb") as file:
+                content = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+            try:
+                return self._parsed(content, path)
+            except ShardError:
+                self.cache.remove(name)  # the cached copy may be damaged, so discard the copy
+                if cached is None:
+                    raise
+        raise AssertionError("unreachable: the second attempt returns or raises")
+
+
+def _bytes_of(index: Index, first: int, last: int) -> tuple[int, int]:
+    """Return the byte range of the members of samples `first` to `last` - 1, including their tar headers."""
+    labels, maps = (places[first:last] for places in (index.labels, index.maps))
+    places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0], maps[maps[:, 0] >= 0]])  # (M, 2)
+    return int(places[:, 0].min()) - HEADER, int(places.sum(1).max())
+
+
+def name_of(path: str) -> str:
+    """Return the file name of a tar at a path or URL."""
+    return remote.without_query(path).rpartition("/")[2]
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of a tar, or `pipe:` for the output of a command, which lies in no folder."""
+    return remote.PIPE if path.startswith(remote.PIPE) else remote.without_query(path).rpartition("/")[0]
+
+
+def read_classes(folder: str, config: SourceConfig) -> tuple[str, ...] | None:
+    """Return the class names of a local or remote folder of shards, or None if the folder has no `classes.json`.
+
+    Raises:
+        ShardError: the file cannot be read, or is not a list of unique names.
+    """
+    path = f"{folder}/{CLASSES}" if folder else CLASSES
+    content = remote.read_small(path, config, LARGEST_CLASSES)
+    return None if content is None else parse_classes(content, path)
