@@ -1,4 +1,4 @@
-"""Measure memory, time and traffic of a training step under every engine, and estimate them for many GPUs.
+"""Measure memory, time and traffic of a training step under every engine.
 
     python benchmarks/engines.py [--precision bf16] [--output benchmarks/results/engines.md]
     python benchmarks/engines.py --processes 4 --engines '["fsdp2", "hsdp"]'
@@ -8,7 +8,8 @@ noise images in memory. The benchmark measures the memory of a process between s
 step. On a GPU, "memory" is the memory that torch has allocated. On a CPU, "memory" is the growth of the process's
 resident memory since just before the method was built. On Linux without a GPU, the benchmark also counts the bytes sent
 over the loopback device, so no other program should use this device. "Host at the start" is the largest growth of the
-resident memory while the method is built and the engine shards it. The estimates use the formulas of docs/scaling.md.
+resident memory while the method is built and the engine shards it. The columns "by formula" use the formulas of
+docs/scaling.md.
 """
 
 import ctypes
@@ -25,18 +26,16 @@ from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
-from device.settings import device
-from device.training import build, random_batch
 from pydantic import Field
+from tables import machine, publish, table
 from torch import nn
+from training import as_run, device, loader_batch, make_config, on_device
 
-from tessera.data.augment import to_model_input
 from tessera.encoders.base import Encoder
-from tessera.pretrain import engines
+from tessera.pretrain import engines, loop
+from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import pretraining_methods
-from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
 from tessera.runtime.collectives import gather_objects
-from tessera.runtime.machine import processor
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.settings import Settings, SettingsError, parse
 
@@ -44,18 +43,8 @@ ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 GROUPS = 2
 """Number of groups of processes under HSDP. It is measured only if asked for, because it needs four processes."""
-PAPER = {
-    "ViT-B/16": (86e6, 31e6, 12),
-    "ViT-L/16": (303e6, 31e6, 24),
-    "ViT-g/14": (1.1e9, 60e6, 40),
-    "ViT-7B/16": (6.7e9, 100e6, 40),
-}
-"""Number of encoder parameters, number of parameters in DINO's head, and number of blocks, for each encoder."""
-PASSES = (2, 1)
-"""Numbers of forward passes of DINO's student in a step: one for each crop size, and one if all crops are packed."""
 KEPT = 1e9
 """Default of DeepSpeed's stage3_max_live_parameters: largest number of parameters that ZeRO-3 keeps gathered."""
-GPUS = (8, 64, 256)
 GATHERED = {"fp32": 4, "bf16": 2}
 """Bytes per value of gathered weights under FSDP2, by precision of the forward pass."""
 
@@ -135,33 +124,32 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
     """Run the steps of one launch. The main process writes the measurements to `output`."""
     accelerator = make_accelerator(mixed_precision="no" if settings.precision == "fp32" else settings.precision)
     engine_class = engines.select(accelerator, settings.precision, 1)
-    name, variant = settings.methods[0], settings.encoders[0]
     steps = settings.steps + 2
     before, host = resident(), status("VmRSS")
     forget_peak()
-    here = not engine_class.sends_weights or accelerator.is_main_process
-    with torch.device("cpu" if here else "meta"):  # as in a run
-        method, optim, transform = build(name, variant, settings.images * accelerator.num_processes, steps)
+    main = accelerator.is_main_process if engine_class.sends_weights else None  # as in a run
+    config = make_config(
+        settings.methods[0], settings.encoders[0], settings.images * accelerator.num_processes,
+        data_images=50_000, steps=steps, precision=settings.precision, optim={"warmup_steps": 0},
+        encoder={"drop_path": 0.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    method = build_method(config, fresh=False, main=main)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     total = sum(p.numel() for p in method.parameters())
     block = max(sum(p.numel() for p in unit.parameters()) for blocks in method.units() for unit in blocks)
-    engine = engine_class(accelerator, method, optim)
+    engine = engine_class(accelerator, method, config.optim)
     starts = gather_objects(status("VmHWM") - host)
     passes = count_passes(method.trained_parts())
-    batch = random_batch(transform, settings.images, seed=accelerator.process_index)
+    run = as_run(config, accelerator, method, engine)
+    batch = loader_batch(method.transform(), settings.images, size=(256, 256), seed=accelerator.process_index)
     seconds, sent = [], []
     for number in range(steps):
         dist.barrier()
         start, traffic = time.perf_counter(), loopback()
         if number == 2:
             forget_peak()
-        apply_schedules(engine.optimizer, optim, number, steps, 256)
-        engine.forward_backward(to_model_input(batch.to(accelerator.device)), number, last=True)
-        clip_gradients(
-            engine.local_gradients(method.trained_parts()), 3.0, "global", sharded=engine.sharded, copies=engine.copies
-        )
-        engine.step()
-        method.after_step(number)
+        loop.training_step(run, [on_device(batch)])
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         sent.append((loopback() - traffic) / accelerator.num_processes)
@@ -265,38 +253,6 @@ def measured_rows(settings: EnginesBenchmark) -> list[list[str]]:
     return rows
 
 
-def paper_rows() -> list[list[str]]:
-    """Return the table of DINO's estimated costs on many GPUs: the headings, then a row for each encoder and engine."""
-    columns = (f"{count} GPUs: held + step, GB" for count in GPUS)
-    rows = [["encoder", "engine", "passes and precision", *columns, "sent a step, GB"]]
-    fsdp2 = [("fsdp2", passes, precision) for precision in GATHERED for passes in PASSES]
-    for name, (encoder, head, blocks) in PAPER.items():
-        both = encoder + head
-        for engine, passes, precision in [*((engine, 1, "") for engine in ENGINES if engine != "fsdp2"), *fsdp2]:
-            found = [costs(engine, both, both, encoder / blocks, count, passes, precision) for count in GPUS]
-            sizes = [f"{each.held / 1e9:,.1f} + {each.step / 1e9:,.1f}" for each in found]
-            which = f"{passes}, {precision}" if precision else "all"
-            rows.append([name, engine, which, *sizes, f"{found[-1].sent / 1e9:,.1f}"])
-    return rows
-
-
-def show(tables: dict[str, list[list[str]]], settings: EnginesBenchmark, seconds: float) -> None:
-    """Print the tables, and write them to a Markdown file if `--output` is given."""
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{processor()}, {os.cpu_count()} cores"
-    command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
-    what = f"{settings.processes} processes, {settings.images} images each, {device().type}, {settings.precision}"
-    lines = ["# Engines", "", f"`{command}`: {machine}, torch {torch.__version__}; {what}; {seconds / 60:.0f} minutes."]
-    lines.append("")
-    for title, (headings, *rows) in tables.items():
-        lines += [f"## {title}", ""]
-        rules = ["---"] * 3 + ["--:"] * (len(headings) - 3)
-        lines += ["| " + " | ".join(cells) + " |" for cells in (headings, rules, *rows)]
-        lines.append("")
-    print("\n" + "\n".join(lines))
-    if settings.output:
-        settings.output.write_text("\n".join(lines))
-
-
 def main(settings: EnginesBenchmark) -> None:
     if settings.measure is not None:
         measure(settings, Path(settings.measure))
@@ -307,9 +263,12 @@ def main(settings: EnginesBenchmark) -> None:
     if "hsdp" in settings.engines and settings.processes < 2 * GROUPS:
         raise SettingsError(f"hsdp needs {2 * GROUPS} processes or more. Set --processes {2 * GROUPS}.")
     started = time.perf_counter()
-    rows = measured_rows(settings)
-    tables = {"Measured": rows, "DINO on paper": paper_rows()}
-    show(tables, settings, time.perf_counter() - started)
+    headings, *rows = measured_rows(settings)
+    command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
+    what = f"{settings.processes} processes, {settings.images} images each, {device().type}, {settings.precision}"
+    minutes = (time.perf_counter() - started) / 60
+    intro = f"`{command}`: {machine()}; {what}; {minutes:.0f} minutes."
+    publish(["# Engines", intro, table(headings, rows, text=3)], settings.output)
 
 
 if __name__ == "__main__":

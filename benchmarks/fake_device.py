@@ -47,6 +47,11 @@ class GPU:
     launch: float = 2.5e-6
     """Shortest time of a kernel, in seconds."""
 
+    def kernel(self, size: int, flop: int = 0, *, low: bool = False) -> "Count":
+        """Return the count of one kernel that moves `size` bytes. `low` is True for arithmetic in bfloat16."""
+        memory, arithmetic = size / self.memory, flop / (self.low if low else self.full)
+        return Count(1, size, flop, memory, arithmetic, max(memory, arithmetic, self.launch))
+
 
 @dataclass
 class Count:
@@ -64,9 +69,10 @@ class Count:
     host_reads: int = 0
     """Number of times that the CPU waits for a value from the device."""
 
-    def add(self, other: "Count") -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+    def add(self, *others: "Count") -> None:
+        for other in others:
+            for name, value in vars(other).items():
+                setattr(self, name, getattr(self, name) + value)
 
     def minus(self, other: "Count") -> "Count":
         """Return the difference of two counts."""
@@ -95,8 +101,7 @@ class Counter:
 
     def total(self) -> Count:
         total = Count()
-        for count in self.rows.values():
-            total.add(count)
+        total.add(*self.rows.values())
         return total
 
     def saved_kinds(self) -> dict[str, tuple[int, int]]:
@@ -160,7 +165,6 @@ class _CountOperations(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Count:
-        gpu = self.counter.gpu
         name = func._schema.name.split("::")[-1]
         moved = outputs if name in FILLS else [*inputs, *outputs]
         if name in ("index", "index_select"):  # reads as many values as it writes
@@ -176,8 +180,7 @@ class _CountOperations(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flop = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         low = any(t.dtype in LOW for t in inputs)
-        memory, arithmetic = size / gpu.memory, flop / (gpu.low if low else gpu.full)
-        return Count(1, size, flop, memory, arithmetic, max(memory, arithmetic, gpu.launch))
+        return self.counter.gpu.kernel(size, flop, low=low)
 
 
 class _Replace(TorchFunctionMode):
@@ -192,16 +195,13 @@ class _Replace(TorchFunctionMode):
         first = args[0] if args else None
         if func is Tensor.pin_memory:
             return first
-        fake = isinstance(first, Tensor) and first.device.type == DEVICE.type
-        if (
-            isinstance(first, Tensor)
-            and fake
-            and func in (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
-        ):
+        if not isinstance(first, Tensor) or first.device.type != DEVICE.type:
+            return func(*args, **kwargs)
+        if func in (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__):
             self.counter.record("read by the CPU", Count(host_reads=1))
             ones = torch.ones(first.shape, device="cpu", dtype=first.dtype)
             return ones.tolist() if func is Tensor.tolist else func(ones)
-        if func is F.scaled_dot_product_attention and fake:
+        if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 

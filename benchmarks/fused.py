@@ -10,8 +10,7 @@ import copy
 import itertools
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,25 +19,22 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
-from torch.utils._pytree import tree_map_only
 
-from tessera.data.augment import compiled
 from tessera.encoders.blocks import Block
 from tessera.encoders.segments import Segments
 from tessera.pretrain.methods.base import Method
 
 TOKENS = 64
 """Number of tokens of an image for which a block is compiled."""
-SOME_CROPS = 16
-"""Number of crops for which colour changes are compiled. The bytes of more crops are in proportion."""
 FEW, MORE = 64, 128
 """Numbers of images for which a block is compiled. The bytes of larger batches follow from these two."""
+SOME_CROPS = 8
+"""Number of crops for which colour changes are compiled. The bytes of more crops are in proportion."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Matrix products. They stay kernels of their own."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A forward pass of a block, and its backward pass if `trained`."""
 
     shape: tuple[int, ...]
@@ -50,25 +46,14 @@ class Call:
     trained: bool
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel of the compiler."""
-
-    bytes: int
-    loops: list[int]
-    """Bytes of each of its loops. A loop over the pixels of a crop reads them from memory again; one over the tokens of
-    an image finds them in the cache."""
-
-
-@dataclass(frozen=True)
-class ColorCall:
-    """A call of `data.augment.fused`."""
+class ColorCall(NamedTuple):
+    """A call of a function of `data.fused_colors`."""
 
     function: Callable[..., Tensor]
     x: Tensor
     """Fake tensor (N, C, H, W)."""
     rest: tuple[Any, ...]
-    """Functions, and their arguments. The last axis of each tensor is N."""
+    """Other arguments. The last axis of each tensor is N."""
 
 
 Calls = Tally[tuple[nn.Module, Call]]
@@ -97,43 +82,41 @@ def record_calls(method: Method) -> Calls:
     """Return a tally that counts the calls of all blocks of ViT and RoPE-ViT in the steps that follow."""
     calls: Calls = Tally()
     alike: dict[Any, nn.Module] = {}  # one block for all blocks with the same shapes
+
+    def recorded(forward: Callable[..., Tensor], block: nn.Module) -> Callable[..., Tensor]:
+        def call(x: Tensor, segments: Segments | None = None, scales: Any = None, *rest: Any) -> Tensor:
+            images = len(x) if segments is None else len(segments.lengths)
+            calls[block, Call(tuple(x.shape), images, x.dtype, scales is not None, torch.is_grad_enabled())] += 1
+            return forward(x, segments, scales, *rest)
+
+        return call
+
     for block in method.modules():
         if isinstance(block, Block):
             shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
             first = alike.setdefault((shapes, block.training, block.drop_path.rate > 0), block)
-            block.forward = _recorded(block.forward, first, calls)
+            block.forward = recorded(block.forward, first)
     return calls
-
-
-def _recorded(forward: Callable[..., Tensor], block: nn.Module, calls: Calls) -> Any:
-    def recorded(x: Tensor, segments: Segments | None = None, scales: Any = None, *rest: Any) -> Tensor:
-        images = len(x) if segments is None else len(segments.lengths)
-        call = Call(tuple(x.shape), images, x.dtype, scales is not None, torch.is_grad_enabled())
-        calls[block, call] += 1
-        return forward(x, segments, scales, *rest)
-
-    return recorded
 
 
 def saving(calls: Calls, gpu: GPU) -> tuple[Count, Count]:
     """Return the counts of all calls, without attention: one kernel per operation, and as the compiler fuses them."""
     separate, fused = Count(), Count()
-    for (block, call), times in calls.items():
-        with mock.patch("tessera.encoders.blocks.self_attention", _free_attention):
+    with mock.patch("tessera.encoders.blocks.self_attention", _free_attention):
+        for (block, call), times in calls.items():
             eager = _count_operations(block, call, gpu)
-            compiled = _count_fused(block, call, eager, gpu)
-        one = Count()
-        for count in eager.rows.values():
-            one.add(count)
-        for _ in range(times):
-            separate.add(one)
-            fused.add(compiled)
+            products = [count for operation, count in eager.items() if operation in PRODUCTS]
+            kernels = [gpu.kernel(size) for size in _fused_bytes(block, call)]
+            for _ in range(times):
+                separate.add(*eager.values())
+                fused.add(*products, *kernels)
     return separate, fused
 
 
-def _count_operations(block: nn.Module, call: Call, gpu: GPU) -> Counter:
+def _count_operations(block: nn.Module, call: Call, gpu: GPU) -> dict[str, Count]:
+    """Return the counts of a call of a block by operation."""
     with counting(gpu) as counter, torch.set_grad_enabled(call.trained):
-        own = copy.deepcopy(_on_cpu(block))
+        own = _on_cpu(block)
         fake_copy(own)
         x, arguments = _arguments(call, call.shape, call.images, DEVICE)
         counter.rows.clear()
@@ -142,57 +125,51 @@ def _count_operations(block: nn.Module, call: Call, gpu: GPU) -> Counter:
         if call.trained:
             backward(out)
             del counter.rows["", "ones_like"]  # the gradient of `out`
-    return counter
+    return {operation: count for (_, operation), count in counter.rows.items()}
 
 
-def _count_fused(block: nn.Module, call: Call, eager: Counter, gpu: GPU) -> Count:
-    """Return the counts of a call of a compiled block. Matrix products take as long as in `eager`."""
-    few, more = (_scheduled(block, call, images) for images in (FEW, MORE))
+def _fused_bytes(block: nn.Module, call: Call) -> list[int]:
+    """Return the bytes of the kernels of a compiled block, without matrix products."""
+    few, more = (_compiled_bytes(block, call, images) for images in (FEW, MORE))
     tokens = call.shape[0] if len(call.shape) == 2 else call.shape[0] * call.shape[1]
-    fused = Count()
-    for (_, operation), count in eager.rows.items():
-        if operation in PRODUCTS:
-            fused.add(count)
-    for first, second in zip(few, more, strict=True):
-        each = (second - first) / (TOKENS * (MORE - FEW))  # bytes per token
-        size = round(first + each * (tokens - TOKENS * FEW))
-        memory = size / gpu.memory
-        fused.add(Count(kernels=1, bytes=size, memory_seconds=memory, seconds=max(memory, gpu.launch)))
-    return fused
+    share = (tokens - TOKENS * FEW) / (TOKENS * (MORE - FEW))
+    return [round(first + (second - first) * share) for first, second in zip(few, more, strict=True)]
 
 
-def _scheduled(block: nn.Module, call: Call, images: int) -> list[int]:
-    """Compile a block for `images` images. Return the bytes of each kernel that is no matrix product."""
+def _compiled_bytes(block: nn.Module, call: Call, images: int) -> list[int]:
     shape = (TOKENS * images, call.shape[-1]) if len(call.shape) == 2 else (images, TOKENS, call.shape[-1])
     x, arguments = _arguments(call, shape, images, torch.device("cpu"))
-    torch._dynamo.reset()
-    with recorded_kernels() as kernels, torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(call.trained):
+    with recorded_bytes() as sizes, torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(call.trained):
         out = torch.compile(_on_cpu(block), options={"fx_graph_cache": False})(x, *arguments)
         if call.trained:
             out.backward(torch.ones_like(out))
-    return [kernel.bytes for kernel in kernels]
+    return sizes
 
 
 @contextlib.contextmanager
-def recorded_kernels() -> Iterator[list[Kernel]]:
-    """Record the kernels that torch's compiler schedules inside the context, without matrix products."""
-    kernels: list[Kernel] = []
+def recorded_bytes(*, loops: bool = False) -> Iterator[list[int]]:
+    """Record the bytes of the kernels that torch's compiler schedules inside the context, without matrix products.
+
+    If `loops` is true, each loop of a kernel counts as a kernel.
+    """
+    sizes: list[int] = []
     codegen = GraphLowering.codegen
 
     def recorded(graph: GraphLowering) -> Any:
         result = codegen(graph)
         for node in graph.scheduler.nodes:
             if not isinstance(node, (ExternKernelSchedulerNode, NopKernelSchedulerNode)):
-                loops = node.get_outer_nodes() if isinstance(node, OuterLoopFusedSchedulerNode) else [node]
-                sizes = [loop.get_read_write_buffers_sizes() for loop in loops]
-                kernels.append(Kernel(node.get_read_write_buffers_sizes(), sizes))
+                split = loops and isinstance(node, OuterLoopFusedSchedulerNode)
+                parts = node.get_outer_nodes() if split else [node]
+                sizes.extend(part.get_read_write_buffers_sizes() for part in parts)
         return result
 
+    torch._dynamo.reset()
     with (
         mock.patch.object(GraphLowering, "codegen", recorded),
         torch._functorch.config.patch(enable_autograd_cache=False),  # pyright: ignore
     ):
-        yield kernels
+        yield sizes
 
 
 @contextlib.contextmanager
@@ -218,25 +195,27 @@ def count_colors(counter: Counter, calls: list[ColorCall], part: str) -> None:
     """
     sizes: dict[Any, list[int]] = {}
     for call in calls:
-        known = (call.x.shape[1:], call.x.dtype, call.rest[0])
+        known = (call.function, call.x.shape[1:], call.x.dtype)
         sizes[known] = sizes.get(known) or _bytes_per_crop(call)
         for each in sizes[known]:
-            size = len(call.x) * each
-            memory = size / counter.gpu.memory
-            count = Count(kernels=1, bytes=size, memory_seconds=memory, seconds=max(memory, counter.gpu.launch))
             with counter.named(part):
-                counter.record(call.function.__name__, count)
+                counter.record(call.function.__name__, counter.gpu.kernel(len(call.x) * each))
 
 
 def _bytes_per_crop(call: ColorCall) -> list[int]:
-    """Compile a function for a few crops. Return the bytes of each loop, which counts as a kernel, per crop."""
-    with recorded_kernels() as kernels:
-        x = torch.zeros(SOME_CROPS, *call.x.shape[1:], dtype=call.x.dtype)
-        rest = tree_map_only(Tensor, lambda t: torch.zeros(*t.shape[:-1], SOME_CROPS, dtype=t.dtype), call.rest)
-        torch._dynamo.reset()
-        with torch._inductor.config.patch(fx_graph_cache=False):  # pyright: ignore[reportAttributeAccessIssue]
-            compiled(call.function)(x, *rest)
-    return [size // SOME_CROPS for kernel in kernels for size in kernel.loops]
+    """Compile a function for a few crops. Return the bytes of each loop per crop.
+
+    A loop counts as a kernel, because it reads the pixels of a crop from memory again, where one over the tokens of an
+    image finds them in the cache.
+    """
+    x = torch.zeros(SOME_CROPS, *call.x.shape[1:], dtype=call.x.dtype)
+    rest = [
+        torch.zeros(*value.shape[:-1], SOME_CROPS, dtype=value.dtype) if isinstance(value, Tensor) else value
+        for value in call.rest
+    ]
+    with recorded_bytes(loops=True) as sizes:
+        torch.compile(call.function, dynamic=False, options={"fx_graph_cache": False})(x, *rest)
+    return [size // SOME_CROPS for size in sizes]
 
 
 def _on_cpu(block: nn.Module) -> nn.Module:

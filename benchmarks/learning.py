@@ -5,11 +5,10 @@
 
 Each row of the table is one run of `pretrain/run.py`, which evaluates at equal intervals, followed by
 `evaluation/linear_probe.py`. The run folders stay in `--folder`, and a finished run is not repeated.
+benchmarks/lightly_dino.py trains an encoder of this project with the DINO of another library, as a baseline.
 """
 
 import json
-import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -17,16 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from curves import curve, draw
+import yaml
+from matplotlib.figure import Figure
 from pydantic import Field
+from tables import machine, publish, table
 
 from tessera.runtime.files import atomic_write
-from tessera.runtime.machine import processor
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Settings, parse
 
 ROOT = Path(__file__).parent.parent
+NAMES = {"dino": "DINO", "dinov2": "DINOv2", "dinov3": "DINOv3", "lejepa": "LeJEPA", "mae": "MAE"}
 
 
 class LearningBenchmark(Settings):
@@ -51,7 +51,9 @@ class LearningBenchmark(Settings):
     output: Path | None = None
     """Markdown file for the table"""
     picture: Path | None = None
-    """PNG file for the curves; needs matplotlib"""
+    """PNG file for the curves of the k-NN accuracy"""
+    panels: dict[str, list[Path]] = Field(default_factory=dict)
+    """run folders of further panels of the picture, by the title of the panel"""
 
 
 def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
@@ -81,42 +83,60 @@ def probe(settings: LearningBenchmark, run: Path) -> dict[str, Any]:
 
 
 def _call(script: str, *arguments: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, env=environment)
+    subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True)
 
 
-def table(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> str:
-    """Return the Markdown table: one row per run, one column per evaluated step."""
-    first = next(iter(runs.values()))
-    steps, pixels = list(curve(first)), curve(first, "knn_pixels")[0]
-    lines = [
-        f"`{shlex.join(['python', 'benchmarks/learning.py', *sys.argv[1:]])}`",
-        "",
-        f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}. "
-        f"20-NN accuracy in percent at each step; raw pixels: {100 * pixels:.1f}.",
-        "",
-        f"| method | seed | {' | '.join(str(step) for step in steps)} | linear probe | minutes |",
-        "|---|--:|" + "--:|" * (len(steps) + 2),
-    ]
+def curve(run: Path, metric: str = "knn_top1") -> dict[int, float]:
+    """Return an accuracy in percent, at each step at which the run measured it."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: 100 * record[metric] for record in records if metric in record}
+
+
+def results(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> str:
+    """Return the table: one row per run, one column per evaluated step."""
+    steps = curve(next(iter(runs.values())))
+    rows = []
     for (method, seed), run in runs.items():
-        shown = [f"{100 * accuracy:.1f}" for accuracy in curve(run).values()]
-        top1 = probe(settings, run)["top1"]
+        shown = [f"{accuracy:.1f}" for accuracy in curve(run).values()]
         minutes = json.loads((run / "seconds.json").read_text()) / 60
-        lines.append(f"| {method} | {seed} | {' | '.join(shown)} | {100 * top1:.1f} | {minutes:.0f} |")
-    return "\n".join(lines) + "\n"
+        rows.append([method, str(seed), *shown, f"{100 * probe(settings, run)['top1']:.1f}", f"{minutes:.0f}"])
+    return table(["method", "seed", *map(str, steps), "linear probe", "minutes"], rows)
+
+
+def draw(panels: dict[str, list[Path]], output: Path) -> None:
+    """Draw one panel per data set, with the accuracy of the raw pixels as a dashed line.
+
+    Args:
+        panels: run folders by the title of the panel. The runs of a panel use one data set.
+        output: PNG file.
+    """
+    figure = Figure(figsize=(5 * len(panels), 3.6), dpi=120, layout="tight")
+    for axes, (title, runs) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        drawn = set()
+        for run in runs:
+            method = yaml.safe_load((run / "config.yaml").read_text())["method"]
+            color = f"C{list(NAMES).index(method)}" if method in NAMES else "gray"
+            label = None if method in drawn else NAMES.get(method, method)
+            axes.plot(*zip(*curve(run).items(), strict=True), color=color, label=label)
+            drawn.add(method)
+        axes.axhline(curve(runs[0], "knn_pixels")[0], color="gray", linestyle="dashed", label="raw pixels")
+        axes.set(title=title, xlabel="step", ylabel="20-NN accuracy, %")
+        axes.spines[["top", "right"]].set_visible(False)
+        # below the axes, where it hides no curve
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=len(drawn) + 1, frameon=False)
+    figure.savefig(output)
 
 
 def main() -> None:
     """Run all pretrainings and linear probes, and print the table."""
     settings = parse(LearningBenchmark)
     runs = {(method, seed): pretrain(settings, method, seed) for method in settings.methods for seed in settings.seeds}
-    text = table(settings, runs)
-    print(text)
-    if settings.output:
-        with atomic_write(settings.output) as part:
-            part.write_text(text)
+    pixels = curve(next(iter(runs.values())), "knn_pixels")[0]
+    command = shlex.join(["python", "benchmarks/learning.py", *sys.argv[1:]])
+    how = f"{machine()}. 20-NN accuracy in percent at each step; raw pixels: {pixels:.1f}."
+    publish([f"`{command}`", how, results(settings, runs)], settings.output)
     if settings.picture:
-        draw({"": list(runs.values())}, settings.picture)
+        draw({"": list(runs.values())} | settings.panels, settings.picture)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,24 @@
 """Pretrain an encoder with the DINO of the library lightly, as a baseline for benchmarks/learning.py.
 
     pip install lightly
-    python benchmarks/lightly_dino.py --train TRAIN_SHARDS --output FOLDER --minutes 60 \\
-        [--encoder vit_tiny --settings '{"dim": 128}' --size 64]
+    python benchmarks/lightly_dino.py --train TRAIN_SHARDS --output FOLDER --minutes 60 [--encoder vit_tiny --size 64]
 
 The loss, the head, the augmentation and the update of the teacher are lightly's. The encoder is built by this project.
 The head and the augmentation have the settings of lightly's benchmark on Imagenette: a head with batch norm, layers of
 width 2,048, 2,048 and 256, and 2,048 prototypes; colour strength 0.5; and blur with probability 0.5 in the first global
 crop only. The optimizer has the settings of lightly's ViT benchmark: AdamW with learning rate 5e-4 * batch / 256,
-weight decay from 0.04 to 0.4, and teacher momentum from 0.996 to 1. The flags `--lr`, `--weight_decay_end` and
-`--momentum` change these settings. The teacher's encoder is written to FOLDER/encoder.safetensors, as
-input for evaluation/knn.py and evaluation/linear_probe.py.
+weight decay from 0.04 to 0.4, and teacher momentum from 0.996 to 1. The teacher's encoder is written to
+FOLDER/encoder.safetensors, as input for evaluation/knn.py and evaluation/linear_probe.py.
 """
 
 import copy
-import io
+import tarfile
 import time
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import webdataset
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
@@ -32,6 +30,8 @@ from tessera.encoders.base import Encoder
 from tessera.pretrain.optim.schedules import cosine
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Settings, parse
+
+PROTOTYPES = 2048
 
 
 class LightlyBenchmark(Settings):
@@ -45,24 +45,12 @@ class LightlyBenchmark(Settings):
     """longest training time, including the time to read the images into memory"""
     encoder: str = "vit_tiny"
     """encoder variant"""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """settings of the encoder"""
     size: int = 64
     """side of a global crop in pixels; the side of a local crop is half as long"""
-    local_crops: int = 6
-    """number of local crops per image"""
     batch_size: int = 64
     """number of images per step"""
     steps: int = 4000
     """length of the schedules in steps; training ends after these steps or after --minutes, whichever comes first"""
-    lr: float = 5e-4
-    """learning rate at a batch size of 256; scaled linearly to --batch_size"""
-    momentum: float = 0.996
-    """momentum of the teacher's moving average at the start of the schedule"""
-    weight_decay_end: float = 0.4
-    """weight decay at the end of the schedule"""
-    workers: int = 1
-    """number of loader workers"""
     seed: int = 0
     """seed of torch's random generator"""
 
@@ -71,15 +59,18 @@ class Images(Dataset[list[Tensor]]):
     """Images of shards. The encoded files are kept in memory, and each access decodes and transforms one image."""
 
     def __init__(self, shards: str, transform: Any) -> None:
-        samples = webdataset.WebDataset(expand(shards), shardshuffle=False)  # pyright: ignore[reportAttributeAccessIssue]
-        self.encoded = [next(value for name, value in one.items() if name in ("jpg", "png")) for one in samples]
+        self.encoded: list[bytes] = []
         self.transform = transform
+        for path in expand(shards):
+            with tarfile.open(path) as shard:
+                members = [member for member in shard if member.name.endswith((".jpg", ".png"))]
+                self.encoded += [file.read() for file in map(shard.extractfile, members) if file]
 
     def __len__(self) -> int:
         return len(self.encoded)
 
     def __getitem__(self, index: int) -> list[Tensor]:
-        return self.transform(Image.open(io.BytesIO(self.encoded[index])).convert("RGB"))
+        return self.transform(Image.open(BytesIO(self.encoded[index])).convert("RGB"))
 
 
 def train(settings: LightlyBenchmark) -> Encoder:
@@ -91,26 +82,23 @@ def train(settings: LightlyBenchmark) -> Encoder:
 
     s, started = settings, time.perf_counter()
     torch.manual_seed(s.seed)
-    transform = DINOTransform(
-        global_crop_size=s.size, local_crop_size=s.size // 2, n_local_views=s.local_crops, gaussian_blur=(0.5, 0, 0)
-    )
-    images = Images(s.train, transform)
-    loader = DataLoader(images, s.batch_size, shuffle=True, drop_last=True, num_workers=s.workers)
-    student = encoders.build(s.encoder, **s.settings)
+    transform = DINOTransform(global_crop_size=s.size, local_crop_size=s.size // 2, gaussian_blur=(0.5, 0, 0))
+    loader = DataLoader(Images(s.train, transform), s.batch_size, shuffle=True, drop_last=True, num_workers=1)
+    student = encoders.build(s.encoder)
     head, teacher_head = (
-        DINOProjectionHead(student.dim, 2048, 256, 2048, batch_norm=True, freeze_last_layer=1) for _ in range(2)
+        DINOProjectionHead(student.dim, 2048, 256, PROTOTYPES, batch_norm=True, freeze_last_layer=1) for _ in range(2)
     )
     teacher_head.load_state_dict(head.state_dict())  # weight norm does not support deepcopy
     teacher_head.requires_grad_(False)
     teacher = copy.deepcopy(student).requires_grad_(False).eval()
-    criterion = DINOLoss(output_dim=2048, warmup_teacher_temp_epochs=5)
+    criterion = DINOLoss(output_dim=PROTOTYPES, warmup_teacher_temp_epochs=5)
     optimizer = torch.optim.AdamW([*student.parameters(), *head.parameters()])
-    step, epoch, warmup = 0, 0, s.steps // 10
+    step, epoch = 0, 0
     while step < s.steps and time.perf_counter() - started < 60 * s.minutes:
         for views in loader:
-            peak = s.lr * s.batch_size / 256
-            optimizer.param_groups[0]["lr"] = cosine(step, s.steps, peak, 1e-6, warmup)
-            optimizer.param_groups[0]["weight_decay"] = cosine(step, s.steps, 0.04, s.weight_decay_end)
+            (group,) = optimizer.param_groups
+            group["lr"] = cosine(step, s.steps, 5e-4 * s.batch_size / 256, 1e-6, s.steps // 10)
+            group["weight_decay"] = cosine(step, s.steps, 0.04, 0.4)
             with torch.no_grad():
                 targets = [teacher_head(teacher(view).pooled) for view in views[:2]]
             loss = criterion(targets, [head(student(view).pooled) for view in views], epoch=epoch)
@@ -119,7 +107,7 @@ def train(settings: LightlyBenchmark) -> Encoder:
             head.cancel_last_layer_gradients(epoch)
             torch.nn.utils.clip_grad_norm_([*student.parameters(), *head.parameters()], 3.0)
             optimizer.step()
-            momentum = cosine(step, s.steps, s.momentum, 1.0)
+            momentum = cosine(step, s.steps, 0.996, 1.0)
             update_momentum(student, teacher, momentum)
             update_momentum(head, teacher_head, momentum)
             step += 1
@@ -132,13 +120,8 @@ def train(settings: LightlyBenchmark) -> Encoder:
     return teacher
 
 
-def main() -> None:
-    """Train and write the encoder."""
-    settings = parse(LightlyBenchmark)
-    settings.output.mkdir(parents=True, exist_ok=True)
-    encoders.save(train(settings), settings.output / "encoder.safetensors")
-
-
 if __name__ == "__main__":
     with exit_on_user_error():
-        main()
+        settings = parse(LightlyBenchmark)
+        settings.output.mkdir(parents=True, exist_ok=True)
+        encoders.save(train(settings), settings.output / "encoder.safetensors")

@@ -30,10 +30,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
+from tables import machine, table
 from torch import Tensor, nn
+from training import loader_batch, make_config, make_run
 
+from tessera.data.augment import to_model_input
+from tessera.pretrain import loop
 from tessera.runtime.settings import Settings, parse
 
 PROTOTYPES, GLOBAL, LOCAL, CROPS = 65_536, 224, 96, (2, 8)
@@ -72,13 +74,13 @@ def main(settings: OfficialBenchmark) -> None:
             print(f"round {number}, {kind}: {times[kind][-1]:.2f} s", file=sys.stderr)
     for pipe in pipes.values():
         pipe.send(None)
-    table = Table("step", "s, median", "s, least", "images/s", "times as fast as the official step")
     medians = {kind: statistics.median(taken[1:]) for kind, taken in times.items()}
+    rows = []
     for kind, median in medians.items():
-        ratio = medians[kinds[0]] / median
-        least, rate = min(times[kind][1:]), settings.images / median
-        table.add_row(kind, f"{median:.2f}", f"{least:.2f}", f"{rate:.2f}", f"{ratio:.2f}")
-    Console().print(table)
+        least, rate, ratio = min(times[kind][1:]), settings.images / median, medians[kinds[0]] / median
+        rows.append([kind, *(f"{value:.2f}" for value in (median, least, rate, ratio))])
+    headings = ["step", "s, median", "s, least", "images/s", "times as fast as the official step"]
+    print(f"{machine()}\n\n{table(headings, rows)}")
 
 
 def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
@@ -166,20 +168,17 @@ def official_mae(settings: OfficialBenchmark) -> Callable[[int], None]:
 
 def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
     """Return a step of the training loop."""
-    from device.training import loader_batch, make_run
-
-    from tessera.data.augment import to_model_input
-    from tessera.pretrain import loop
-
     variant, method, encoder = "base", {}, {}
     if settings.method == "dino":
         variant, encoder = "small", {"drop_path": 0.1}
         method = {"global_size": GLOBAL, "local_size": LOCAL, "local_crops": CROPS[1], "prototypes": PROTOTYPES}
-    run = make_run(
-        settings.method, f"vit_{settings.encoder or variant}", settings.images, own=method, steps=1000,
-        encoder=encoder | ({"bf16_residuals": True} if "between" in kind else {}),
-        precision="bf16" if "bf16" in kind else "fp32",
+    if "between" in kind:
+        encoder["bf16_residuals"] = True
+    config = make_config(
+        settings.method, f"vit_{settings.encoder or variant}", settings.images, own=method, encoder=encoder,
+        steps=1000, precision="bf16" if "bf16" in kind else "fp32",
     )  # fmt: skip
+    run = make_run(config)
     batch = to_model_input(loader_batch(run.method.transform(), settings.images))
     return lambda _: loop.training_step(run, [batch]) and None
 

@@ -17,43 +17,29 @@ and images_per_second_bound.
 import json
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
 from fused import Calls, count_colors, record_calls, recorded_colors, saving
 from pydantic import Field
 from torch import nn
+from training import as_run, loader_batch, make_config
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
-from tessera.data.batch import Batch
-from tessera.data.collate import Collator, Sample, Transform
 from tessera.pretrain import loop
-from tessera.pretrain.checkpoints.resume import TrainState
-from tessera.pretrain.config import RunConfig, settings_model
-from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method
 from tessera.pretrain.optim.adamw import clip_gradients
-from tessera.pretrain.resolve import resolve
 from tessera.runtime.processes import make_accelerator
-from tessera.runtime.settings import Settings, SettingsError, parse, validate
+from tessera.runtime.settings import Settings, SettingsError, parse
 
-IMAGE = (375, 500)
-"""Height and width of the images in pixels, which are typical of ImageNet."""
-IMAGES = 1_281_167
-"""Number of training images for which settings are derived: ImageNet's."""
 COLORS = "colours"
-"""Name of the part that changes colours."""
+"""Name of the part that changes colours and normalises."""
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
@@ -103,10 +89,10 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
     """
     if settings.method not in METHODS or METHODS[settings.method].supervised:
         raise ValueError(f"Unknown pretraining method {settings.method!r}.")
-    values = {"method": settings.method, "batch_size": settings.batch_size, "precision": "bf16"}
-    values |= {"encoder": {"variant": settings.encoder} | (settings.encoder_settings or {})}
-    given = validate(settings_model(settings.encoder), values | {settings.method: settings.settings or {}})
-    config = resolve(given, IMAGES)
+    config = make_config(
+        settings.method, settings.encoder, settings.batch_size, own=settings.settings,
+        encoder=settings.encoder_settings, precision="bf16",
+    )  # fmt: skip
     options = config.encoder_settings
     with torch.device("meta"):
         encoder = encoders.build(options.pop("variant"), **options)
@@ -122,8 +108,13 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
     ):
         fake_copy(method)
         method.to = lambda *_, **__: method  # torch cannot move a module of fake tensors, and it is there already
-        run = make_run(config, accelerator, method)
-        name_parts(counter, method, run.engine)
+        run = as_run(config, accelerator, method, DDP(accelerator, method, config.optim))
+        name_parts(counter, method)
+        engine = run.engine
+        engine.accelerator.backward = _in_part(counter, "backward", backward)
+        loop.clip_gradients = _in_part(counter, "clip", clip_gradients)
+        engine.step = _in_part(counter, "AdamW", engine.step)
+        method.after_step = _in_part(counter, "EMA and centre", method.after_step)
         calls = record_calls(method)
         counter.rows.clear()
         with counter.named("copy to the device"):
@@ -136,21 +127,6 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
     return counter, calls
 
 
-def loader_batch(transform: Transform, images: int) -> Batch:
-    """Return a batch as the loader yields it, of black images."""
-    rng = np.random.default_rng(0)
-    image = torch.zeros(*IMAGE, 3, dtype=torch.uint8).permute(2, 0, 1)
-    samples = (Sample(str(i), image, transform.draw(IMAGE, rng), position=i) for i in range(images))
-    return Collator(transform, images)(samples)
-
-
-def make_run(config: RunConfig, accelerator: Accelerator, method: Method) -> loop.Run:
-    """Return a run as far as `training_step` uses it."""
-    engine = DDP(accelerator, method, config.optim)
-    unused: dict[str, Any] = {"recorder": None, "online_knn": None, "saver": None}
-    return loop.Run(config, Path(), accelerator, method, engine, images=IMAGES, state=TrainState(), **unused)
-
-
 def _finite(agree: Any) -> Any:
     """Return `loop._agree` with the answer of a step that is finite, without a stop. A fake tensor has no values."""
 
@@ -161,31 +137,15 @@ def _finite(agree: Any) -> Any:
     return finite
 
 
-def name_parts(counter: Counter, method: Method, engine: Engine) -> None:
-    """Count encoders by crop size, other modules by name, the backward pass, and the update as parts of their own."""
-    for name, module in method.named_modules():
-        parent = name.rpartition(".")[0]
-        if isinstance(module, encoders.Encoder) or (
-            name
-            and not any(isinstance(method.get_submodule(p), encoders.Encoder) for p in _ancestors(parent))
-            and not isinstance(module, nn.ModuleDict)
-            and not _inside_part(method, parent)
-        ):
-            _count_as(counter, module, name)
-    engine.accelerator.backward = _in_part(counter, "backward", backward)
-    loop.clip_gradients = _in_part(counter, "clip", clip_gradients)
-    engine.step = _in_part(counter, "AdamW", engine.step)
-    method.after_step = _in_part(counter, "EMA and centre", method.after_step)
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
-def _inside_part(method: Method, parent: str) -> bool:
-    return any(not isinstance(method.get_submodule(p), nn.ModuleDict) for p in _ancestors(parent))
+def name_parts(counter: Counter, module: nn.Module, name: str = "") -> None:
+    """Count each encoder of a method by crop size, and each module beside the encoders, as a part of its own."""
+    for own, child in module.named_children():
+        path = f"{name}.{own}" if name else own
+        encoder = isinstance(child, encoders.Encoder)
+        if not encoder and any(isinstance(one, (encoders.Encoder, nn.ModuleDict)) for one in child.modules()):
+            name_parts(counter, child, path)
+        else:
+            _count_as(counter, child, path)
 
 
 def _in_part(counter: Counter, part: str, function: Any) -> Any:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from accelerate import Accelerator
 
-from tessera.data.loader import require_labels
 from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import (
@@ -139,7 +138,7 @@ def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> Label
     """
     if settings.val is None:
         opened = [open_shards(settings.train, source=settings.source, progress=accelerator.is_main_process)]
-        require_labels(opened[0])
+        opened[0].require_labels()
     else:
         opened = open_labelled_splits(settings.train, settings.val, settings.source, accelerator)
     encoder, file = load_encoder(settings)

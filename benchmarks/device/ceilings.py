@@ -1,49 +1,35 @@
 """Versions of the software, and the rates that the machine reaches at most: products, copies and launches."""
 
-import importlib.metadata
 import os
-import re
-import tomllib
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.cuda.nccl
+from device.runner import Row, attempt
+from training import device, wait
 
-from device.settings import ROOT, DeviceCheck, device, wait
-from device.training import attempt, float32_products, milliseconds
 from tessera.runtime.machine import processor, versions
 
-Row = dict[str, Any]
 
-
-def ceilings(check: DeviceCheck) -> Iterator[Row]:
-    """Yield the versions, the packages that are missing, and the measured ceilings."""
+def ceilings(small: bool) -> Iterator[Row]:
+    """Yield the versions, and the measured ceilings."""
     for name, version in (versions() | machine()).items():
         yield {"what": name, "is": version}
-    missing = missing_packages()
-    yield {"what": "missing packages", "is": ", ".join(missing) or "none"}
-    side, copied = (256, 2**20) if check.small else (8192, 2**32)
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "TF32": torch.float32}
-    for name, kind in kinds.items():
-        row = {"ceiling": f"{name} product of {side} x {side}, TFLOP/s"}
-        with float32_products("high" if name == "TF32" else "highest"):
-            yield attempt(row, lambda kind=kind: {"reached": product(side, kind)})
+    side, copied = (256, 2**20) if small else (8192, 2**32)
+    for kind in (torch.bfloat16, torch.float32):
+        name = str(kind).removeprefix("torch.")
+        yield attempt({"ceiling": f"{name} product of {side} x {side}, TFLOP/s"}, lambda kind=kind: product(side, kind))
     yield attempt({"ceiling": f"copy of {copied / 2**20:.0f} MiB, GB/s read and written"}, lambda: copies(copied))
     yield attempt({"ceiling": "host to device, pinned, GB/s"}, lambda: to_device(copied // 8))
     yield attempt({"ceiling": "launch of a kernel, microseconds"}, launches)
-    if not check.small:
-        yield attempt({"ceiling": "torch.compile of one sum, largest difference"}, compiles)
 
 
 def machine() -> dict[str, Any]:
     """Return what results depend on beside the packages: the processor, and the GPU with its software."""
     found = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
-    for name in ("triton", "transformers", "deepspeed", "pydantic", "webdataset"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -57,18 +43,22 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def missing_packages() -> list[str]:
-    """Return the packages that pyproject.toml requires and that are not installed."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = [re.split(r"[<>=\[; ]", line)[0] for line in wanted]
-    installed = {re.sub("[-_.]+", "-", str(one.name)).lower() for one in importlib.metadata.distributions()}
-    return [name for name in names if name not in installed]
+def milliseconds(work: Callable[[], object], times: int) -> float:
+    """Return the median time in milliseconds of a call that runs on the device, after two warm-up calls."""
+    taken = []
+    for _ in range(times + 2):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        taken.append(1000 * (time.perf_counter() - start))
+    return statistics.median(taken[2:])
 
 
-def product(side: int, kind: torch.dtype) -> float:
-    """Return the rate of a square matrix product of random values in TFLOP/s."""
+def product(side: int, kind: torch.dtype) -> Row:
+    """Return the rate of a square matrix product of random values."""
     a, b = (torch.randn(side, side, device=device(), dtype=kind) for _ in range(2))
-    return 2 * side**3 / milliseconds(lambda: a @ b, 10) / 1e9
+    return {"reached": 2 * side**3 / milliseconds(lambda: a @ b, 10) / 1e9}
 
 
 def copies(size: int) -> Row:
@@ -94,12 +84,3 @@ def launches() -> Row:
             x.add_(1)
 
     return {"reached": milliseconds(many, 3)}  # milliseconds of 1000 launches
-
-
-def compiles() -> Row:
-    """Compile a function with inductor, and return the difference from its eager result."""
-    x = torch.randn(1000, device=device())
-    compiled = torch.compile(lambda x: (x.exp() + 1).log())
-    difference = float((compiled(x) - (x.exp() + 1).log()).abs().max())
-    wait()
-    return {"reached": difference, "ok": difference < 1e-5}

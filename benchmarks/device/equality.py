@@ -1,95 +1,73 @@
 """Equality of the CPU and the device: colours, losses and gradients; a step without waits; steps in fp16."""
 
 import copy
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from device.runner import Row, attempt
 from torch import Tensor
+from training import device, loader_batch, make_config, make_run, on_device, train
 
-from device.settings import DeviceCheck, device
-from device.training import (
-    attempt,
-    build,
-    float32_products,
-    loader_batch,
-    make_run,
-    on_device,
-    random_batch,
-    train,
-)
+from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
-from tessera.encoders.images import PackedImages
 from tessera.pretrain import loop
+from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import METHODS, pretraining_methods
 from tessera.pretrain.methods.base import Method
 
-LIMITS = {"float32": 5e-3, "bf16": 0.3}
-"""Largest relative difference of a gradient from the gradient on the CPU in float32."""
-LOSS_LIMITS = {"float32": 1e-4, "bf16": 0.03}
-"""Largest relative difference of a loss from the loss on the CPU in float32."""
-Row = dict[str, Any]
+PIXELS = 1e-3
+"""Largest difference of a normalised pixel after the colour changes."""
+LIMITS = {"float32": (1e-4, 5e-3), "bf16": (0.03, 0.3)}
+"""Largest relative differences of a loss and of a gradient from those on the CPU in float32."""
+IMAGES, SIZE = 16, (32, 40)
+"""Number of images of a step, and their height and width in pixels."""
 
 
-def equality(check: DeviceCheck) -> Iterator[Row]:
+def equality(small: bool) -> Iterator[Row]:
     """Yield the differences between the CPU and the device."""
-    transform = MultiCrop(MultiCropConfig())
-    images = 4 if check.small else 64
-    batch = loader_batch(transform, images)
-    for precision in ("highest", "high"):  # "high" allows TF32, as a program around this project may do
-        with float32_products(precision):
-            yield attempt({"colours": precision, "images": images}, lambda: colours(batch))
-    precisions = ("bf16",) if check.small else tuple(LIMITS)
-    for name, (number, precision) in itertools.product(pretraining_methods(), enumerate(precisions)):
-        row = {"method": name, "precision": precision}
-        yield attempt(
-            row, lambda name=name, precision=precision, number=number: gradients(name, precision, number, images)
-        )
+    yield attempt({"colours": "eager"}, lambda: colours(4 if small else 64, compile=False))
     for name in ("dino", "mae"):
         yield attempt({"step without waits": name}, lambda name=name: step_without_waits(name))
-    precision = "bf16" if check.small else "fp16"
+    precision = "bf16" if small else "fp16"
     yield attempt({"50 steps in": precision}, lambda: steps_in(precision))
+    variants = [variant for variant in encoders.VARIANTS if variant.endswith("_micro")]
+    for number, method in enumerate(pretraining_methods()):
+        for variant in [variants[number % len(variants)]] if small else variants:
+            yield attempt({"method": method, "encoder": variant}, lambda m=method, v=variant: gradients(m, v))
 
 
-def colours(batch: Batch) -> Row:
-    """Return the differences of normalised views after the colour changes.
-
-    Compiled colour changes are compared on a GPU only, because the compilation takes long on a CPU.
-    """
-    expected = pixels(to_model_input(batch))
-    found = {"eager": pixels(to_model_input(batch.to(device())))}
-    if torch.cuda.is_available():
-        found["compiled"] = pixels(to_model_input(batch.to(device()), compile=True))
-    differences = {
-        name: float(torch.stack([(a - b.cpu()).abs().max() for a, b in zip(views, expected, strict=True)]).max())
-        for name, views in found.items()
-    }
-    return {**differences, "ok": all(value <= 1e-3 for value in differences.values())}
+def colours(images: int, *, compile: bool) -> Row:
+    """Return the largest difference of a normalised view after the colour changes."""
+    batch = loader_batch(MultiCrop(MultiCropConfig()), images)
+    expected, found = to_model_input(batch), to_model_input(batch.to(device()), compile=compile)
+    pairs = [(a.images, b.images) for a, b in zip(expected.views, found.views, strict=True)]
+    worst = max(float((a - b.cpu()).abs().max()) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+    return {"images": images, "largest difference": worst, "ok": worst <= PIXELS}
 
 
-def pixels(batch: Batch) -> list[Tensor]:
-    """Return the pixels of all views."""
-    images = [view.images for view in batch.views]
-    return [one.patches if isinstance(one, PackedImages) else one for one in images]
-
-
-def gradients(name: str, precision: str, seed: int, images: int) -> Row:
+def gradients(name: str, variant: str) -> Row:
     """Return the loss on the CPU, and how far loss and gradient on the device differ from those on the CPU."""
-    method, _, transform = build(name, "vit_micro", images, 10, **METHODS[name].small_settings)
-    batch = random_batch(transform, images, seed)
+    own = METHODS[name].small_settings
+    config = make_config(name, variant, IMAGES, own=own, encoder={"drop_path": 0.0}, steps=10)
+    torch.manual_seed(0)
+    method = build_method(config, fresh=False)
+    batch = loader_batch(method.transform(), IMAGES, size=SIZE)
     expected, right = loss_and_gradient(method, to_model_input(batch), bf16=False)
-    moved = copy.deepcopy(method).to(device())
-    with float32_products("highest"):
-        loss, gradient = loss_and_gradient(moved, on_device(batch), bf16=precision == "bf16")
-    by_loss = abs(loss - expected) / abs(expected)
-    by_gradient = float((gradient - right).norm() / right.norm())
-    ok = by_loss <= LOSS_LIMITS[precision] and by_gradient <= LIMITS[precision]
-    return {"loss on the CPU": expected, "loss": by_loss, "gradient": by_gradient, "ok": ok}
+    found: Row = {"loss on the CPU": expected, "ok": True}
+    for precision, (loss_limit, gradient_limit) in LIMITS.items():
+        moved = copy.deepcopy(method).to(device())
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            loss, gradient = loss_and_gradient(moved, on_device(batch), bf16=precision == "bf16")
+        by_loss = abs(loss - expected) / abs(expected)
+        by_gradient = float((gradient - right).norm() / right.norm())
+        found |= {f"loss, {precision}": by_loss, f"gradient, {precision}": by_gradient}
+        found["ok"] &= by_loss <= loss_limit and by_gradient <= gradient_limit
+    return found
 
 
 def loss_and_gradient(method: Method, batch: Batch, *, bf16: bool) -> tuple[float, Tensor]:
@@ -102,11 +80,15 @@ def loss_and_gradient(method: Method, batch: Batch, *, bf16: bool) -> tuple[floa
     return float(loss.detach()), torch.cat(parts)
 
 
+def small_run(name: str, **settings: Any) -> loop.Run:
+    """Return a run of a method with the smallest ViT."""
+    return make_run(make_config(name, "vit_micro", IMAGES, own=METHODS[name].small_settings, **settings))
+
+
 def step_without_waits(name: str) -> Row:
     """Run a training step in which each wait for the device, except the step's one read of its result, is an error."""
-    small = METHODS[name].small_settings
-    run = make_run(name, "vit_micro", 16, own=small, steps=10, precision="bf16")
-    batch = loader_batch(run.method.transform(), 16, size=(32, 40))
+    run = small_run(name, steps=10, precision="bf16")
+    batch = loader_batch(run.method.transform(), IMAGES, size=SIZE)
     agree = loop._agree
 
     def allowed(*args: Any) -> Any:
@@ -135,10 +117,8 @@ def waits(mode: str) -> Iterator[None]:
 
 def steps_in(precision: str) -> Row:
     """Train for 50 steps in a precision. Few of them may be skipped because a gradient overflows."""
-    run = make_run(
-        "dino", "vit_micro", 16, own=METHODS["dino"].small_settings, steps=50, record_every=50, precision=precision
-    )
-    (record,) = train(run, loader_batch(run.method.transform(), 16, size=(32, 40)))
+    run = small_run("dino", steps=50, record_every=50, precision=precision)
+    (record,) = train(run, loader_batch(run.method.transform(), IMAGES, size=SIZE))
     scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler else 1.0
     ok = record["skipped_steps"] <= 15 and record["loss"] == record["loss"] and scale >= 1
     return {"loss": record["loss"], "skipped": record["skipped_steps"], "scale": scale, "ok": ok}

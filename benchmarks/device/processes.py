@@ -1,6 +1,6 @@
-"""Several processes: runs over NCCL and under DeepSpeed on one GPU, and two processes that share the device over gloo.
+"""Several processes: two that share the device over gloo, and runs under DeepSpeed over NCCL.
 
-`python -m device.processes FILE` is one of these two processes.
+`python benchmarks/device/processes.py FILE` is one of the two.
 """
 
 import json
@@ -8,16 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from device.runner import Row, attempt
+from device.runs import ROOT, SMALL, records
+from training import loader_batch, make_config, make_run, on_device
 
-from device.settings import ROOT, DeviceCheck
-from device.training import attempt, make_run, on_device, random_batch
 from tessera.data.demo import demo_shards
 from tessera.pretrain import loop
 from tessera.pretrain.methods import METHODS
@@ -29,70 +28,57 @@ IMAGES = 8
 LIMIT = 1e-3
 """Largest relative difference of a loss of two processes from that of one process."""
 ENGINES = {
-    "ddp": {},
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "ddp": {},
 }
 """Environment variables with which `accelerate launch` chooses an engine."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-Row = dict[str, Any]
 
 
-def processes(check: DeviceCheck) -> Iterator[Row]:
-    """Yield whether runs under each launcher end well, and whether two processes get the losses of one."""
-    launchers = {"torchrun, one process": [*TORCHRUN, "1"]}
-    if not check.small:
-        start = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file"]
-        files = ROOT / "configs" / "accelerate"
-        launchers |= {name: [*start, str(files / f"{name}.yaml")] for name in ("zero2", "zero3")}
-    for name, launcher in launchers.items():
-        yield attempt({"launch": name}, lambda launcher=launcher: digits(launcher))
-    expected = losses(processes=1)
-    for engine in ["fsdp2"] if check.small else ENGINES:
+def processes(small: bool) -> Iterator[Row]:
+    """Yield whether two processes get the losses of one, and the losses of runs under DeepSpeed."""
+    expected = trained(processes=1)[1]
+    for engine in ["fsdp2"] if small else ENGINES:
         yield attempt({"two processes on one device": engine}, lambda engine=engine: shared(engine, expected))
+    for name in ["zero2"] if small else ["zero2", "zero3"]:
+        yield attempt({"launch": name}, lambda name=name: {"loss": digits(name)})
 
 
-def digits(launcher: list[str]) -> Row:
-    """Train on the embedded digits for some steps under a launcher."""
-    started = time.perf_counter()
+def digits(engine: str) -> float:
+    """Train on the embedded digits for some steps under an engine, with one process, and return the last loss."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--main_process_port", "0"]
+    command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--method", "dino", "--encoder", "vit_micro", "--steps", "6", "--batch_size", "16", "--workers", "1"]
-        flags += ["--record_every", "3", "--evaluation.pictures", "0", "--data", demo_shards()[0]]
-        flags += ["--dino.global_size", "32", "--dino.local_size", "16", "--dino.local_crops", "2"]
-        script = str(ROOT / "pretrain" / "run.py")
-        subprocess.run([*launcher, script, *flags, "--output", f"{folder}/run"], check=True)
-        last = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-    return {"loss": last["loss"], "s": time.perf_counter() - started}
+        flags = ["--method", "dino", *SMALL, "--data", demo_shards()[0], "--steps", "6", "--workers", "1"]
+        flags += ["--evaluation.pictures", "0", "--output", f"{folder}/run"]
+        subprocess.run([*command, str(ROOT / "pretrain" / "run.py"), *flags], check=True)
+        return records(Path(folder, "run"))[-1]["loss"]
 
 
 def shared(engine: str, expected: list[float]) -> Row:
     """Train with two processes on one device over gloo, and compare the losses with those of one process."""
-    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "losses.json"
-        command = [*TORCHRUN, "2", "-m", "device.processes", str(file)]
-        subprocess.run(command, check=True, env=os.environ | ENGINES[engine] | {"PYTHONPATH": paths})
+        environment = os.environ | ENGINES[engine] | {"PYTHONPATH": paths}
+        subprocess.run([*torchrun, __file__, str(file)], check=True, env=environment)
         found = json.loads(file.read_text())
     difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found["losses"], strict=True))
     ok = difference <= LIMIT and found["engine"] == engine
     return {"engine": found["engine"], "loss": expected[0], "largest difference": difference, "ok": ok}
 
 
-def losses(processes: int) -> list[float]:
-    """Train for some steps, and return the losses of all steps.
+def trained(processes: int) -> tuple[loop.Run, list[float]]:
+    """Return a run after some steps, and its losses.
 
     A single process has the batches of two processes, one after the other.
     """
-    return trained(processes)[1]
-
-
-def trained(processes: int) -> tuple[loop.Run, list[float]]:
-    """Return a run after some steps, and its losses."""
     accumulate = 2 // processes
     own = METHODS["dino"].small_settings | {"batch_norm": False}  # batch norm sees one forward pass at a time
-    plain = {"accumulate": accumulate, "encoder": {"drop_path": 0.0}, "steps": 10, "precision": "fp32"}
-    run = make_run("dino", "vit_micro", 2 * IMAGES, own=own, **plain)
+    plain = {"accumulate": accumulate, "steps": 10, "precision": "fp32"}
+    run = make_run(make_config("dino", "vit_micro", 2 * IMAGES, own=own, encoder={"drop_path": 0.0}, **plain))
     transform, rank = run.method.transform(), run.accelerator.process_index
-    batches = [random_batch(transform, IMAGES, seed) for seed in range(rank, rank + accumulate)]
+    batches = [loader_batch(transform, IMAGES, size=(32, 40), seed=seed) for seed in range(rank, rank + accumulate)]
     return run, [loop.training_step(run, [on_device(b) for b in batches]).loss for _ in range(STEPS)]
 
 

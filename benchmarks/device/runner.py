@@ -10,7 +10,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,7 +38,17 @@ class Stage:
     name: str
     command: Sequence[str]
     seconds: float
-    """Time limit."""
+    """Time limit. The stage gets up to twice this time if earlier stages have left enough of theirs."""
+
+
+def attempt(row: Row, work: Callable[[], Row]) -> Row:
+    """Return `row` with what `work` returns. If `work` raises an exception, print it and return a failed row."""
+    try:
+        return {**row, **work()}
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        return {**row, "ok": False, "error": f"{type(error).__name__}: {first}"}
 
 
 def append(output: Path, row: Mapping[str, Any]) -> None:
@@ -60,31 +71,32 @@ def rows(output: Path, start: int = 0) -> list[Row]:
 
 
 def run_stages(stages: Sequence[Stage], output: Path, minutes: float, title: str) -> bool:
-    """Run stages one after another, and write the table after each. Return True if none of them failed.
+    """Run stages one after another, and write the table after each. Return True if all of them passed.
 
     Args:
         output: folder for the results, the log and the table.
-        minutes: time for all stages. Stages that would start later are not started, which is no failure.
+        minutes: time for all stages. A stage that would start later is not started, and has not passed.
         title: first line of the table.
     """
     output.mkdir(parents=True, exist_ok=True)
     start = (output / RESULTS).stat().st_size if (output / RESULTS).exists() else 0
     end = time.monotonic() + 60 * minutes
     passed = True
-    for stage in stages:
+    for number, stage in enumerate(stages):
         left = end - time.monotonic()
-        result = run_stage(stage, output, left) if left > SHORTEST else {"result": "not started, the time is over"}
-        passed &= not str(result["result"]).startswith("failed")
+        spare = left - sum(later.seconds for later in stages[number:])
+        limit = min(left, stage.seconds + min(max(spare, 0), stage.seconds))
+        result = run_stage(stage, output, limit) if left > SHORTEST else {"result": "not started, the time is over"}
+        passed &= result["result"] == "passed"
         append(output, {"stage": stage.name} | result)
         print(f"{stage.name}: {', '.join(str(value) for value in result.values())}", flush=True)
         (output / TABLE).write_text(f"{title}\n\n{markdown(rows(output, start))}")
     return passed
 
 
-def run_stage(stage: Stage, output: Path, left: float) -> Row:
-    """Run one stage for at most `left` seconds, and return its result, its seconds and, after a failure, why."""
-    limit, started = min(stage.seconds, left), time.monotonic()
-    log = output / LOG
+def run_stage(stage: Stage, output: Path, limit: float) -> Row:
+    """Run one stage for at most `limit` seconds. Return its result and its seconds and, after a failure, why."""
+    started, log = time.monotonic(), output / LOG
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, log.open("ab") as file:
         file.write(f"\n== {stage.name}\n".encode())
         file.flush()

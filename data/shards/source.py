@@ -12,9 +12,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -249,6 +249,9 @@ class Source:
         self._lost_in_a_row = 0
         kept = max(KEPT_SAMPLES // int(self.counts.max()) // self.readers, 4)
         self._index = functools.lru_cache(kept)(self._load_index)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Source, tuple(getattr(self, one.name) for one in fields(self))  # a cache of indices cannot be pickled
 
     @property
     def images(self) -> int:

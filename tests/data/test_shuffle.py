@@ -1,4 +1,4 @@
-"""How well an epoch is shuffled, beside a full shuffle; benchmarks/shuffle.py has the table."""
+"""How well an epoch is shuffled, beside a full shuffle."""
 
 import numpy as np
 import pytest

@@ -1,10 +1,10 @@
 """Runs of DINOv3 whose crop sizes are drawn for each step: resumption, dry run, preview, and the count of a step."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+import roofline
 import torch
 from safetensors.torch import load_file
 
@@ -16,11 +16,7 @@ from tessera.pretrain.preflight import activation_bytes
 from tessera.pretrain.preview import crop_cells, first_images
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
-from tests.launched import ROOT
 from tests.pretrain.test_pairs import numbers
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import roofline
 
 SIZES = "{16/8: 0.5, 24/12/32: 0.5}"
 WORDS = (

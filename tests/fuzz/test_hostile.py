@@ -1,59 +1,37 @@
-"""Hostile cases for the fuzz test: lying headers, repeated parts, extreme numbers, and answers of a web server."""
+"""Fuzz test of the shard reader: lying headers, repeated parts, extreme numbers, and wrong answers of a web server."""
 
-import functools
 import io
 import json
-import resource
 import struct
 import tarfile
 import threading
-import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.data.decode import ImageError, decode
 from tessera.data.maps import decode_map
 from tessera.data.shards import ShardError, cache, expand, open_shards, remote
-from tessera.data.shards.index import parse_classes, parse_folder
+from tessera.data.shards.index import FolderIndex, ShardEntry, parse_classes, parse_folder
 from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
+from tests.fuzz.cases import CORPUS, bounded, limited_addresses, members, run, seeds, tar
 
-MOST_SECONDS = 5.0
-MOST_BYTES = 2**28  # memory of a case, in addition to the memory before the case
+pytestmark = pytest.mark.filterwarnings("ignore")
 MOST_PIXELS = 2**20
-
-
-def bounded(case: Callable[..., None]) -> Callable[..., None]:
-    """Return a test case that also fails if it needs more than `MOST_SECONDS` of processor time or `MOST_BYTES`."""
-
-    @functools.wraps(case)
-    def limited(*args: Any, **kwargs: Any) -> None:
-        peak, held, start = _peak(), _held(), time.process_time()
-        case(*args, **kwargs)
-        spent = time.process_time() - start
-        assert spent <= MOST_SECONDS, f"the case took {spent:.1f} s"
-        assert _peak() <= max(peak, held + MOST_BYTES), f"the case took {(_peak() - held) / 2**20:.0f} MiB"
-
-    return limited
 
 
 def _check(right: bool, message: str) -> None:
     """Fail a test case if the message of an error is not `right`: not printable, too long, or for a good case."""
     assert right, message
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
-
-
-def _held() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _chunk(name: bytes, body: bytes) -> bytes:
@@ -98,32 +76,30 @@ _numbers = st.sampled_from([0, -1, 1, 2**31, 10**9, 10**10, 2**63 - 1, 2**63, 2*
 _values = _numbers | st.none() | st.floats() | st.text(max_size=8) | st.sampled_from(["2024-01-01", "\0", "x" * 300])
 
 
-def hostile_images(good: bytes) -> Callable[[Path], Callable[..., None]]:
-    """Return a maker of test cases for images whose headers lie or repeat parts. `good` is a baseline JPEG."""
+def hostile_images(_folder: Path) -> Callable[..., None]:
+    """Return a test case for images whose headers lie or repeat parts."""
     pngs = st.builds(
         _png, _sides, _sides, st.sampled_from([0, 1, 1000, 2**20]),
         st.tuples(st.sampled_from([1, 8, 16, 255]), st.sampled_from([0, 2, 3, 4, 6, 9]), st.integers(0, 2)), _counts,
     )  # fmt: skip
     parts = [b"\xff", b"\0", b"\xff\0", b"\xff\xfe\0\x02", b"\xff\xd8", b"\xff\xe1\0\x08Exif\0\0", b"\xff\xda\0\x02"]
     starts = st.sampled_from([b"\xff\xd8", b"\xff\xd8\xff", b"\xff\xd8\xff\xe0\0\x10"])
-    jpegs = st.builds(_jpeg, starts, st.sampled_from(parts), _counts, _short, _short, st.just(good))
+    baseline = CORPUS[0][1]
+    jpegs = st.builds(_jpeg, starts, st.sampled_from(parts), _counts, _short, _short, st.just(baseline))
 
-    def cases(_folder: Path) -> Callable[..., None]:
-        @given(pngs | jpegs, st.sampled_from([1, 3, 4]))
-        @bounded
-        def case(encoded: bytes, channels: int) -> None:
-            for read in (
-                lambda: decode(encoded, max_pixels=MOST_PIXELS, channels=channels),
-                lambda: decode_map(encoded),
-            ):
-                try:
-                    read()
-                except ImageError as error:
-                    _check(str(error).isprintable(), str(error))
+    @given(pngs | jpegs, st.sampled_from([1, 3, 4]))
+    @bounded
+    def case(encoded: bytes, channels: int) -> None:
+        for read in (
+            lambda: decode(encoded, max_pixels=MOST_PIXELS, channels=channels),
+            lambda: decode_map(encoded),
+        ):
+            try:
+                read()
+            except ImageError as error:
+                _check(str(error).isprintable(), str(error))
 
-        return case
-
-    return cases
+    return case
 
 
 def hostile_names(folder: Path) -> Callable[..., None]:
@@ -238,35 +214,65 @@ _answers = st.builds(
 )
 
 
-def answers(files: dict[str, bytes], samples: list[bytes]) -> Callable[[Path], Callable[..., None]]:
-    """Return a maker of test cases for answers of a web server.
-
-    Args:
-        files: good files of the server: `a.tar`, `a.tar.index` and `index.json`.
-        samples: images of `a.tar`.
-    """
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[_Server]:
+    """Web server of a shard with its index files."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar(members([0, 5, 8])))
+    buffer = io.BytesIO()
+    np.savez(buffer, **scan_tar(str(path), "a.tar")._asdict())
+    entry = ShardEntry(url="a.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
     server = _Server(("127.0.0.1", 0), _Handler)
-    server.files = files
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    source, number = SourceConfig(retries=0, timeout=0.5), iter(range(10**9))
+    server.answers = {}
+    server.files = {
+        "a.tar": path.read_bytes(),
+        "a.tar.index": buffer.getvalue(),
+        "index.json": FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True, exclude_none=True).encode(),
+    }
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
-    def cases(_folder: Path) -> Callable[..., None]:
-        @given(st.dictionaries(st.sampled_from(sorted(files)), _answers, max_size=2), st.booleans())
-        @bounded
-        def case(wrong: dict[str, _Answer], by_index: bool) -> None:
-            server.answers = wrong
-            remote._servers_with_ranges.clear()
-            cache._versions.clear()
-            url = f"http://127.0.0.1:{server.server_port}/{next(number)}/{'index.json' if by_index else 'a.tar'}"
-            intact = all(answer.damage < 0 and answer.cut == 1 for answer in wrong.values())
-            try:
-                opened = open_shards(url, source=source, progress=False)
-                found = [opened.image(sample) for sample in range(opened.images)]
-            except ShardError as error:
-                found, message = None, str(error).replace("\n  ", "")
-                _check(bool(wrong) and message.isprintable(), message)
-            assert found in (samples, None) or not intact, "other bytes than those of the shard"
 
-        return case
+def wrong_answers(server: _Server) -> Callable[..., None]:
+    """Return a test case for wrong answers of a web server."""
+    samples = [content for _, content in members([0, 5, 8])]
+    source, number = SourceConfig(retries=0, timeout=0.5), count()
 
-    return cases
+    @given(st.dictionaries(st.sampled_from(sorted(server.files)), _answers, max_size=2), st.booleans())
+    @bounded
+    def case(wrong: dict[str, _Answer], by_index: bool) -> None:
+        server.answers = wrong
+        remote._servers_with_ranges.clear()
+        cache._versions.clear()
+        url = f"http://127.0.0.1:{server.server_port}/{next(number)}/{'index.json' if by_index else 'a.tar'}"
+        intact = all(answer.damage < 0 and answer.cut == 1 for answer in wrong.values())
+        try:
+            opened = open_shards(url, source=source, progress=False)
+            found = [opened.image(sample) for sample in range(opened.images)]
+        except ShardError as error:
+            found, message = None, str(error).replace("\n  ", "")
+            _check(bool(wrong) and message.isprintable(), message)
+        assert found in (samples, None) or not intact, "other bytes than those of the shard"
+
+    return case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("kind", [hostile_images, hostile_names])
+def test_hostile_files_are_refused_in_time(
+    kind: Callable[[Path], Callable[..., None]], seed: int, tmp_path: Path
+) -> None:
+    with limited_addresses(2**31):
+        run(kind(tmp_path), 80, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(2))
+def test_wrong_answers_of_a_server_give_no_other_bytes(server: _Server, seed: int) -> None:
+    with limited_addresses(2**31):
+        run(wrong_answers(server), 40, seed)

@@ -1,0 +1,137 @@
+"""Methods, batches and runs for measurements, on a GPU or on the CPU."""
+
+import atexit
+import functools
+import itertools
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.collate import Collator, Sample, Transform
+from tessera.pretrain import loop
+from tessera.pretrain.build import build_method
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.config import RunConfig, settings_model
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method
+from tessera.pretrain.resolve import make_accelerator, resolve
+from tessera.runtime.settings import validate
+
+IMAGE = (375, 500)
+"""Height and width of the images in pixels, which are typical of ImageNet."""
+IMAGES = 1_281_167
+"""Number of training images for which settings are derived: ImageNet's."""
+DISTINCT = 16
+"""Number of different images in a batch of noise."""
+
+
+def device() -> torch.device:
+    """Return the GPU, or the CPU if there is no GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait() -> None:
+    """Wait until the device has finished all work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@functools.cache
+def untrained_teacher() -> str:
+    """Save a new ViT-S/16 to a temporary folder, for methods that learn from a frozen encoder, and return its path."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    path = Path(folder) / "teacher.safetensors"
+    encoders.save(encoders.build("vit_small"), path)
+    return str(path)
+
+
+def make_config(
+    method: str,
+    variant: str,
+    images: int,
+    *,
+    own: Mapping[str, Any] | None = None,
+    encoder: Mapping[str, Any] | None = None,
+    data_images: int = IMAGES,
+    **settings: Any,
+) -> RunConfig:
+    """Return the resolved settings of a run.
+
+    Args:
+        method: pretraining method.
+        variant: encoder variant.
+        images: number of images per step, over all processes.
+        own: settings of the method.
+        encoder: settings of the encoder.
+        data_images: number of training images for which settings are derived.
+        settings: further settings of the run.
+
+    Raises:
+        ValueError: the settings do not fit together.
+    """
+    needed = {"teacher": untrained_teacher()} if "teacher" in METHODS[method].Config.model_fields else {}
+    given = {"method": method, "batch_size": images, "evaluation": {"pictures": 0}, **settings}
+    given |= {method: needed | dict(own or {}), "encoder": {"variant": variant} | dict(encoder or {})}
+    return resolve(validate(settings_model(variant), given), data_images)
+
+
+def loader_batch(transform: Transform, images: int, *, size: tuple[int, int] = IMAGE, seed: int = 0) -> Batch:
+    """Return a batch of noise images (H, W) as the loader yields it, in pinned memory if there is a GPU."""
+    rng = np.random.default_rng(seed)
+    pixels = np.random.default_rng(seed).integers(0, 256, (DISTINCT, *size, 3), dtype=np.uint8)
+    noise = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    samples = (Sample(str(i), noise[i % DISTINCT], transform.draw(size, rng), position=i) for i in range(images))
+    batch = Collator(transform, images)(samples)
+    return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+def on_device(batch: Batch) -> Batch:
+    """Return a batch of the loader as input for a method."""
+    return to_model_input(batch.to(device(), non_blocking=True))
+
+
+class Records:
+    """Recorder of a run that keeps its records in memory, and saver that saves nothing."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def scalars(self, record: dict[str, Any]) -> None:
+        self.rows.append(record)
+
+    def ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    pictures = skipped = close = save = wait = ignore
+
+
+def as_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> loop.Run:
+    """Return a run without data, evaluation and checkpoints."""
+    records: Any = Records()
+    return loop.Run(config, Path(), accelerator, method, engine, records, None, records, IMAGES, TrainState())
+
+
+def make_run(config: RunConfig) -> loop.Run:
+    """Build the method and its engine as a pretraining run does, and return the run."""
+    accelerator, engine_class = make_accelerator(config)
+    torch.manual_seed(0)
+    method = build_method(config, fresh=False)
+    return as_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
+
+
+def train(run: loop.Run, batch: Batch) -> list[dict[str, Any]]:
+    """Run the training loop to its last step on one batch, again and again. Return the records of its metrics."""
+    loop.train(run, itertools.repeat(batch))
+    records: Any = run.recorder
+    return records.rows

@@ -1,0 +1,189 @@
+"""Fuzz test of the shard reader: damaged images, tars and indices.
+
+The reader must return samples, or raise a `ShardError` or an `ImageError` that names the file. If some images of a tar
+are damaged, it must return the other images unchanged, and the counts must be correct.
+"""
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.data.crops import CenterCrop
+from tessera.data.decode import ImageError, decode
+from tessera.data.loader import LoaderConfig, Reading, evaluation_batches
+from tessera.data.shards import Reader, ShardError, open_shards
+from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
+from tessera.data.shards.tar import scan_tar
+from tests.fuzz.cases import CORPUS, bounded, damage, damaged, limited_addresses, members, run, seeds, tar
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MOST_PIXELS = 2**20
+PIXELS = [decode(content) for _, content in CORPUS]
+FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
+"""Offset and size in bytes of some fields of a tar header."""
+
+sizes = st.sampled_from([b"77777777777", b"\x80" + b"\xff" * 11, b"00000000000", b"00000001000"])
+types = st.sampled_from([b"x", b"g", b"L", b"K", b"S", b"2", b"5", b"3"])  # extended headers, sparse files, links, ...
+names = st.sampled_from([b"../../a.jpg\0", b"/a.png\0", b"\0", b"sample0.jpg\0"])
+header = st.one_of(
+    st.tuples(st.integers(0, 9), st.sampled_from(sorted(FIELDS)), st.binary(min_size=1, max_size=12)),
+    st.tuples(st.integers(0, 9), st.just("size"), sizes),
+    st.tuples(st.integers(0, 9), st.just("type"), types),
+    st.tuples(st.integers(0, 9), st.just("name"), names),
+)
+
+
+def with_false_headers(tar: bytes, changes: list[tuple[int, str, bytes]]) -> bytes:
+    """Return a copy of a tar in which some header fields are overwritten and the header checksums are valid."""
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        headers = [member.offset for member in archive]
+    raw = bytearray(tar)
+    for number, field, value in changes:
+        start = headers[number % len(headers)]
+        place, size = FIELDS[field]
+        raw[start + place : start + place + min(size, len(value))] = value[:size]
+        raw[start + 148 : start + 156] = b" " * 8
+        raw[start + 148 : start + 156] = b"%06o\0 " % sum(raw[start : start + 512])
+    return bytes(raw)
+
+
+def images(folder: Path) -> Callable[..., None]:
+    """Return a test case for valid tars in which some images are damaged."""
+
+    @given(
+        st.lists(st.tuples(st.integers(0, len(CORPUS) - 1), st.none() | st.lists(damage, min_size=1, max_size=3)),
+                 min_size=1, max_size=6),
+    )  # fmt: skip
+    @bounded
+    def case(samples: list[tuple[int, list | None]]) -> None:
+        files = members([kind for kind, _ in samples])
+        files = [
+            (name, damaged(content, changes) if changes else content)
+            for (name, content), (_, changes) in zip(files, samples, strict=True)
+        ]
+        path = folder / "images.tar"
+        path.write_bytes(tar(files))
+        keys = [f"images.tar/sample{number}" for number in range(len(samples))]
+        delivered, skipped = [], []
+        loader = evaluation_batches(
+            str(path), CenterCrop(8), 4, labels=False, reading=Reading(loader=LoaderConfig(max_pixels=MOST_PIXELS))
+        )
+        assert loader.total == len(samples)
+        for batch in loader:
+            delivered += batch.keys
+        reader = Reader(open_shards(str(path)))
+        for number, (kind, changes) in enumerate(samples):
+            content = reader.image(0, number)
+            assert content == files[number][1], "the bytes of another member"
+            try:
+                pixels = decode(content, max_pixels=MOST_PIXELS)
+                assert changes or torch.equal(pixels, PIXELS[kind]), "a good image was changed"
+            except ImageError:
+                assert changes, "a good image was refused"
+                skipped.append(keys[number])
+        assert delivered == [key for key in keys if key not in skipped], "not exactly the good images were delivered"
+
+    return case
+
+
+def tars(folder: Path) -> Callable[..., None]:
+    """Return a test case for damaged tars and for tars with overwritten header fields."""
+
+    @given(
+        st.lists(st.integers(0, len(CORPUS) - 1), min_size=1, max_size=5),
+        st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+        st.lists(header, max_size=2),
+        st.lists(damage, max_size=2),
+        st.booleans(),
+    )
+    @bounded
+    def case(kinds: list[int], format: int, lies: list, changes: list, long: bool) -> None:
+        files = [(("l" * 120 if long else "") + name, content) for name, content in members(kinds)]
+        raw = damaged(with_false_headers(tar(files, format), lies), changes)
+        path = folder / "tar.tar"
+        path.write_bytes(raw)
+        if not raw:
+            return
+        opened, refusal = None, ""
+        try:
+            opened = open_shards(str(path), progress=False)
+        except ShardError as error:
+            refusal = str(error)
+        if opened is None:
+            assert str(path) in refusal, "the message does not name the shard"
+            return
+        reader = Reader(opened)
+        for number in range(opened.images):
+            try:
+                decode(reader.image(0, number), max_pixels=MOST_PIXELS)
+            except (ImageError, ShardError):
+                continue
+        if not lies and not changes:
+            assert opened.images == len(kinds)
+
+    return case
+
+
+def indices(folder: Path) -> Callable[..., None]:
+    """Return a test case for damaged index files."""
+    path = folder / "good.tar"
+    path.write_bytes(tar(members([0, 5, 8])))
+    buffer = io.BytesIO()
+    np.savez(buffer, **scan_tar(str(path), "good.tar")._asdict())
+    table = buffer.getvalue()
+    entry = ShardEntry(url="good.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
+    listing = FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True).encode()
+
+    @given(st.booleans(), st.lists(damage, max_size=3))
+    @bounded
+    def case(folder_index: bool, changes: list) -> None:
+        try:
+            if folder_index:
+                parse_folder(damaged(listing, changes), "index.json")
+            else:
+                parse_table(damaged(table, changes), "good.tar.index")
+        except ShardError:
+            refused = True
+        else:
+            refused = False
+        assert changes or not refused, "a good index was refused"
+
+    return case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize(("kind", "cases"), [(images, 400), (tars, 300), (indices, 100)])
+def test_damage_is_named_and_good_images_are_read(
+    kind: Callable[[Path], Callable[..., None]], cases: int, seed: int, tmp_path: Path
+) -> None:
+    with limited_addresses(2**31):
+        run(kind(tmp_path), cases, seed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "broken", "error"),
+    [
+        (images, "decode", lambda *_, **__: {}["damaged"], KeyError),  # an error that is not named
+        (tars, "open_shards", lambda path, **_: (_ for _ in ()).throw(ShardError("some shard")), AssertionError),
+        (images, "evaluation_batches", lambda *_, **__: [], AttributeError),
+    ],
+)
+def test_defects_of_the_reader_are_found(kind, name, broken, error, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(globals(), name, broken)
+    with pytest.raises(error):
+        run(kind(tmp_path), 10, seed=0)
+
+
+def test_bytes_of_another_member_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    image = Reader.image
+    monkeypatch.setattr(Reader, "image", lambda self, shard, sample: image(self, shard, sample)[:-1])
+    with pytest.raises(AssertionError, match="the bytes of another member"):
+        run(images(tmp_path), 10, seed=0)
