@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+from torch.utils._pytree import tree_map_only
 
+from tessera.data.augment import compiled
 from tessera.encoders.blocks import Block
 from tessera.encoders.segments import Segments
 from tessera.pretrain.methods.base import Method
@@ -28,7 +30,7 @@ TOKENS = 64
 """Number of tokens of an image for which a block is compiled."""
 FEW, MORE = 64, 128
 """Numbers of images for which a block is compiled. The bytes of larger batches follow from these two."""
-SOME_CROPS = 8
+SOME_CROPS = 16
 """Number of crops for which colour changes are compiled. The bytes of more crops are in proportion."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Matrix products. They stay kernels of their own."""
@@ -47,13 +49,13 @@ class Call(NamedTuple):
 
 
 class ColorCall(NamedTuple):
-    """A call of a function of `data.fused_colors`."""
+    """A call of `data.augment.fused`."""
 
     function: Callable[..., Tensor]
     x: Tensor
     """Fake tensor (N, C, H, W)."""
     rest: tuple[Any, ...]
-    """Other arguments. The last axis of each tensor is N."""
+    """Functions, and their arguments. The last axis of each tensor is N."""
 
 
 Calls = Tally[tuple[nn.Module, Call]]
@@ -195,7 +197,7 @@ def count_colors(counter: Counter, calls: list[ColorCall], part: str) -> None:
     """
     sizes: dict[Any, list[int]] = {}
     for call in calls:
-        known = (call.function, call.x.shape[1:], call.x.dtype)
+        known = (call.x.shape[1:], call.x.dtype, call.rest[0])
         sizes[known] = sizes.get(known) or _bytes_per_crop(call)
         for each in sizes[known]:
             with counter.named(part):
@@ -209,12 +211,10 @@ def _bytes_per_crop(call: ColorCall) -> list[int]:
     image finds them in the cache.
     """
     x = torch.zeros(SOME_CROPS, *call.x.shape[1:], dtype=call.x.dtype)
-    rest = [
-        torch.zeros(*value.shape[:-1], SOME_CROPS, dtype=value.dtype) if isinstance(value, Tensor) else value
-        for value in call.rest
-    ]
+    rest = tree_map_only(Tensor, lambda t: torch.zeros(*t.shape[:-1], SOME_CROPS, dtype=t.dtype), call.rest)
+    torch._dynamo.reset()
     with recorded_bytes(loops=True) as sizes:
-        torch.compile(call.function, dynamic=False, options={"fx_graph_cache": False})(x, *rest)
+        compiled(call.function)(x, *rest)
     return [size // SOME_CROPS for size in sizes]
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import fake_device
 import fused
+import numpy as np
 import pytest
 import roofline
 import torch
 from torch import nn
 
-from tessera.data.fused_colors import jitter_and_gray, solarize_and_normalize
+from tessera.data.augment import ColorConfig, augment_colors, color_operations, draw_colors
 from tessera.encoders.blocks import Block
 from tessera.pretrain.methods.cross_entropy import crop_loss
 
@@ -159,18 +160,20 @@ def test_bytes_of_compiled_colours() -> None:
     """Two loops read the three bytes of a pixel, and the second writes its float32 values; solarising and normalising
     reads and writes these."""
     crops, side = 16, 32
-    x = torch.zeros(crops, 3, side, side, dtype=torch.uint8)
-    factors = (torch.ones(3, 3, crops), torch.zeros(crops, dtype=torch.int64), torch.zeros(crops))
-    flags = torch.zeros(crops, dtype=torch.bool)
-    calls = [
-        fused.ColorCall(jitter_and_gray, x, (*factors, flags)),
-        fused.ColorCall(solarize_and_normalize, x.float(), (flags, (0.5,) * 3, (0.2,) * 3)),
-    ]
+    operations = color_operations(ColorConfig(), [0.5] * crops, [0.5] * crops)
+    colors = draw_colors(np.random.default_rng(0), operations, crops)
+    with fused.recorded_colors() as calls:
+        augment_colors(torch.zeros(crops, 3, side, side, dtype=torch.uint8), colors, compile=True)
     counter = fake_device.Counter(GPU)
-    fused.count_colors(counter, calls, "colours")
     pixels = crops * side * side
-    jitter, last = counter.rows["colours", "jitter_and_gray"], counter.rows["colours", "solarize_and_normalize"]
-    assert jitter.kernels <= 3
-    assert jitter.bytes == pytest.approx(pixels * (3 + 3 + 12), rel=0.05)  # and factors and means
-    assert last.kernels == 1
-    assert last.bytes == pytest.approx(pixels * (12 + 12), rel=0.01)
+    kernels, moved = [], []
+    for call in calls:
+        counter.rows.clear()
+        fused.count_colors(counter, [call], "colours")
+        (count,) = counter.rows.values()
+        kernels.append(count.kernels)
+        moved.append(count.bytes / pixels)
+    assert kernels[0] <= 3
+    assert kernels[1:] == [1]
+    assert moved[0] == pytest.approx(3 + 3 + 12, rel=0.05)  # and factors and means
+    assert moved[1] == pytest.approx(12 + 12, rel=0.01)

@@ -82,7 +82,7 @@ def chances(config: MultiCropConfig) -> dict[str, float]:
 
 
 def share(happened: np.ndarray, p: float) -> float:
-    return stats.binomtest(int(happened.sum()), happened.size, p).pvalue
+    return float(stats.binomtest(int(happened.sum()), happened.size, p).pvalue)
 
 
 def test_what_is_drawn_is_the_recipe():

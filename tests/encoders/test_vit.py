@@ -227,7 +227,7 @@ def test_intermediate_features_are_those_of_a_shallower_encoder():
         shallow.load_state_dict({k: v for k, v in encoder.state_dict().items() if k in shallow.state_dict()})
         assert same(features[0], shallow(images))
     with pytest.raises(ValueError, match=r"4 blocks .* must be from 1 to 3"):
-        encoder.intermediate(images, 4)
+        small().intermediate(images, 4)
 
 
 @torch.no_grad()

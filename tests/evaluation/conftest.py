@@ -106,6 +106,7 @@ def shards(tmp_path_factory):
             image[:, 5 * label : 5 * label + 5, label] += 20
         return write_shard(folder / f"{name}.tar", images, labels, name)
 
-    make("train-0", 20), make("train-1", 11), make("val-0", 13)
+    for name, count in (("train-0", 20), ("train-1", 11), ("val-0", 13)):
+        make(name, count)
     write_shard(folder / "bare-0.tar", np.zeros((4, 16, 16, 3), np.uint8), None)
     return folder

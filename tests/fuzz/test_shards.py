@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tessera.data.crops import CenterCrop
 from tessera.data.decode import ImageError, decode
 from tessera.data.loader import LoaderConfig, Reading, evaluation_batches
-from tessera.data.shards import Reader, ShardError, open_shards
+from tessera.data.shards import ShardError, Source, open_shards
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
 from tessera.data.shards.tar import scan_tar
 from tests.fuzz.cases import CORPUS, bounded, damage, damaged, limited_addresses, members, run, seeds, tar
@@ -78,9 +78,9 @@ def images(folder: Path) -> Callable[..., None]:
         assert loader.total == len(samples)
         for batch in loader:
             delivered += batch.keys
-        reader = Reader(open_shards(str(path)))
+        opened = open_shards(str(path))
         for number, (kind, changes) in enumerate(samples):
-            content = reader.image(0, number)
+            content = opened.image(number)
             assert content == files[number][1], "the bytes of another member"
             try:
                 pixels = decode(content, max_pixels=MOST_PIXELS)
@@ -119,10 +119,9 @@ def tars(folder: Path) -> Callable[..., None]:
         if opened is None:
             assert str(path) in refusal, "the message does not name the shard"
             return
-        reader = Reader(opened)
         for number in range(opened.images):
             try:
-                decode(reader.image(0, number), max_pixels=MOST_PIXELS)
+                decode(opened.image(number), max_pixels=MOST_PIXELS)
             except (ImageError, ShardError):
                 continue
         if not lies and not changes:
@@ -183,7 +182,7 @@ def test_defects_of_the_reader_are_found(kind, name, broken, error, monkeypatch,
 
 
 def test_bytes_of_another_member_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    image = Reader.image
-    monkeypatch.setattr(Reader, "image", lambda self, shard, sample: image(self, shard, sample)[:-1])
+    image = Source.image
+    monkeypatch.setattr(Source, "image", lambda self, number: image(self, number)[:-1])
     with pytest.raises(AssertionError, match="the bytes of another member"):
         run(images(tmp_path), 10, seed=0)

@@ -292,7 +292,11 @@ def test_timm_gives_the_same_features(variant, settings, name):
     model = timm.create_model(name, **options).eval()
     model.load_state_dict(state, strict=True)
     assert_equals_timm(encoder, model, encoder.image_size)
-    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in model.layers for block in stage.blocks]
+    rates = [
+        getattr(block.drop_path1, "drop_prob", 0.0)
+        for stage in model.layers
+        for block in stage.get_submodule("blocks").children()
+    ]
     assert rates == pytest.approx([block.drop_path.rate for block in encoder.blocks])
     again = build(variant, **settings)
     report = load_weights(again, state)

@@ -56,8 +56,9 @@ def naive_match(predicted: torch.Tensor, target: torch.Tensor, kind: str) -> tor
         d = (p - t).abs()
         smooth.append(torch.where(d < 1, d * d / 2, d - 0.5).sum() / len(d))
         squares.append((d * d).sum() / len(d))
-    cosine, smooth, squares = (sum(values) / len(values) for values in (cosine, smooth, squares))
-    return {"cosine": cosine, "smooth_l1": smooth, "mse": squares, "mixed": 0.9 * cosine + 0.1 * smooth}[kind]
+    means = {"cosine": cosine, "smooth_l1": smooth, "mse": squares}
+    found = {name: torch.stack(values).mean() for name, values in means.items()}
+    return (found | {"mixed": 0.9 * found["cosine"] + 0.1 * found["smooth_l1"]})[kind]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "smooth_l1", "mse", "mixed"])
