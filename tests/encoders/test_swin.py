@@ -333,9 +333,8 @@ def test_variants_have_their_published_number_of_parameters(variant, parameters)
         features = encoder(torch.randn(2, 3, 224, 224))
     assert sum(parameter.numel() for parameter in encoder.parameters()) == parameters
     assert features.tokens.shape == (2 * 49, encoder.dim)
-    assert [block for stage in encoder.layers for block in stage.get_submodule("blocks").children()] == list(
-        encoder.blocks
-    )
+    stages = encoder.get_submodule("layers").children()
+    assert [block for stage in stages for block in stage.get_submodule("blocks").children()] == list(encoder.blocks)
 
 
 def test_initial_values():

@@ -294,7 +294,7 @@ def test_timm_gives_the_same_features(variant, settings, name):
     assert_equals_timm(encoder, model, encoder.image_size)
     rates = [
         getattr(block.drop_path1, "drop_prob", 0.0)
-        for stage in model.layers
+        for stage in model.get_submodule("layers").children()
         for block in stage.get_submodule("blocks").children()
     ]
     assert rates == pytest.approx([block.drop_path.rate for block in encoder.blocks])
