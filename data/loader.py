@@ -18,7 +18,15 @@ from tessera.data.batches import Batches
 from tessera.data.collate import Collator, Transform
 from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
 from tessera.data.decode import MAX_PIXELS
-from tessera.data.sampler import BUFFER, PATTERN, BatchSampler, MixtureSampler, ShuffledSampler, bounded_buffers
+from tessera.data.sampler import (
+    BUFFER,
+    PATTERN,
+    STREAMS,
+    BatchSampler,
+    MixtureSampler,
+    ShuffledSampler,
+    bounded_buffers,
+)
 from tessera.data.shards import (
     DEFAULT,
     ShardError,
@@ -47,6 +55,10 @@ class StreamConfig(Section):
     """limit in GB on the total size of the encoded images whose numbers are in the shuffle buffers; buffers get fewer
     samples if needed. A buffer holds sample numbers, not images: the images stay on the disk, or in the node's cache of
     remote shards"""
+
+    def buffers(self, sources: Sequence[Source], streams: int = STREAMS) -> list[int]:
+        """Return the number of samples in the shuffle buffer of a virtual stream, for each source of a mixture."""
+        return bounded_buffers([source.mean_bytes for source in sources], self.window, self.window_gb, streams)
 
 
 OLD_SETTINGS = {"decode": ("cpu",), "crops": ("auto", "workers", "device")}
@@ -133,9 +145,7 @@ def training_batches(
             opened.require_labels()
     if reading.maps is not None:
         _require_maps(sources, transform)
-    buffers = bounded_buffers(
-        [opened.mean_bytes for opened in sources], stream.window, stream.window_gb, batches.streams
-    )
+    buffers = stream.buffers(sources, batches.streams)
     samplers = [
         ShuffledSampler(
             opened.counts, seed, streams=batches.streams, block=stream.block, buffer=buffers[number], source=number

@@ -18,7 +18,6 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from tessera import encoders
 from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
-from tessera.data.sampler import bounded_buffers
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards, open_sources
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
@@ -66,8 +65,7 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
     with first_of_node_first():  # the first process fills the caches that the others use
         shards, given = training_shards(given)
         sources = open_sources(shards, source=given.source)
-    sizes = [one.mean_bytes for one in sources.lists]
-    fingerprint = agree(sources.lists, bounded_buffers(sizes, given.stream.window, given.stream.window_gb))
+    fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
     statistics = measure_pixels(given, sources, accelerator)
     images = sum(source.images for source in sources.lists)
     config = resolve(given, images, statistics, measure_classes(given, sources, accelerator))
