@@ -74,10 +74,6 @@ class Count:
             for name, value in vars(other).items():
                 setattr(self, name, getattr(self, name) + value)
 
-    def minus(self, other: "Count") -> "Count":
-        """Return the difference of two counts."""
-        return Count(**{name: value - getattr(other, name) for name, value in vars(self).items()})
-
 
 @dataclass
 class Counter:

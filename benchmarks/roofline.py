@@ -1,7 +1,7 @@
 """Count what a training step asks of a GPU, and bound the images per second from above. No GPU is needed.
 
     python benchmarks/roofline.py [--method dino] [--encoder vit_small] [--batch_size 512] [--gpu h200]
-        [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}'] [--compile true]
+        [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}']
 
 The step is that of a run: the loader's batch is copied to the device, colours are changed, then
 `pretrain.loop.training_step` runs through the engine. The tensors on the device are fake (`fake_device.py`). For each
@@ -17,14 +17,12 @@ and images_per_second_bound.
 import json
 import os
 import sys
-from contextlib import nullcontext
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
-from fused import Calls, count_colors, record_calls, recorded_colors, saving
 from pydantic import Field
 from torch import nn
 from training import as_run, loader_batch, make_config
@@ -38,8 +36,6 @@ from tessera.pretrain.optim.adamw import clip_gradients
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import Settings, SettingsError, parse
 
-COLORS = "colours"
-"""Name of the part that changes colours and normalises."""
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
@@ -62,27 +58,20 @@ class RooflineBenchmark(Settings):
     """number of images of a step on one GPU"""
     gpu: Literal["h200", "h100", "a100"] = "h200"
     """GPU whose rates bound the step"""
-    compile: bool = False
-    """count colours and blocks as torch's compiler fuses them with --compile true (ViT, RoPE-ViT); takes minutes"""
     top: int = Field(default=0, ge=0)
     """number of operations and of kinds of activations to list, most expensive first"""
 
 
 def main(settings: RooflineBenchmark) -> None:
     try:
-        counter, calls = count_step(settings)
+        counter = count_step(settings)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    if settings.compile and not calls:
-        raise SystemExit(
-            f"--compile true counts the blocks of ViT and RoPE-ViT, and {settings.encoder} has none of them."
-        )
-    fused = saving(calls, GPUS[settings.gpu]) if settings.compile else None
-    show(counter, settings, fused)
+    show(counter, settings)
 
 
-def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
-    """Run one training step on a fake device. Return its counts, and how often each block was called.
+def count_step(settings: RooflineBenchmark) -> Counter:
+    """Return the counts of one training step on a fake device.
 
     Raises:
         ValueError: the method or the encoder is unknown, or they do not fit together.
@@ -115,16 +104,14 @@ def count_step(settings: RooflineBenchmark) -> tuple[Counter, Calls]:
         loop.clip_gradients = _in_part(counter, "clip", clip_gradients)
         engine.step = _in_part(counter, "AdamW", engine.step)
         method.after_step = _in_part(counter, "EMA and centre", method.after_step)
-        calls = record_calls(method)
         counter.rows.clear()
         with counter.named("copy to the device"):
             batch = batch.to(DEVICE, non_blocking=True)
-        with counter.named(COLORS), recorded_colors() if settings.compile else nullcontext([]) as color_calls:
-            batch = to_model_input(batch, compile=settings.compile)
+        with counter.named("colours"):  # colour changes and normalisation
+            batch = to_model_input(batch)
         with counter.named("other"):
             loop.training_step(run, [batch])
-    count_colors(counter, color_calls, COLORS)
-    return counter, calls
+    return counter
 
 
 def _finite(agree: Any) -> Any:
@@ -168,12 +155,8 @@ def _count_as(counter: Counter, module: nn.Module, name: str) -> None:
     module.forward = counted
 
 
-def show(counter: Counter, settings: RooflineBenchmark, fused: tuple[Count, Count] | None = None) -> None:
-    """Print the table of parts, and the totals as JSON.
-
-    Args:
-        fused: counts of the blocks without attention, one kernel per operation and fused.
-    """
+def show(counter: Counter, settings: RooflineBenchmark) -> None:
+    """Print the table of parts, and the totals as JSON."""
     gpu, total = counter.gpu, counter.total()
     heads = ("part", "kernels", "GB", "TFLOP", "ms memory", "ms arithmetic", "ms at least", "host reads")
     print(
@@ -181,13 +164,7 @@ def show(counter: Counter, settings: RooflineBenchmark, fused: tuple[Count, Coun
     )
     print(f"{gpu.low / 1e12:.0f} TFLOP/s in bf16, {gpu.full / 1e12:.0f} in float32, {gpu.launch * 1e6} us a kernel\n")
     print(f"| {' | '.join(heads)} |\n|---|{'--:|' * (len(heads) - 1)}")
-    rows = {**counter.parts(), "all": total}
-    if fused is not None:
-        separate, compiled = fused
-        total = total.minus(separate)
-        total.add(compiled)
-        rows |= {"blocks without attention": separate, "the same, compiled": compiled, "all, compiled": total}
-    for name, count in rows.items():
+    for name, count in {**counter.parts(), "all": total}.items():
         print(f"| {name} | {_cells(count)} |")
     if settings.top:
         print("\n| part | operation | kernels | GB | TFLOP | ms memory | ms arithmetic | ms at least | host reads |")
