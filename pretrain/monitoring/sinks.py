@@ -215,7 +215,7 @@ class MetricsConfig(Section):
 
 
 def finite(record: Record) -> dict[str, float]:
-    """Return the values of a record that are numbers."""
+    """Return the finite values of a record."""
     return {name: value for name, value in record.items() if value is not None}
 
 
