@@ -156,7 +156,7 @@ def summary(accuracies: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def score(settings: FewShotSettings, data: LabelledData, accelerator: Accelerator) -> Result:
-    """Return the accuracies for each share of the labels. `top1` is that of logistic regression for the smallest."""
+    """Return the accuracies for each share. `top1` is that of logistic regression for the smallest share."""
     rows = few_shot(data.train, data.val, settings, accelerator.device)
     if any(count >= settings.iterations for row in rows for count in row["iterations"]):
         accelerator.print("A logistic regression did not converge. Raise --iterations.")

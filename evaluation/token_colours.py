@@ -20,8 +20,8 @@ COMMON = 16
 def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
     """Return the first three principal components of the tokens of all images, each with unit variance.
 
-    (Q, C, S, S) -> (Q, 3, h, w) float64. The components of tokens that are all alike are 0. The sign of each component
-    is fixed, so that a picture can be reproduced.
+    (Q, C, S, S) -> (Q, 3, h, w) float64. If all tokens are equal, the components are 0. The sign of each component is
+    fixed, so that a picture can be reproduced.
     """
     features = encoder(images)
     rows, columns = features.grids[0].tolist()
