@@ -281,7 +281,7 @@ def single_view(batch: Batch) -> Tensor:
 
 @contextmanager
 def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]:
-    """Return a context for a forward pass of images (B, C, H, W). The precision is `fp32`, or `bf16` for autocast.
+    """Return a context for a forward pass of images (B, C, H, W). `precision` is `fp32`, or `bf16` for autocast.
 
     Raises:
         EvaluationError: the encoder does not accept images of this size. The message names the size.

@@ -39,10 +39,10 @@ def command(argv: Sequence[str]) -> list[str]:
         return flags
     for name in FLAGS:
         if name not in given and not {"--resume", "--config"} & {*given}:
-            raise ValueError(f"{name} is missing. The command needs --checkpoint PATH, --train SHARDS and --val SHARDS")
+            raise ValueError(f"{name} is missing. Give --checkpoint PATH, --train SHARDS and --val SHARDS.")
     if "--output" not in given:
         if "--checkpoint" not in given:
-            raise ValueError("--output is missing. Give --output FOLDER, or --checkpoint PATH")
+            raise ValueError("--output is missing. Give --output FOLDER, or --checkpoint PATH.")
         flags += ["--output", str(default_output(Path(_value(argv, "--checkpoint"))))]
     return flags
 

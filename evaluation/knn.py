@@ -34,7 +34,7 @@ HEADLINE = 20
 LOW = 2**32 - 1
 """Mask of the low 32 bits of a sort key. These bits hold the index of an image in the bank."""
 NONE = -(2**63)
-"""Sort key where there is no neighbour. It is smaller than the sort key of any neighbour."""
+"""Sort key of a missing neighbour. It is smaller than the sort key of any image."""
 BLOCK_IMAGES = 16
 """Number of consecutive images of the bank that form a block."""
 

@@ -4,12 +4,12 @@
 
 The grid has one linear classifier for each combination of learning rate and input. All classifiers are trained together
 by SGD with momentum 0.9 and without weight decay. The learning rates fall to 0 along a cosine. Every epoch uses new
-random crops (area 0.08 to 1) and flips. With `--no-augment`, the encoder runs only once over the centre crops, which
-reduces its work by a factor of about the number of epochs.
+random crops (area 0.08 to 1) and flips. With `--no-augment`, the encoder runs only once, over the centre crops, instead
+of once per epoch.
 
 Learning rate and input are chosen by their accuracy on a held-out part of `--train`, with classifiers that are not
-trained on this part. The reported accuracy is that of a classifier with the chosen learning rate and input that is
-trained on all of `--train`. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
+trained on this part. A second classifier with the chosen learning rate and input is trained on all of `--train`, and
+its accuracy is reported. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
 classifiers on the test set, which is optimistic.) Published inputs:
 
     DINO ViT-S      --blocks 4
@@ -178,7 +178,7 @@ class Heads:
             x: features (b, all columns) of the images that this process has in the step.
             labels: labels (b,) of these images.
             images: number of images in the step, over all processes.
-            factor: factor of the learning rates.
+            factor: multiplier of the learning rates.
         """
         error = self.logits(x).softmax(-1)  # (R, b, C)
         error[:, torch.arange(len(labels), device=labels.device), labels] -= 1

@@ -84,7 +84,7 @@ def data_name(shards: str | Sequence[str]) -> str:
     """Return a short name of a data set for file names, such as `cifar10-test` for `data/cifar10-test-*.tar.gz`.
 
     The name is the common prefix of the shards' file names. If the prefix is empty or only tells the split
-    (`val-*.tar`), it is preceded by the name of the folder. The names of several patterns are joined by `+`.
+    (`val-*.tar`), the name of the folder is put before it. The names of several patterns are joined by `+`.
     """
     patterns = [shards] if isinstance(shards, str) else shards
     return "+".join(dict.fromkeys(_pattern_name(pattern) for pattern in patterns))[:60]

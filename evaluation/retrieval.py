@@ -11,8 +11,8 @@ Equally similar images therefore share a rank, as in scikit-learn's `average_pre
 image of `--train` is a query, and its gallery consists of all other images. A query without any relevant image is left
 out. The gallery is spread over all processes, and no more than `CELLS` similarities are in memory.
 
-Shape letters: N gallery images of this process, Q queries per pass, D features per image, R the largest number of
-relevant images of a query, summed over the processes.
+Shape letters: N gallery images of this process, Q queries per pass, D features per image, R relevant images of a query,
+padded to the largest number in each process and concatenated over the processes.
 """
 
 import math

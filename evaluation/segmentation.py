@@ -274,7 +274,7 @@ def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
 
 
 def largest_value(opened: Source, accelerator: Accelerator, name: str) -> int:
-    """Return the largest value of all maps other than 255, or -1 if there is none. Call this function on all processes.
+    """Return the largest value other than 255 in all maps, or -1 if there is none. Call this function on all processes.
 
     Each process reads a part of the maps.
 

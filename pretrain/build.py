@@ -88,7 +88,7 @@ def _build_empty(config: RunConfig) -> Method:
     """Build the method on the meta device.
 
     A module of another package may read the values of a tensor, or store a tensor that is neither a parameter nor a
-    buffer. The method is then built in host memory with all of its weights, and a warning is logged.
+    buffer. In these cases, the method is built in host memory with all of its weights, and a warning is logged.
     """
     try:
         with torch.device("meta"):
@@ -154,7 +154,7 @@ def compile_blocks(method: Method) -> None:
 
 
 def take_weights(method: Method, other: Method, folder: Path) -> None:
-    """Fill `method` with all weights of `other`, the method of the run in `folder`.
+    """Copy all weights of `other`, the method of the run in `folder`, to `method`.
 
     Raises:
         SettingsError: the weights do not fit.
@@ -165,7 +165,7 @@ def take_weights(method: Method, other: Method, folder: Path) -> None:
         raise SettingsError(f"init_from: {error}") from error
     except RuntimeError as error:
         raise SettingsError(
-            f"The heads of the run {folder} do not fit the settings ({error}). Set the settings of the heads as in "
-            f"{folder / 'config.yaml'}, or start from its encoder alone: --init_from {folder / 'encoder.safetensors'}."
+            f"The heads of the run {folder} do not fit the settings ({error}). Copy the settings of the heads from "
+            f"{folder / 'config.yaml'}, or load only the encoder: --init_from {folder / 'encoder.safetensors'}."
         ) from error
-    log.info("student, teacher and heads start from %s", folder)
+    log.info("Student, teacher and heads are initialised from %s", folder)

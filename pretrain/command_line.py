@@ -89,7 +89,7 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
         raise SettingsError(f"unknown method '{shown}'{suggestion(shown, list(METHODS))} (known: {', '.join(METHODS)})")
     file_data = file.get("data") or {}
     if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
-        raise SettingsError(f"{config} names no data. Give --data SHARDS")
+        raise SettingsError(f"{config} names no data. Give --data SHARDS.")
     digits = PRESETS / f"digits_{method}.yaml"
     use_preset = not (shards or file_data.get("shards")) and digits.exists()
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
@@ -97,11 +97,11 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     preset_variant = preset.get("encoder", {}).get("variant")
     source = early.get("init_from") or file.get("init_from")
     resumed = own is not None and own.exists()
-    start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # other types are refused below
+    start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # `validate` refuses other types
     variant = encoder or saved or start.get("variant") or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
         raise SettingsError(
-            f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
+            f"The run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output."
         )
     if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)
@@ -119,14 +119,13 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
 def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:
     """Forbid `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`. Return the new settings.
 
-    A settings file may come from an untrusted source, so only `own_values`, which the user gave, can allow its
-    commands.
+    A settings file may come from an untrusted source, so only `own_values`, which the user gave, can allow commands.
 
     Raises:
         SettingsError: the settings file sets `source.commands`.
     """
     if (file.get("source") or {}).get("commands") is not None:
-        raise SettingsError("a settings file cannot set source.commands. Give the flag --source.commands")
+        raise SettingsError("A settings file cannot set source.commands. Give the flag --source.commands.")
     from_file = any(
         (file.get(section) or {}).get(name) is not None and name not in (own_values.get(section) or {})
         for section, name in (("data", "shards"), ("evaluation", "train"), ("evaluation", "val"))
@@ -152,7 +151,7 @@ def check_method(values: Mapping[str, Any], method: str, where: str = "") -> Non
             name = next(iter(flattened({other: values[other]})))
             raise SettingsError(
                 f"{where}{name} is a setting of the method {other}, but this run trains with {method}. "
-                f"Remove the setting, or choose --method {other}"
+                f"Remove the setting, or choose --method {other}."
             )
 
 

@@ -39,7 +39,7 @@ class DataConfig(Section, frozen=True):
     """mean of each channel, for pixel values from 0 to 1; auto: measured on the shards; default: the values of ImageNet
     for 3 channels, auto for any other number of channels"""
     std: Literal["auto"] | tuple[float, ...] | None = None
-    """standard deviation of each channel, for pixel values from 0 to 1; auto and default: as for data.mean"""
+    """standard deviation of each channel, for pixel values from 0 to 1; auto and the default work as for data.mean"""
 
     @property
     def needs_statistics(self) -> bool:
@@ -62,13 +62,13 @@ class DataConfig(Section, frozen=True):
             if given in (None, "auto"):
                 if fallback is None:
                     raise SettingsError(
-                        f"data.{name} is auto, but the shards were not measured. Set data.{name} to numbers"
+                        f"data.{name} is auto, but the shards were not measured. Set data.{name} to numbers."
                     )
                 given = getattr(fallback, name)
             if len(given) != self.channels:
                 raise SettingsError(
                     f"data.{name} has {len(given)} values, but data.channels is {self.channels}. "
-                    "Give one value per channel"
+                    "Give one value per channel."
                 )
             values[name] = given
         if min(values["std"]) <= 0:
@@ -143,7 +143,7 @@ class RunConfig(Settings, frozen=True):
     steps: Derived[int] = derived(ge=1)
     """length of the run in optimizer steps; default: 100 epochs"""
     epochs: float | None = Field(default=None, gt=0)
-    """length of the run in epochs, in place of `steps`"""
+    """length of the run in epochs, instead of `steps`"""
     batch_size: Derived[int] = derived(ge=1)
     """number of images per optimizer step, summed over all processes; default: 512, or less for fewer than 25,000
     images"""
@@ -154,8 +154,8 @@ class RunConfig(Settings, frozen=True):
     workers: int | None = Field(default=None, ge=0)
     """number of loader workers per training process; default: one per free core, at most 16"""
     resume: bool = False
-    """resume from the newest complete checkpoint of --output; start from the beginning if there is none; short form for
-    the folder of the run: --resume RUN"""
+    """resume from the newest complete checkpoint of --output; start from the beginning if there is none; --resume RUN
+    is short for --resume --output RUN"""
     overwrite: bool = False
     """delete the run in --output, if there is one, before the new run starts"""
     dry_run: bool = False

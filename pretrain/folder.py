@@ -95,16 +95,16 @@ def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
     found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
-        raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them")
+        raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them.")
     if holds_run and not config.resume and not config.overwrite:
         raise SettingsError(
             f"{shown} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
-            "another --output"
+            "another --output."
         )
     if config.resume and not holds_run and config.data.shards is None and config.config is None:
-        raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config")
+        raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config.")
     if config.resume and not found:
-        log.info("%s has no checkpoint yet. The run starts from the beginning", output)
+        log.info("%s has no checkpoint yet. The run starts from the beginning.", output)
     return found[-1] if found and config.resume else None
 
 
@@ -118,9 +118,9 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
     try:
         output.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
-        raise SettingsError(f"cannot create {shown}: {error.strerror}. Choose another --output") from error
+        raise SettingsError(f"Cannot create {shown}: {error.strerror}. Choose another --output.") from error
     if not os.access(output, os.W_OK | os.X_OK):
-        raise SettingsError(f"{shown} cannot be written to. Choose another --output")
+        raise SettingsError(f"{shown} cannot be written to. Choose another --output.")
 
 
 def delete_run(output: Path) -> None:

@@ -114,8 +114,8 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
     """Return the loader of this process's training batches, from `first_step` to the last step.
 
     Raises:
-        SettingsError: there are too few images for one batch, or a batch cannot be split equally over the processes and
-            their accumulated forward passes.
+        SettingsError: there are too few images for one batch, or the batch size is not divisible by the number of
+            processes times the number of accumulated forward passes.
     """
     try:
         transform = method.transform()
@@ -146,8 +146,10 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
 
 
 def workers(config: RunConfig, accelerator: Accelerator) -> int:
-    """Return the number of loader workers of this process. config.yaml does not store the number, because the number
-    depends on the machine."""
+    """Return the number of loader workers of this process.
+
+    The default depends on the machine, so it is not stored in config.yaml.
+    """
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
 
 

@@ -84,7 +84,7 @@ class Step:
     stop: bool
     """True if any process received a stop signal."""
     discarded: bool
-    """True if a process received no data before the stop. The step is then not counted, and nothing is updated."""
+    """True if a process got no data before it was asked to stop. The step is then neither applied nor counted."""
     metrics: dict[str, Tensor]
     """Metrics that the method returned, averaged over the forward passes of this process in this step."""
 
@@ -136,8 +136,9 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
 
 
 def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
-    """Return the averages over all processes of the loss, the gradient norm, and three flags (0 or 1): loss and norm
-    are finite, a stop was requested, and `discard`.
+    """Average five numbers over all processes, and return them: the loss, the gradient norm, and three flags (0 or 1).
+
+    The flags are set if loss and norm are finite, if a stop was requested, and if `discard` is True.
 
     No other part of a training step waits for the device.
     """
@@ -148,7 +149,7 @@ def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
-    """Train from the step in `run.state` to the last step. Record metrics, evaluate and save checkpoints meanwhile.
+    """Train from the step in `run.state` to the last step. Also record metrics, evaluate and save checkpoints.
 
     `batches` starts at the step in `run.state` and yields `config.accumulate` batches per step.
 

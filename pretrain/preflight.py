@@ -103,7 +103,7 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
 
 def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # a freed tensor's address could be reused, and the count would miss a tensor
+    alive: list[Tensor] = []  # keep all tensors, because a new tensor at a freed address would not be counted
 
     def count(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -88,7 +88,7 @@ def resolve(
     """
     batch_size = config.batch_size or default_batch_size(images)
     if config.steps and config.epochs:
-        raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
+        raise SettingsError("steps and epochs both set the length of the run. Give only one of them.")
     steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
     method = METHODS[config.method]
     size = RunSize(images, batch_size, steps, classes, config.accumulate)
@@ -99,7 +99,7 @@ def resolve(
     if optim.warmup_steps >= steps:
         raise SettingsError(
             f"optim.warmup_steps is {optim.warmup_steps}, but the run has only {steps} steps. "
-            "Set optim.warmup_steps to a smaller number"
+            "Set optim.warmup_steps to a smaller number."
         )
     data = config.data.with_statistics(statistics)
     if isinstance(method_config, ColorConfig):
@@ -109,7 +109,7 @@ def resolve(
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
     if config.init_from:
-        defaults.pop("layer_scale", None)  # new factors near 0 would undo the pretraining of the encoder
+        defaults.pop("layer_scale", None)  # a new layer scale near 0 would undo the pretraining
     encoder = _resolved_encoder(config, defaults, data.channels)
     given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
@@ -139,7 +139,7 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
     given = started | {name: value for name, value in defaults.items() if name not in unused} | given
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
-        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")
+        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels.")
     if own != channels:
         given["channels"] = channels
     return type(config.encoder)(**given)
@@ -167,7 +167,7 @@ def chosen_precision(config: RunConfig) -> str:
         if precision == "no" and faster_in_bf16(config):
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
-        raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32")
+        raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32.")
     precision = {"no": "fp32"}.get(precision, precision)
     if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
         raise SettingsError(
@@ -244,12 +244,12 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
     for rank, (other, images, lacking) in enumerate(seen):
         if other != seen[0][0]:
             message = (
-                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, "
+                f"Process {rank} sees {images} images, and process 0 sees {seen[0][1]} images, "
                 "but all processes must see the same shards"
             )
             if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
                 message += f". Only one of the two processes can read: {', '.join(differ)}"
-            raise ShardError(f"{message}. Start again, or check the disks of the nodes")
+            raise ShardError(f"{message}. Start again, or check the disks of the nodes.")
     return own
 
 

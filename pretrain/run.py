@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         _complain(f"process {rank}: {error}")
         return watchdog.EXIT_CODE
     except preemption.WaitInterruptedError as stop:
-        _complain(f"process {rank}: {stop}. --resume continues from the last checkpoint")
+        _complain(f"process {rank}: {stop}. --resume continues from the last checkpoint.")
         return preemption.EXIT_CODE
     except UserError as error:
         if rank == 0:
@@ -65,17 +65,17 @@ def main(argv: list[str] | None = None) -> int:
         return preemption.EXIT_CODE
     except KeyboardInterrupt:
         _complain(
-            "the run was interrupted. To continue from the last checkpoint, start again with --resume and the folder "
-            "of this run"
+            "The run was interrupted. To continue from the last checkpoint, start again with --resume and the folder "
+            "of this run."
         )
         return 130
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS):
-            _complain(f"{error.strerror}: {error.filename}. Choose another path")
+            _complain(f"{error.strerror}: {error.filename}. Choose another path.")
             return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _complain(f"{error}. Free some space and continue with --resume")
+        _complain(f"{error}. Free some space and continue with --resume.")
         return 2
     return 0
 

@@ -19,7 +19,7 @@ DASHES = ("solid", "dashed", "dotted", "dashdot")
 INK, FAINT = "#010203", "#040506"
 """Colours of text and of grid lines in a chart. `to_svg` replaces both by colours of the page."""
 STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in the font of the page
+    "svg.fonttype": "none",  # write text as text elements, which use the font of the page
     "font.family": "sans-serif",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -63,7 +63,7 @@ class Chart:
 
 
 def looks(runs: Sequence[RunFolder]) -> dict[str, Look]:
-    """Return the look of each run. The dashes change when all colours are used."""
+    """Return the look of each run. Once all colours are used, they repeat with other dashes."""
     styles = [Look(color, dashes) for dashes in DASHES for color in PALETTE]
     return dict(zip((run.name for run in runs), islice(cycle(styles), len(runs)), strict=True))
 

@@ -201,6 +201,6 @@ def _neighbours(encoded: _Encoded, count: int) -> list[list[Tile]]:
     """Return one row per shown image: the image, followed by its nearest neighbours by cosine similarity. An image is
     not its own neighbour."""
     similarity = encoded.features[encoded.queries] @ encoded.features.T  # (Q, N)
-    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # comes first
+    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # the image itself comes first
     nearest = similarity.topk(min(count + 1, similarity.shape[1]), dim=1).indices.tolist()
     return [[encoded.tiles[number] for number in numbers] for numbers in nearest]

@@ -1,6 +1,6 @@
 """Read run folders: settings, metrics, results of evaluations, pictures and hardware.
 
-A file that is missing or damaged does not stop the reader. `RunFolder.problems` says what could not be read.
+A missing or damaged file raises no error. `RunFolder.problems` tells which files could not be read.
 """
 
 import json

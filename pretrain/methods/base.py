@@ -46,9 +46,9 @@ class RunSize:
         return self.images >= LARGE
 
     def small_lr(self, base: float) -> float:
-        """Return the `optim.lr` whose peak learning rate is `base` * sqrt(batch size / 1024).
+        """Return the `optim.lr` that gives the peak learning rate `base` * sqrt(batch size / 1024).
 
-        `optim.lr` is the learning rate for 256 images, which `optim.lr_scaling` linear scales.
+        `optim.lr` is the learning rate for a batch of 256 images. `optim.lr_scaling` must be linear.
         """
         return float(f"{base * math.sqrt(self.batch_size / 1024) * 256 / self.batch_size:.3g}")
 
@@ -81,7 +81,7 @@ class Method(nn.Module):
     def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, OptimConfig]:
         """Return the settings of the method and of the optimizer, with all missing values filled in.
 
-        A method may give a default to any setting of the optimizer; see `Section.filled`.
+        A method may set the default of any optimizer setting; see `Section.filled`.
 
         Args:
             config: The method's settings as the user gave them, of type `Config`.
@@ -151,7 +151,7 @@ class Method(nn.Module):
         """
 
     def after_skip(self, step: int) -> None:
-        """Make scheduled changes, such as to a teacher, after a step whose update was skipped. Collective."""
+        """Apply scheduled changes, for example to a teacher, after a step whose update was skipped. Collective."""
 
     def frozen(self) -> dict[str, int]:
         """Return the parameters that are frozen at the start of the run. The keys are prefixes of parameter names, and
@@ -197,9 +197,9 @@ class Method(nn.Module):
         return {}
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        """Return the signs of collapse in the metrics of one step: kind of collapse -> message.
+        """Return the signs of collapse in the metrics of one step, as a dict from kind of collapse to message.
 
-        The message names settings to change. The alarm itself checks the rank of the features.
+        The message names settings to change. The rank of the features need not be checked, because the alarm does it.
         """
         return {}
 

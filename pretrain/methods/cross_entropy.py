@@ -24,8 +24,8 @@ CHUNK_BYTES = 2**28
 """Largest size of a chunk of logits in float32, in bytes."""
 
 Targets = Callable[[slice], Iterator[tuple[slice, Tensor]]]
-"""Function that yields, for a chunk of rows, pairs of a slice of crops with equal weights and their target, (n, K)
-float32."""
+"""Function that takes a chunk of rows and yields pairs: a slice of crops with equal weights, and the target of these
+crops, (n, K) float32."""
 
 
 def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:

@@ -63,7 +63,7 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
     ibot_weight: float = Field(default=1.0, ge=0)
     """weight of the iBOT loss, the cross-entropy between teacher and student for hidden tokens"""
     koleo_weight: float = Field(default=0.1, ge=0)
-    """weight of the KoLeo loss of each of the two global crops"""
+    """weight of the KoLeo loss, which is summed over the two global crops"""
     mask_probability: Share = 0.5
     """share of the global crops in which tokens are hidden from the student"""
     mask_ratio: Areas = (0.1, 0.5)
@@ -113,9 +113,9 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DI
 
 
 def second_head(config: DINOv2Config, first: dict[str, Any]) -> dict[str, int]:
-    """Return the default sizes of the second head, which are those of the first head.
+    """Return the default sizes of the second head, which equal the sizes of the first head.
 
-    Sizes that are given in `config` override the defaults of the first head in `first`.
+    The sizes of the first head are the given values in `config`, or else the defaults in `first`.
     """
     given = config.model_dump(include={"prototypes", "hidden_dim", "bottleneck_dim"}, exclude_none=True)
     return {f"ibot_{name}": (first | given)[name] for name in ("prototypes", "hidden_dim", "bottleneck_dim")}
@@ -131,7 +131,7 @@ class DINOv2(TeacherStudent):
     config: DINOv2Config
 
     def __init__(self, encoder: Encoder, config: DINOv2Config, steps: int) -> None:
-        """Build the student, and copy the student to make the teacher. `steps` is the length of the run.
+        """Build the student, and the teacher as a copy of the student. `steps` is the length of the run.
 
         Raises:
             ValueError: the encoder has no mask token, a global crop has only one token, or two settings contradict

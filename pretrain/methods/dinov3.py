@@ -264,7 +264,7 @@ class DINOv3(DINOv2):
         assert isinstance(view.images, Tensor)
         assert isinstance(seen.images, Tensor)
         with torch.no_grad():
-            anchor = self.gram_teacher(seen.images).tokens  # tokens of the Gram teacher's grid
+            anchor = self.gram_teacher(seen.images).tokens  # on the Gram teacher's grid
         grid, gram_grid = (self.trained_encoder().grid(*one.shape[-2:]) for one in (view.images, seen.images))
         with full_precision(tokens):
             crops = tokens.float().unflatten(0, (-1, math.prod(grid)))  # (G * B, P, D)

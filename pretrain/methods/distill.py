@@ -72,8 +72,8 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
     choices of this project.
 
     Raises:
-        SettingsError: no teacher is given, it cannot be read, its hash is not `teacher_hash`, or a student is given
-            twice or is unknown.
+        SettingsError: no teacher is given, the teacher cannot be read, its hash is not `teacher_hash`, or a student is
+            unknown or given twice.
     """
     optim_defaults = {
         "lr": 2.5e-4 if size.large else size.small_lr(4e-3),
@@ -85,7 +85,7 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
         "clip": 3.0,
     }
     if not config.pooled_weight and not config.token_weight:
-        raise SettingsError("distill.pooled_weight and distill.token_weight are both 0. Set one of them to 1")
+        raise SettingsError("distill.pooled_weight and distill.token_weight are both 0. Set one of them to 1.")
     try:
         found = teacher_hash(teacher_file(config.teacher))
     except (OSError, ValueError) as error:
@@ -93,7 +93,7 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
     if config.teacher_hash not in (None, found):
         raise SettingsError(
             f"distill.teacher {config.teacher} is not the teacher with which the run started. Its hash is {found}, but "
-            f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run"
+            f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run."
         )
     config = config.model_copy(update={"students": resolved_students(config, size) or None})
     return config.filled({"teacher_hash": found}), optim.filled(optim_defaults)
@@ -123,7 +123,7 @@ def student_settings(config: DistillConfig) -> dict[str, dict[str, Any]]:
     given = [config.students] if isinstance(config.students, str) else config.students or []
     variants = [variant.strip() for words in given for variant in words.split(",")]
     if twice := [variant for variant in variants if variants.count(variant) > 1]:
-        raise SettingsError(f"distill.students: {twice[0]} is given twice. Remove one of them")
+        raise SettingsError(f"distill.students: {twice[0]} is given twice. Remove one of the two.")
     return {variant: {} for variant in variants}
 
 
@@ -192,7 +192,7 @@ class Teacher:
             raise EncoderError(f"The teacher does not support its input images: {error} {hint}") from error
 
     def _encode(self, images: Tensor) -> Features:
-        if images.is_meta:  # the check before a run needs only the shapes
+        if images.is_meta:  # the dry forward pass before a run needs only shapes
             tensors = {**dict(self.encoder.named_parameters()), **dict(self.encoder.named_buffers())}
             empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
             return torch.func.functional_call(self.encoder, empty, (images,))
@@ -262,7 +262,7 @@ def match_loss(predicted: Tensor, target: Tensor, kind: Match) -> Tensor:
 
 
 def make_projection(dim: int, width: int, config: DistillConfig) -> nn.Module:
-    """Return the projection of features of the student to the width of the teacher: (N, D) -> (N, E)."""
+    """Return a projection from the student's width to the teacher's width: (N, D) -> (N, E)."""
     if config.projection == "linear":
         return nn.Linear(dim, width)
     hidden = config.hidden_dim or width

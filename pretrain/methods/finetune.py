@@ -149,7 +149,7 @@ class Finetune(Method):
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch with labels and one view: B images, (B, C, H, W).
 
-        The images are first changed by RandAugment, then erased, then mixed. All random numbers are functions of seed,
+        The images are first changed by RandAugment, then erased, then mixed. All random numbers depend only on seed,
         step and sample.
 
         Raises:

@@ -1,4 +1,4 @@
-"""LeJEPA (2511.08544): views of an image are pulled to one embedding, and the embeddings to a normal distribution.
+"""LeJEPA (2511.08544): the views of an image learn equal embeddings, and all embeddings a normal distribution.
 
 There is one encoder, and the embeddings of all views pass gradients to it: there is no teacher, no moving average, no
 stop-gradient and no predictor. SIGReg, a test of normality along random directions, keeps the embeddings from
@@ -65,8 +65,8 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer
     than 100,000 images"""
     directions: Derived[int] = derived(ge=1)
-    """number of random directions along which SIGReg tests the embeddings (M), drawn anew at every step; default: 1024,
-    or 256 for fewer than 100,000 images"""
+    """number of random directions (M) along which SIGReg tests the embeddings; new directions are drawn at every step;
+    default: 1024, or 256 for fewer than 100,000 images"""
     hidden_dim: Derived[int] = derived(ge=1)
     """width of the projector's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
     output_dim: Derived[int] = derived(ge=1)
@@ -158,7 +158,7 @@ def sigreg(embeddings: Tensor, directions: Tensor) -> Tensor:
 
 
 def invariance_loss(embeddings: Tensor) -> Tensor:
-    """Return the mean squared distance between each embedding and the mean over the views of its image, as a scalar.
+    """Return the mean squared difference between each embedding and the mean embedding of its image, as a scalar.
 
         loss = mean over v, n, d of  (embeddings[v, n, d] - mean over w of embeddings[w, n, d]) ** 2
 

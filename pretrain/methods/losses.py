@@ -21,7 +21,7 @@ NEAREST = 1e-4
 
 
 def teacher_distribution(logits: Tensor, center: Tensor, temperature: float, centering: Centering) -> Tensor:
-    """Return the centred and sharpened distributions of a teacher with the given float32 logits: (N, K) -> (N, K)."""
+    """Return the teacher's distributions, centred and sharpened, for its float32 logits: (N, K) -> (N, K)."""
     if centering == "sinkhorn":
         return sinkhorn(logits, temperature)
     return F.softmax((logits - center) / temperature, dim=-1)

@@ -31,7 +31,7 @@ from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
 
 NO_CONTRAST = 0.01
-"""Largest `target_contrast` of patches that are all equal up to rounding errors."""
+"""Threshold of `target_contrast`. At or below it, all patches count as equal, because of rounding errors."""
 LOOKED_AT = 256
 """Number of patches per process from which `target_contrast` is computed."""
 
@@ -59,7 +59,7 @@ class MAEConfig(RandomCropConfig):
     decoder_dim: int | None = Field(default=None, ge=4, multiple_of=4)
     """width of the decoder; default: the encoder's width rounded down to a multiple of 32, at most 512"""
     decoder_depth: int | None = Field(default=None, ge=0)
-    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, but 2 for
+    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, or 2 for
     encoders with fewer than 12 blocks"""
     decoder_heads: int | None = Field(default=None, ge=1)
     """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
@@ -285,7 +285,7 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
             f"{name} takes only images of one size. Set mae.native to false, or choose a vit, rope_vit or navit."
         )
     if not config.native and (config.smallest_size or config.token_budget):
-        raise ValueError("mae.smallest_size and mae.token_budget need images of many sizes. Set mae.native to true.")
+        raise ValueError("mae.smallest_size and mae.token_budget need native images. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:
         sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(

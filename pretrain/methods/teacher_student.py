@@ -33,7 +33,7 @@ class TeacherStudentConfig(MultiCropConfig, frozen=True):
     """Settings that DINO, DINOv2 and DINOv3 share."""
 
     prototypes: Derived[int] = derived(ge=2)
-    """number of prototypes, which is the number of outputs of the head (K)"""
+    """number of prototypes (K), the outputs of the head"""
     hidden_dim: Derived[int] = derived(ge=1)
     """width of the head's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
     bottleneck_dim: Derived[int] = derived(ge=1)
@@ -103,10 +103,10 @@ class TeacherStudent(Method):
     }
 
     def __init__(self, student: Mapping[str, nn.Module], config: TeacherStudentConfig, steps: int) -> None:
-        """Take the modules of the student, and copy them to make the teacher.
+        """Build the teacher as a copy of the student.
 
         Args:
-            student: `encoder`, `head`, and `ibot_head` if there is a second head.
+            student: modules of the student: `encoder`, `head`, and `ibot_head` if there is a second head.
             config: resolved settings.
             steps: length of the run.
         """
@@ -118,8 +118,8 @@ class TeacherStudent(Method):
         self.center: Tensor
         self._pending: dict[str, PendingCenter] = {}
         self._add_center("", config.prototypes)
-        # for health(), from the last forward pass: the teacher's pooled features, and for each output, by the prefix of
-        # its metrics, the most probable prototype of each row
+        # for health(): the teacher's pooled features in the last forward pass, and a dict from the prefix of an output
+        # to the index of the most probable prototype of each row
         self._last: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def _add_center(self, output: str, prototypes: int) -> None:
@@ -257,7 +257,7 @@ class PendingCenter:
 
 
 def output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:
-    """Return the signs of collapse in the teacher's output for one term of the loss: kind of collapse -> message.
+    """Return the signs of collapse in the teacher's output for one term of the loss, as in `Method.collapse_signs`.
 
     Args:
         loss: cross-entropy per crop or per hidden token, in nats.

@@ -35,7 +35,7 @@ from tessera.runtime.collectives import all_gather, all_reduce_max, all_reduce_s
 PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
 TOP = 5
-"""Number of highest-scoring classes among which top-5 accuracy accepts the true class."""
+"""Number of classes with the highest scores. An image counts in top-5 accuracy if its true class is one of them."""
 
 
 class OnlineEvaluation:
@@ -55,7 +55,7 @@ class OnlineEvaluation:
             config: settings of the evaluation. `config.val` names the labelled SHARDS of the scored images.
             train: labelled SHARDS of the training images of the evaluation, such as the bank of k-NN.
             image_size: side of the images in pixels.
-            accelerator: accelerator of the run, which knows the processes and the device.
+            accelerator: accelerator of the run.
             source: options for reading remote shards.
 
         Raises:
@@ -70,7 +70,7 @@ class OnlineEvaluation:
     def extract(
         self, model: nn.Module, encoder: Encoder, shards: list[Source], feature: Callable[[Encoder, Tensor], Tensor]
     ) -> list[LabelledFeatures]:
-        """Return the features of centre crops of each of `shards`, as `evaluation.features.extract` does.
+        """Return the features of centre crops for each item of `shards`; see `evaluation.features.extract`.
 
         `model` contains `encoder`, and is in eval mode during the extraction. Afterwards, its mode (train or eval) and
         the random states are restored.

@@ -17,7 +17,7 @@ class Progress:
     """Progress of a run on stderr. A terminal shows a progress bar. A log file gets one line per record."""
 
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
-        """Set up the progress of a run of `steps` steps, of which `done` are done."""
+        """Set up the progress of a run. `steps` is the length of the run, and `done` the number of completed steps."""
         console = Console(stderr=True)
         self.enabled, self.bar = enabled, enabled and console.is_terminal
         columns = (

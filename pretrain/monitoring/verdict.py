@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["warming up", "learning", "levelled off", "flat", "falling", "collapsing"]
 RECENT = 3
-"""Number of evaluations in a row without a clear gain that count as levelled off."""
+"""A run has levelled off after this number of evaluations in a row without a clear gain."""
 ADVISED = ("flat", "falling", "collapsing")
 """Outcomes for which the verdict also names settings to try."""
 
@@ -16,7 +16,7 @@ class Score(NamedTuple):
     """Accuracy of k-NN, of the linear probe or of a classifier at one evaluation."""
 
     step: int
-    """Number of steps done."""
+    """Number of steps before the evaluation."""
     accuracy: float
     """Accuracy from 0 to 1."""
 
@@ -38,7 +38,7 @@ class Scores:
 
     @property
     def history(self) -> list[Score]:
-        """Main accuracies, oldest first. The first one is that before training."""
+        """Main accuracies, oldest first. The first entry is the accuracy before training."""
         return [Score(*score) for score in self.memory.get("history", [])]
 
     @property
@@ -96,7 +96,7 @@ def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Map
     - learning: the accuracy is higher than before training.
 
     Args:
-        history: accuracies so far; the first one is that before training.
+        history: accuracies so far. The first entry is the accuracy before training.
         queries: number of images that are scored.
         early_steps: number of steps at the start of the run in which accuracies and signs of collapse do not count.
         signs: signs of collapse in the metrics of this step.
