@@ -35,7 +35,7 @@ def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def common_colours(projected: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
+    """Colour the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
 
     The axes of a principal component analysis are arbitrary for each encoder. The components of every encoder are
     therefore rotated or reflected so that they are nearest to those of the first encoder at the same places of the

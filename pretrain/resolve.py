@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     """The settings of a run and its opened data."""
 
     config: RunConfig
-    """Settings in which all values are set."""
+    """Settings with all derived values."""
     shards: WeightedShards
     """SHARDS to train on: those of the user, or those of the embedded digits."""
     sources: Sources

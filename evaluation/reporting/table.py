@@ -133,7 +133,7 @@ def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
 
 
 def _newest(run: RunFolder, name: str) -> Cell:
-    """Return the newest score of an evaluation, with its step if the run has gone on since."""
+    """Return the newest score of an evaluation, with its step if the run has done more steps since."""
     if name not in run.scores:
         return Cell()
     step, score = list(run.scores[name].items())[-1]

@@ -58,11 +58,13 @@ def checked_sizes(given: dict[str, float] | None) -> dict[str, float] | None:
         return None
     for text, probability in given.items():
         if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(/[1-9]\d*)?", text):
-            raise ValueError(f"{text!r} is not a combination of crop sizes. Write global/local/gram, as in 512/112/768")
+            raise ValueError(
+                f"{text!r} is not a combination of crop sizes. Write global/local/gram, as in 512/112/768."
+            )
         if not 0 < probability < math.inf:
-            raise ValueError(f"the probability of {text} must be a positive number. Leave out unused combinations")
+            raise ValueError(f"The probability of {text} must be a positive number. Leave out unused combinations.")
     if not given:
-        raise ValueError("there is no combination of crop sizes. Give at least one, or leave out the setting")
+        raise ValueError("There is no combination of crop sizes. Give at least one, or leave out the setting.")
     return dict(sorted(given.items(), key=lambda item: CropSizes.parse(item[0])))
 
 
