@@ -278,13 +278,13 @@ class DINOv3(DINOv2):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Update the teacher and the centres as in DINOv2, and replace the Gram teacher if this step is scheduled."""
+        """Update the teacher and the centres as in DINOv2, and replace the Gram teacher on schedule."""
         super().after_step(step)
         self.after_skip(step)
 
     @torch.no_grad()
     def after_skip(self, step: int) -> None:
-        """Replace the Gram teacher if this step is scheduled. The schedule also counts skipped steps."""
+        """Replace the Gram teacher on schedule. The schedule also counts skipped steps."""
         if self.gram_teacher is not None and self.replaces_gram_teacher(step):
             ema.copy(self.gram_teacher, self.teacher["encoder"])
 
